@@ -1,0 +1,1 @@
+"""Checkpoints that never stall and never lose a run."""

@@ -1,0 +1,1 @@
+"""What every part stands on: files, codecs, the pack container, bounded stages, memory, timing."""

@@ -1,0 +1,1 @@
+"""What surrounds the data path: benchmarks, the demo, reports."""
