@@ -11,7 +11,7 @@ PenstockError                   exit code 1, the base of all
 ├── StorageError                4  the disk or the folder refuses: full, read-only, failing
 │   └── LockHeld                4  another writer is at work there
 ├── MissingExtra                5  an optional dependency is not installed
-└── SnapshotDiscarded           6  a checkpoint was given up because its tensors were changed under it
+└── SnapshotDiscarded           6  a checkpoint given up: its tensors were changed under it
 
 A message says what, where, which value, and what to do, in one line.
 """

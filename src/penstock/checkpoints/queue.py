@@ -1,0 +1,146 @@
+"""The bounded queue of saves: how many, how many bytes, and what gives way when it is full."""
+
+from __future__ import annotations
+
+import threading
+from collections import Counter, deque
+from typing import Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+from penstock.checkpoints import cuda
+from penstock.checkpoints.handle import SaveHandle, poll
+from penstock.checkpoints.publish import Job
+
+OnFull = Literal["wait", "skip", "drop_oldest"]
+SMALLEST_LIMIT_BYTES = 64 << 20
+
+
+class SaveQueue:
+    """Saves between the training thread, which puts, and the writer thread, which takes.
+
+    Args:
+        max_jobs: Pending saves, the one being written included.
+        max_bytes: Staging memory of all of them; None for one copy of the state (at least 64 MB).
+        on_full: What gives way.
+
+    Attributes:
+        staged_bytes: What the pending saves hold.
+    """
+
+    def __init__(self, max_jobs: int, max_bytes: int | None, on_full: OnFull) -> None:
+        self._max_jobs = max_jobs
+        self._max_bytes = max_bytes
+        self._on_full = on_full
+        self._lock = threading.Lock()
+        self._jobs: deque[Job] = deque()
+        self._pool = StagingPool()
+        self._counts: Counter[str] = Counter()
+        self.staged_bytes = 0
+
+    def __len__(self) -> int:
+        return len(self._jobs)
+
+    def admit(self, size_bytes: int, handle: SaveHandle) -> bool:
+        """Make room, by the stated policy; False when this save is skipped."""
+        if not self._full(size_bytes):
+            return True
+        self.count(queue_full=1)
+        if self._on_full == "skip":
+            self.count(skipped=1)
+            handle.finish("skipped")
+            return False
+        while self._on_full == "drop_oldest" and self._full(size_bytes) and self._drop_oldest():
+            pass
+        return poll(lambda: not self._full(size_bytes), None)
+
+    def staging(self, size_bytes: int, *, pinned: bool) -> NDArray[np.uint8]:
+        """Take memory for a capture; `remove` gives it back."""
+        with self._lock:
+            self.staged_bytes += size_bytes
+            return self._pool.take(size_bytes, pinned=pinned)
+
+    def put(self, job: Job) -> None:
+        """Append a save."""
+        with self._lock:
+            self._jobs.append(job)
+
+    def first(self) -> Job | None:
+        """Return the oldest save, which from now on cannot be dropped; it stays in the queue."""
+        with self._lock:
+            if not self._jobs:
+                return None
+            self._jobs[0].started = True
+            return self._jobs[0]
+
+    def remove(self, job: Job) -> None:
+        """Take a save out and its memory back."""
+        with self._lock:
+            self._jobs.remove(job)
+            self._pool.give_back(job.capture.staging)
+            self.staged_bytes -= job.capture.plan.nbytes
+
+    def count(self, **amounts: int) -> None:
+        """Add to the counts."""
+        with self._lock:
+            self._counts.update(amounts)
+
+    def counts(self) -> Counter[str]:
+        """Return a copy of the counts."""
+        with self._lock:
+            return Counter(self._counts)
+
+    def clear_memory(self) -> None:
+        """Give the unused staging memory back to the system."""
+        with self._lock:
+            self._pool.clear()
+
+    def _full(self, size_bytes: int) -> bool:
+        limit = self._max_bytes
+        if limit is None:
+            limit = max(SMALLEST_LIMIT_BYTES, size_bytes)
+        over = self.staged_bytes > 0 and self.staged_bytes + size_bytes > limit
+        return over or len(self._jobs) >= self._max_jobs
+
+    def _drop_oldest(self) -> bool:
+        with self._lock:
+            waiting = next((job for job in self._jobs if not job.started), None)
+            if waiting is None:
+                return False
+            # Its barrier has run, so nobody copies into its memory any more.
+            self._jobs.remove(waiting)
+            self._pool.give_back(waiting.capture.staging)
+            self.staged_bytes -= waiting.capture.plan.nbytes
+            self._counts["dropped"] += 1
+        waiting.handle.finish("dropped")
+        return True
+
+
+class StagingPool:
+    """Staging memory that is kept and used again, so that a save touches no new pages.
+
+    Not thread-safe: the queue's lock guards it.
+    """
+
+    def __init__(self) -> None:
+        self._free: list[NDArray[np.uint8]] = []
+
+    def take(self, size_bytes: int, *, pinned: bool) -> NDArray[np.uint8]:
+        """Return memory of at least this size; what is too small is given up."""
+        fitting = [buffer for buffer in self._free if buffer.nbytes >= size_bytes]
+        if fitting:
+            buffer = min(fitting, key=lambda candidate: candidate.nbytes)
+            self._free = [other for other in self._free if other is not buffer]
+        else:
+            self._free.clear()
+            buffer = cuda.pinned(size_bytes) if pinned else np.empty(size_bytes, np.uint8)
+        return buffer
+
+    def give_back(self, buffer: NDArray[np.uint8]) -> None:
+        """Keep the memory for the next capture."""
+        self._free.append(buffer)
+
+    def clear(self) -> None:
+        """Give all unused memory back to the system."""
+        self._free.clear()

@@ -1,0 +1,458 @@
+"""AsyncCheckpointSaver: the queue between the training thread and the disk.
+
+    training thread         copier thread            writer thread
+    save_async: plan,  ───► copies lazy tensors
+    copy small tensors ────────────────────────────► waits for the copy, encodes, fsyncs
+    optimizer.step: barrier (helps, verifies) ─────► publishes, moves `latest`, prunes
+
+Nothing is published before the barrier has verified the copy.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+import threading
+import time
+import warnings
+import weakref
+from collections import deque
+from collections.abc import Iterable
+from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Literal, Self
+
+import torch
+
+from penstock.checkpoints import folder, hooks
+from penstock.checkpoints.capture import Capture, Planner
+from penstock.checkpoints.handle import SaveHandle, poll
+from penstock.checkpoints.publish import Job, Publisher
+from penstock.checkpoints.queue import OnFull, SaveQueue
+from penstock.checkpoints.signals import SignalGuard
+from penstock.core import tree
+from penstock.core.background import Background
+from penstock.core.codecs import Planes
+from penstock.core.files import storage_error
+from penstock.core.memory import format_bytes
+from penstock.core.monitor import PerformanceMonitor
+from penstock.errors import PenstockError, PenstockWarning, SaverClosed, StorageError, UsageError
+
+KeepBest = int | tuple[int, Literal["max", "min"]]
+
+_LOG = logging.getLogger("penstock")
+_SIGNAL_LIMIT_S = 30.0
+
+
+class AsyncCheckpointSaver:
+    """Save whole training states without stopping the training.
+
+    Tensors owned by the given optimizers are copied in the background until the next step of one of
+    them; everything else in a state is copied when `save_async` is called. Hand over *every*
+    optimizer that trains the saved tensors, and change these only through their steps (or call
+    `barrier` before); anything else is noticed, and costs that checkpoint.
+
+    Args:
+        directory: Relative paths start here; created if missing.
+        max_queue_size: Saves that may be pending.
+        optimizers: Whose parameters and state are captured lazily.
+        modules: Whose `load_state_dict` waits for a capture to finish.
+        compress: Compress by default (lossless byte planes and zstd).
+        compression_level: 1 is fastest, 3 and above smallest.
+        delta_every: Every so many saves a full checkpoint, differences to it between; 0 or 1 means
+            full ones only. A difference needs its full checkpoint beside it to be loaded.
+        keep_last: Keep so many of the newest; None keeps all.
+        keep_best: Keep so many of the best by `metric`, besides; (k, "min") if less is better.
+        on_full: What `save_async` does when the queue is full: "wait", "skip" the new save, or
+            "drop_oldest" pending one (if none can be dropped, it waits). All are counted.
+        verbose: Say each save on stderr.
+        max_staging_bytes: Memory for the copies of pending saves; by default one copy of the state
+            (at least 64 MB). A second save waits for the first when both do not fit.
+        handle_signals: Finish pending saves on SIGINT and SIGTERM, then let them take their course.
+
+    Example:
+        with AsyncCheckpointSaver("runs/x", optimizers=[optimizer]) as saver:
+            saver.save_async({"model": net.state_dict(), "step": step}, "ckpt_100.pt")
+    """
+
+    def __init__(
+        self,
+        directory: str | os.PathLike[str] = ".",
+        max_queue_size: int = 3,
+        optimizers: torch.optim.Optimizer | Iterable[torch.optim.Optimizer] = (),
+        modules: torch.nn.Module | Iterable[torch.nn.Module] = (),
+        compress: bool = True,
+        compression_level: int = 3,
+        delta_every: int = 0,
+        keep_last: int | None = None,
+        keep_best: KeepBest | None = None,
+        on_full: OnFull = "wait",
+        verbose: bool = False,
+        *,
+        max_staging_bytes: int | None = None,
+        handle_signals: bool = True,
+    ) -> None:
+        _check_natural("max_queue_size", max_queue_size, 1)
+        _check_natural("delta_every", delta_every, 0)
+        if keep_last is not None:
+            _check_natural("keep_last", keep_last, 1)
+        if on_full not in ("wait", "skip", "drop_oldest"):
+            raise UsageError(f"on_full={on_full!r}: use 'wait', 'skip' or 'drop_oldest'")
+        Planes(level=compression_level)  # refuses a wrong level here, not in the background
+        self.directory = Path(directory).absolute()
+        try:
+            self.directory.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise storage_error("create", self.directory, error) from error
+        self._compress = compress
+        self._verbose = verbose
+        self._pid = os.getpid()
+        self._closed = False
+        self._flushing = False
+        self._last: Path | None = None
+        self._calls = threading.Lock()  # one save_async at a time
+        self._active: Capture | None = None
+        self._captures: deque[Capture] = deque()
+        self._failures: deque[SaveHandle] = deque()
+        self._queue = SaveQueue(max_queue_size, max_staging_bytes, on_full)
+        self._blocked = PerformanceMonitor(history=1000)
+        owners = [optimizers] if isinstance(optimizers, torch.optim.Optimizer) else [*optimizers]
+        nets = [modules] if isinstance(modules, torch.nn.Module) else [*modules]
+        self._planner = Planner(owners)
+        self._publisher = Publisher(
+            compression_level, delta_every, keep_last, _checked_best(keep_best)
+        )
+        self._copier = Background("penstock-copier", self._copy_one)
+        self._writer = Background("penstock-writer", self._write_one)
+        self._hooks = hooks.install(self.barrier, owners, nets)
+        this = weakref.ref(self)
+        self._signals = SignalGuard(lambda: _flush(this)) if handle_signals else None
+
+    # ---- the training thread
+
+    def save_async(
+        self,
+        checkpoint: Any,
+        path: str | os.PathLike[str],
+        compress: bool | None = None,
+        metadata: dict[str, Any] | None = None,
+        metric: float | None = None,
+    ) -> SaveHandle:
+        """Ask for a checkpoint and return at once.
+
+        Args:
+            checkpoint: Nested dicts, lists, tuples, numbers, strings, numpy arrays and tensors.
+            path: File name, relative to the saver's directory.
+            compress: Overrides the saver's setting.
+            metadata: Small values to keep beside the state (shown by `penstock info`).
+            metric: For `keep_best`.
+
+        Returns:
+            A handle; `handle.wait()` returns when this checkpoint is durable.
+
+        Raises:
+            UnsupportedValue: Something cannot be stored; nothing was written.
+            StorageError: An earlier save failed in the background (raised once); this one was not
+                started.
+        """
+        begin = time.perf_counter()
+        self._check_usable()
+        self.barrier()
+        self._raise_failure()
+        handle = SaveHandle(self._resolve(path), self.barrier)
+        with self._calls:
+            plan = self._planner.plan(checkpoint)
+            notes = tree.flatten(metadata, lambda path, value: None)
+            if not self._queue.admit(plan.nbytes, handle):
+                return handle
+            with self._shield():
+                pinned = torch.cuda.is_available()
+                capture = Capture(plan, self._queue.staging(plan.nbytes, pinned=pinned))
+                squeeze = self._compress if compress is None else compress
+                score = None if metric is None else float(metric)
+                self._active = capture
+                self._queue.put(Job(capture, handle, squeeze, notes, score))
+                self._captures.append(capture)
+                self._copier.poke()
+                self._writer.poke()
+                self._blocked.record("call", time.perf_counter() - begin)
+        return handle
+
+    def barrier(self) -> None:
+        """Finish the capture in flight, helping with the copy; then tensors may be changed.
+
+        Runs by itself before each step of a hooked optimizer and each `load_state_dict`.
+        """
+        capture = self._active
+        if capture is None or os.getpid() != self._pid:
+            return
+        begin = time.perf_counter()
+        with self._shield():
+            capture.finish()
+            self._active = None
+            self._blocked.record("barrier", time.perf_counter() - begin)
+            names = self._note_torn(capture)
+        if names:
+            warnings.warn(_torn_message(names), PenstockWarning, stacklevel=2)
+
+    def wait(self, timeout: float | None = None) -> bool:
+        """Return True when all saves are durable, False after `timeout` seconds.
+
+        Raises:
+            PenstockError: A save failed (each failure is raised once).
+        """
+        self._check_owner()
+        self.barrier()
+        done = poll(lambda: not len(self._queue), timeout)
+        self._raise_failure()
+        return done
+
+    def shutdown(self, timeout: float | None = None) -> bool:
+        """Finish all saves and release everything; safe to call twice.
+
+        Returns:
+            False if saves were still being written after `timeout` seconds (they go on, and the
+            interpreter does not exit before they are done).
+
+        Raises:
+            PenstockError: A save failed and nobody has been told yet.
+        """
+        if os.getpid() != self._pid:
+            return True
+        self.barrier()
+        self._closed = True
+        done = poll(lambda: not len(self._queue), timeout)
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks = []
+        if self._signals is not None and done:
+            self._signals.close()
+        if done:
+            self._copier.close()
+            self._writer.close()
+            self._queue.clear_memory()
+        else:
+            _LOG.warning("%d checkpoint(s) still being written; they go on", len(self._queue))
+        self._raise_failure()
+        return done
+
+    close = shutdown
+
+    def latest(self) -> Path | None:
+        """Return the newest durable checkpoint of the directory."""
+        return folder.latest(self.directory)
+
+    def get_stats(self) -> dict[str, Any]:
+        """Return counts, sizes and times.
+
+        `blocked` holds, in seconds, how long the training thread was held up: "call" in
+        `save_async`, "barrier" before a step. What the copy costs the cores is not in it: compare
+        iteration times with and without saving for that.
+        """
+        counts = self._queue.counts()
+        raw, stored = counts["raw_bytes"], counts["stored_bytes"]
+        seconds = counts["write_us"] / 1e6
+        return {
+            "total_saved": counts["saved"],
+            "total_failed": counts["failed"],
+            "total_skipped": counts["skipped"],
+            "total_dropped": counts["dropped"],
+            "total_discarded": counts["discarded"],
+            "total_deltas": counts["deltas"],
+            "queue_full": counts["queue_full"],
+            "queue_size": len(self._queue),
+            "staged_bytes": self._queue.staged_bytes,
+            "raw_bytes": raw,
+            "stored_bytes": stored,
+            "compression_ratio": raw / stored if stored else 1.0,
+            "write_mb_per_s": raw / 1e6 / seconds if seconds else 0.0,
+            "eager_tensors": sorted(self._planner.eager),
+            "last_path": str(self._last) if self._last else None,
+            "blocked": self._blocked.get_stats(),
+        }
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        try:
+            self.shutdown()
+        except PenstockError as failure:
+            if error is None:
+                raise
+            error.add_note(f"penstock: {failure}")  # never hide what the user's code raised
+
+    def __reduce__(self) -> Any:
+        raise UsageError("a saver belongs to its process; make a new one in the other process")
+
+    # ---- the copier and the writer thread
+
+    def _copy_one(self) -> bool:
+        try:
+            capture = self._captures.popleft()
+        except IndexError:
+            return False
+        capture.help()
+        return True
+
+    def _write_one(self) -> bool:
+        job = self._queue.first()
+        if job is None:
+            return False
+        try:
+            self._write(job)
+        except PenstockError as error:
+            self._fail(job, error)
+        except OSError as error:
+            self._fail(job, storage_error("write", job.path, error))
+        except Exception as error:  # a defect of ours must reach the caller, too
+            _LOG.exception("saving %s failed", job.path)
+            failure = StorageError(f"cannot save {job.path}: {error!r}")
+            failure.__cause__ = error
+            self._fail(job, failure)
+        finally:
+            self._queue.remove(job)
+        return True
+
+    def _write(self, job: Job) -> None:
+        capture = job.capture
+        while not capture.copied:
+            capture.help()
+            time.sleep(0.0005)
+        begin = time.perf_counter()
+        writer = self._publisher.write(job)
+        try:
+            written_s = time.perf_counter() - begin
+            while not capture.decided.wait(0.05):
+                capture.settle()
+            if capture.verdict == "torn":
+                self._discard(job)
+                return
+            begin = time.perf_counter()
+            self._publisher.commit(job, writer)
+            written_s += time.perf_counter() - begin
+        finally:
+            writer.abandon()
+        stored = writer.index.header_bytes + writer.index.data_bytes
+        delta = writer.index.base is not None
+        job.handle.stats = {
+            "raw_bytes": capture.plan.nbytes,
+            "stored_bytes": stored,
+            "delta": delta,
+            "write_s": written_s,
+        }
+        self._last = job.path
+        self._queue.count(
+            saved=1,
+            deltas=int(delta),
+            raw_bytes=capture.plan.nbytes,
+            stored_bytes=stored,
+            write_us=int(written_s * 1e6),
+        )
+        job.handle.finish("saved")
+        self._say(
+            f"saved {job.path.name}: {format_bytes(stored)} of {format_bytes(capture.plan.nbytes)}"
+            f"{' (delta)' if delta else ''} in {written_s:.2f} s"
+        )
+
+    def _discard(self, job: Job) -> None:
+        names = self._note_torn(job.capture)
+        if names:
+            _LOG.warning(_torn_message(names))
+        self._queue.count(discarded=1)
+        job.handle.finish("discarded")
+
+    def _fail(self, job: Job, error: PenstockError) -> None:
+        _LOG.error("%s", error)
+        self._queue.count(failed=1)
+        self._failures.append(job.handle)
+        job.handle.finish("failed", error)
+
+    # ---- shared
+
+    def _note_torn(self, capture: Capture) -> list[str]:
+        """Remember torn tensors; return those that were not named before."""
+        names = [name for name in capture.torn if name not in self._planner.eager]
+        self._planner.eager.update(names)
+        return names
+
+    def _raise_failure(self) -> None:
+        while self._failures:
+            handle = self._failures.popleft()
+            if not handle.reported and handle.error is not None:
+                handle.reported = True
+                raise handle.error
+
+    def _resolve(self, path: str | os.PathLike[str]) -> Path:
+        target = self.directory / path
+        if target.name in ("", folder.LATEST) or target.is_dir():
+            raise UsageError(f"path={str(path)!r} is no name for a checkpoint; give a file name")
+        if not target.parent.is_dir():
+            try:
+                target.parent.mkdir(parents=True, exist_ok=True)
+            except OSError as error:
+                raise storage_error("create", target.parent, error) from error
+        return target
+
+    def _check_owner(self) -> None:
+        if os.getpid() != self._pid:
+            raise SaverClosed(
+                f"this saver belongs to process {self._pid}; make a new one in process "
+                f"{os.getpid()}"
+            )
+
+    def _check_usable(self) -> None:
+        self._check_owner()
+        if self._closed:
+            raise SaverClosed("this saver was shut down; make a new one")
+
+    def _shield(self) -> AbstractContextManager[None]:
+        return self._signals.shield() if self._signals is not None else nullcontext()
+
+    def _say(self, text: str) -> None:
+        if self._verbose:
+            sys.stderr.write(f"[penstock] {text}\n")
+
+
+def _flush(reference: weakref.ref[AsyncCheckpointSaver]) -> None:
+    """Finish what is pending, on a signal; a second signal does not wait again."""
+    saver = reference()
+    if saver is None or saver._flushing or (not len(saver._queue) and saver._active is None):
+        return
+    saver._flushing = True
+    try:
+        sys.stderr.write(f"[penstock] finishing {len(saver._queue)} checkpoint(s) before the end\n")
+        saver.barrier()
+        poll(lambda: not len(saver._queue), _SIGNAL_LIMIT_S)
+    finally:
+        saver._flushing = False
+
+
+def _torn_message(names: list[str]) -> str:
+    shown = ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
+    return (
+        f"checkpoint discarded: {shown} changed outside the optimizer's step while being copied; "
+        "copied at once from now on (or call saver.barrier() before changing it)"
+    )
+
+
+def _check_natural(name: str, value: Any, least: int) -> None:
+    if type(value) is not int or value < least:
+        raise UsageError(f"{name}={value!r}: give a whole number, at least {least}")
+
+
+def _checked_best(value: KeepBest | None) -> tuple[int, Literal["max", "min"]] | None:
+    if value is None:
+        return None
+    count, direction = value if isinstance(value, tuple) else (value, "max")
+    _check_natural("keep_best", count, 1)
+    if direction not in ("max", "min"):
+        raise UsageError(f"keep_best: {direction!r} is no direction; use 'max' or 'min'")
+    return count, direction

@@ -1,0 +1,392 @@
+"""Arrays to bytes and back: one small class per codec, rebuilt from a JSON config.
+
+A codec works on one block: a contiguous 1-D array in, buffers out; `decode` fills memory that the
+caller owns and checks every size before it allocates. All heavy calls release the GIL, and no
+codec keeps state between calls, so that blocks may be coded by several threads.
+
+    raw        the bytes as they are
+    lz4, zstd  a general compressor over the bytes
+    planes     the k-th bytes of all elements together, each plane compressed if that helps
+    delta      zigzag integer difference to a base of the same size, then an inner codec
+    quantize   bounded error: only when the user states the epsilon; then an inner codec
+
+`Layout` is the temporal layout: a permutation of the axes, so that neighbours in time lie together.
+"""
+
+from __future__ import annotations
+
+import struct
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import lz4.block
+import numpy as np
+import zstandard
+from numpy.typing import NDArray
+
+from penstock.errors import CorruptFile, UnsupportedValue, UsageError
+
+Array = NDArray[Any]
+Buffer = bytes | bytearray | memoryview
+Config = dict[str, Any]
+
+_UNSIGNED = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64}
+_SIGNED = {1: np.int8, 2: np.int16, 4: np.int32, 8: np.int64}
+
+
+class Codec(ABC):
+    """One way to turn a block of values into bytes."""
+
+    id: ClassVar[str]
+    lossy: ClassVar[bool] = False
+    needs_base: ClassVar[bool] = False
+
+    @abstractmethod
+    def encode(self, values: Array, base: Array | None = None) -> list[Buffer]:
+        """Encode a contiguous 1-D array; the result is the concatenation of the buffers."""
+
+    @abstractmethod
+    def decode(self, data: memoryview, out: Array, base: Array | None = None) -> None:
+        """Fill `out` from encoded bytes; raise CorruptFile if they do not fit."""
+
+    def config(self) -> Config:
+        """Return the JSON settings from which `from_config` rebuilds this codec."""
+        return {"id": self.id}
+
+
+class Raw(Codec):
+    """The bytes as they are."""
+
+    id = "raw"
+
+    def encode(self, values: Array, base: Array | None = None) -> list[Buffer]:
+        """Return a view, no copy."""
+        return [_bytes_of(values)]
+
+    def decode(self, data: memoryview, out: Array, base: Array | None = None) -> None:
+        """Copy."""
+        target = _bytes_of(out)
+        _expect(len(data) == len(target), "a raw block has the wrong length")
+        target[:] = data
+
+
+class Lz4(Codec):
+    """LZ4 block compression: fast, modest."""
+
+    id = "lz4"
+
+    def __init__(self, level: int = 0) -> None:
+        self.level = _checked_level("lz4", level, 0, 16)
+
+    def encode(self, values: Array, base: Array | None = None) -> list[Buffer]:
+        """Compress; level 0 is the fast mode, higher levels are the slow, smaller one."""
+        mode = "default" if self.level == 0 else "high_compression"
+        return [
+            lz4.block.compress(
+                _bytes_of(values), mode=mode, compression=self.level, store_size=False
+            )
+        ]
+
+    def decode(self, data: memoryview, out: Array, base: Array | None = None) -> None:
+        """Decompress into `out`."""
+        try:
+            content = lz4.block.decompress(data, uncompressed_size=out.nbytes)
+        except (lz4.block.LZ4BlockError, ValueError) as error:
+            raise CorruptFile(f"a block is not LZ4 data ({error})") from error
+        _expect(len(content) == out.nbytes, "an LZ4 block has the wrong length")
+        _bytes_of(out)[:] = content
+
+    def config(self) -> Config:
+        """Return the settings."""
+        return {"id": self.id, "level": self.level}
+
+
+class Zstd(Codec):
+    """Zstandard over the bytes."""
+
+    id = "zstd"
+
+    def __init__(self, level: int = 3) -> None:
+        self.level = _checked_level("zstd", level, 1, 22)
+
+    def encode(self, values: Array, base: Array | None = None) -> list[Buffer]:
+        """Compress; the frame states its content size."""
+        return [zstandard.ZstdCompressor(level=self.level).compress(_bytes_of(values))]
+
+    def decode(self, data: memoryview, out: Array, base: Array | None = None) -> None:
+        """Decompress into `out`."""
+        _bytes_of(out)[:] = _unzstd(data, out.nbytes)
+
+    def config(self) -> Config:
+        """Return the settings."""
+        return {"id": self.id, "level": self.level}
+
+
+class Planes(Codec):
+    """Byte planes: only the exponent bytes of floats compress, so they are taken apart.
+
+    With zstd the compressor is tuned for such planes: almost no match search, entropy coding over
+    short windows. Measured on float32 weights and Adam moments this is smaller and up to twice as
+    fast as zstd's own level 1. Levels: 1 fastest, 2 balanced, 3 and above smallest.
+    """
+
+    id = "planes"
+
+    def __init__(self, inner: str = "zstd", level: int = 2) -> None:
+        if inner not in ("zstd", "lz4"):
+            raise UsageError(f"planes: unknown inner codec {inner!r}; use 'zstd' or 'lz4'")
+        self.inner = inner
+        self.level = _checked_level("planes", level, 0, 22)
+
+    def encode(self, values: Array, base: Array | None = None) -> list[Buffer]:
+        """Split into planes and compress each one that gets smaller."""
+        words = _as_unsigned(values)
+        compress = self._compressor()
+        planes: list[Buffer] = []
+        for k in range(words.itemsize):
+            # Shift and narrow: numpy does both with SIMD, twice as fast as a strided byte copy.
+            plane = (words >> words.dtype.type(8 * k)).astype(np.uint8)
+            packed = compress(plane)
+            planes.append(packed if len(packed) < plane.nbytes else memoryview(plane))
+        lengths = struct.pack(f"<{len(planes)}I", *map(len, planes))
+        return [lengths, *planes]
+
+    def decode(self, data: memoryview, out: Array, base: Array | None = None) -> None:
+        """Put the planes together again."""
+        words = _as_unsigned(out)
+        head = 4 * words.itemsize
+        _expect(len(data) >= head, "a block of planes is too short")
+        lengths = struct.unpack_from(f"<{words.itemsize}I", data)
+        _expect(sum(lengths) == len(data) - head, "a block of planes has the wrong length")
+        planes = []
+        at = head
+        for length in lengths:
+            planes.append(self._plane(data[at : at + length], words.size))
+            at += length
+        _join(planes, words)
+
+    def _plane(self, part: memoryview, count: int) -> Array:
+        if len(part) == count:
+            return np.frombuffer(part, np.uint8)
+        if self.inner == "zstd":
+            return np.frombuffer(_unzstd(part, count), np.uint8)
+        plane = np.empty(count, np.uint8)
+        Lz4().decode(part, plane)
+        return plane
+
+    def _compressor(self) -> Any:
+        if self.inner == "lz4":
+            return lambda plane: Lz4(0).encode(plane)[0]
+        window_log = {0: 17, 1: 17, 2: 14}.get(self.level, 12)
+        parameters = zstandard.ZstdCompressionParameters(
+            strategy=zstandard.STRATEGY_FAST,
+            hash_log=6,
+            min_match=7,
+            window_log=window_log,
+            write_content_size=1,
+        )
+        return zstandard.ZstdCompressor(compression_params=parameters).compress
+
+    def config(self) -> Config:
+        """Return the settings."""
+        return {"id": self.id, "inner": self.inner, "level": self.level}
+
+
+class Delta(Codec):
+    """The difference to a base block, as integers, with the sign in the lowest bit.
+
+    Subtracting the bit patterns beats XOR on weights: close floats have close patterns.
+    """
+
+    id = "delta"
+    needs_base = True
+
+    def __init__(self, inner: Codec | None = None) -> None:
+        self.inner = inner or Planes()
+
+    def encode(self, values: Array, base: Array | None = None) -> list[Buffer]:
+        """Encode the difference to `base`, which must have the same size."""
+        current, reference = _as_unsigned(values), self._reference(values, base)
+        difference = np.subtract(current, reference).view(_SIGNED[current.itemsize])
+        sign = difference >> (8 * current.itemsize - 1)
+        np.left_shift(difference, 1, out=difference)
+        np.bitwise_xor(difference, sign, out=difference)
+        return self.inner.encode(difference.view(current.dtype))
+
+    def decode(self, data: memoryview, out: Array, base: Array | None = None) -> None:
+        """Decode the difference and add it to `base`."""
+        target, reference = _as_unsigned(out), self._reference(out, base)
+        self.inner.decode(data, target)
+        negative = (target & target.dtype.type(1)).view(_SIGNED[target.itemsize])
+        np.right_shift(target, 1, out=target)
+        np.bitwise_xor(target, np.negative(negative).view(target.dtype), out=target)
+        np.add(target, reference, out=target)
+
+    def _reference(self, values: Array, base: Array | None) -> Array:
+        if base is None or base.nbytes != values.nbytes:
+            raise UsageError("delta: a base block of the same size is needed")
+        return _as_unsigned(base).view(_as_unsigned(values).dtype)
+
+    def config(self) -> Config:
+        """Return the settings."""
+        return {"id": self.id, "inner": self.inner.config()}
+
+
+class Quantize(Codec):
+    """Floats rounded to a grid of 2 * epsilon: every value comes back within epsilon.
+
+    Hazard: lossy. NaN and infinities cannot be held and are refused, as are values so large that
+    the grid or the float type cannot keep the bound.
+    """
+
+    id = "quantize"
+    lossy = True
+
+    def __init__(self, epsilon: float, inner: Codec | None = None) -> None:
+        if not (isinstance(epsilon, int | float) and 0 < epsilon < float("inf")):
+            raise UsageError(f"quantize: epsilon must be a positive number, not {epsilon!r}")
+        self.epsilon = float(epsilon)
+        self.inner = inner or Planes()
+
+    def encode(self, values: Array, base: Array | None = None) -> list[Buffer]:
+        """Round, check the bound on the values that will be read back, then encode."""
+        if values.dtype.kind != "f":
+            raise UnsupportedValue(f"quantize holds floats only, not {values.dtype}")
+        if not np.isfinite(values).all():
+            raise UnsupportedValue("quantize cannot hold NaN or infinity; store it losslessly")
+        steps = np.rint(values.astype(np.float64) / (2 * self.epsilon))
+        largest = float(np.abs(steps).max(initial=0.0))
+        if largest >= 2**31:
+            raise UnsupportedValue(
+                f"quantize: values up to {largest * 2 * self.epsilon:.3g} do not fit a grid of "
+                f"{2 * self.epsilon:.3g}; use a larger epsilon"
+            )
+        grid = steps.astype(np.int16 if largest < 2**15 else np.int32)
+        error = np.abs(self._values(grid, values.dtype).astype(np.float64) - values)
+        if float(error.max(initial=0.0)) > self.epsilon:
+            raise UnsupportedValue(
+                f"quantize: {values.dtype} cannot keep an error of {self.epsilon:.3g} at values up "
+                f"to {float(np.abs(values).max()):.3g}; use a larger epsilon"
+            )
+        return [struct.pack("<B", grid.itemsize), *self.inner.encode(grid)]
+
+    def decode(self, data: memoryview, out: Array, base: Array | None = None) -> None:
+        """Decode the grid and scale it."""
+        _expect(len(data) > 0 and data[0] in (2, 4), "a quantised block has no grid width")
+        grid = np.empty(out.size, _SIGNED[data[0]])
+        self.inner.decode(data[1:], grid)
+        out[:] = self._values(grid, out.dtype)
+
+    def _values(self, grid: Array, dtype: np.dtype[Any]) -> Array:
+        return (grid.astype(np.float64) * (2 * self.epsilon)).astype(dtype)
+
+    def config(self) -> Config:
+        """Return the settings."""
+        return {"id": self.id, "epsilon": self.epsilon, "inner": self.inner.config()}
+
+
+@dataclass(frozen=True)
+class Layout:
+    """A permutation of the axes in which an array is stored.
+
+    Rollouts of shape [time, env, feature] compress best with time last: Layout((1, 2, 0)).
+    """
+
+    order: tuple[int, ...]
+
+    def __post_init__(self) -> None:
+        if sorted(self.order) != list(range(len(self.order))):
+            raise UsageError(f"layout {self.order} is not a permutation of the axes")
+
+    def apply(self, array: Array) -> Array:
+        """Return the array as it is stored, contiguous."""
+        return np.ascontiguousarray(array.transpose(self.order))
+
+    def undo(self, stored: Array) -> Array:
+        """Return a view in the original order of axes."""
+        return stored.transpose(np.argsort(self.order))
+
+    def stored_shape(self, shape: Sequence[int]) -> tuple[int, ...]:
+        """Return the shape of the stored array."""
+        return tuple(shape[axis] for axis in self.order)
+
+
+def from_config(config: Mapping[str, Any]) -> Codec:
+    """Rebuild a codec from its JSON settings; anything unexpected is a CorruptFile."""
+    settings = dict(config)
+    kind = settings.pop("id", None)
+    try:
+        if kind in ("delta", "quantize"):
+            settings["inner"] = from_config(settings["inner"])
+        match kind:
+            case "raw":
+                return Raw(**settings)
+            case "lz4":
+                return Lz4(**settings)
+            case "zstd":
+                return Zstd(**settings)
+            case "planes":
+                return Planes(**settings)
+            case "delta":
+                return Delta(**settings)
+            case "quantize":
+                return Quantize(**settings)
+    except (TypeError, KeyError, UsageError) as error:
+        raise CorruptFile(f"codec settings {config!r} make no sense ({error})") from error
+    raise CorruptFile(f"unknown codec {kind!r}; a newer penstock may have written this file")
+
+
+def _bytes_of(values: Array) -> memoryview:
+    return memoryview(_bytes_array(values))  # type: ignore[arg-type]
+
+
+def _bytes_array(values: Array) -> NDArray[np.uint8]:
+    return values.reshape(-1).view(np.uint8)
+
+
+def _as_unsigned(values: Array) -> Array:
+    """View as unsigned words; complex numbers become pairs of words."""
+    width = values.itemsize // 2 if values.dtype.kind == "c" else values.itemsize
+    return values.reshape(-1).view(_UNSIGNED[width])
+
+
+def _join(planes: list[Array], out: Array) -> None:
+    """Join byte planes pairwise into ever wider words (SIMD), the last pair straight into `out`."""
+    while len(planes) > 2:
+        wide = _UNSIGNED[2 * planes[0].itemsize]
+        pairs = zip(planes[::2], planes[1::2], strict=True)
+        planes = [_paired(low, high, np.empty(low.size, wide)) for low, high in pairs]
+    if len(planes) == 2:
+        _paired(planes[0], planes[1], out)
+    else:
+        out[:] = planes[0]
+
+
+def _paired(low: Array, high: Array, out: Array) -> Array:
+    np.copyto(out, high)
+    np.left_shift(out, 8 * low.itemsize, out=out)
+    return np.bitwise_or(out, low, out=out)
+
+
+def _unzstd(data: Buffer, size_bytes: int) -> bytes:
+    try:
+        # The frame states its size: an allocation is made only when it is the expected one.
+        _expect(
+            zstandard.frame_content_size(data) == size_bytes, "a zstd block has the wrong length"
+        )
+        return zstandard.ZstdDecompressor().decompress(data)
+    except zstandard.ZstdError as error:
+        raise CorruptFile(f"a block is not zstd data ({error})") from error
+
+
+def _expect(condition: bool, message: str) -> None:
+    if not condition:
+        raise CorruptFile(message)
+
+
+def _checked_level(codec: str, level: int, lowest: int, highest: int) -> int:
+    if not isinstance(level, int) or not lowest <= level <= highest:
+        raise UsageError(f"{codec}: level {level!r} is not in {lowest}..{highest}")
+    return level

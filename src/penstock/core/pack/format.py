@@ -1,0 +1,352 @@
+"""The bytes of a pack header: a valid safetensors header with one JSON index in its metadata.
+
+Every byte of a file is accounted for: the index is covered by a digest, the safetensors entries
+must be exactly those that the index implies, each block has the CRC-32 of its original bytes, and
+padding must be zero. So whatever changes on disk is noticed on reading.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import struct
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from functools import cached_property
+from itertools import accumulate
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from isal import isal_zlib
+
+from penstock.core import codecs
+from penstock.core.codecs import Codec, Layout
+from penstock.errors import CorruptFile, LimitExceeded, UnknownFormat
+
+FORMAT_VERSION = 1
+INDEX_KEY = "penstock"
+DIGEST_KEY = "penstock.digest"
+ALIGNMENT = 8
+MAX_RATIO = 1000  # a blob is padded to this share of its tensor, so that readers can refuse bombs
+RATIO_FREE_BYTES = 64 * 1024
+
+
+@dataclass(frozen=True)
+class Dtype:
+    """How an element type is stored: the safetensors tag (None: only as a blob), numpy's words."""
+
+    tag: str | None
+    words: np.dtype[Any]
+
+
+DTYPES: dict[str, Dtype] = {
+    name: Dtype(tag, np.dtype(words))
+    for name, tag, words in [
+        ("bool", "BOOL", np.bool_),
+        ("uint8", "U8", np.uint8),
+        ("int8", "I8", np.int8),
+        ("uint16", "U16", np.uint16),
+        ("int16", "I16", np.int16),
+        ("uint32", "U32", np.uint32),
+        ("int32", "I32", np.int32),
+        ("uint64", "U64", np.uint64),
+        ("int64", "I64", np.int64),
+        ("float16", "F16", np.float16),
+        ("bfloat16", "BF16", np.uint16),
+        ("float8_e4m3fn", "F8_E4M3", np.uint8),
+        ("float8_e5m2", "F8_E5M2", np.uint8),
+        ("float32", "F32", np.float32),
+        ("float64", "F64", np.float64),
+        ("complex64", None, np.complex64),
+        ("complex128", None, np.complex128),
+    ]
+}
+
+
+@dataclass(frozen=True)
+class Limits:
+    """What a reader is willing to allocate; checked before it does.
+
+    Args:
+        header_bytes: Largest header (safetensors' own limit is 100 MB).
+        block_bytes: Largest decoded block.
+        tensor_bytes: Largest decoded tensor.
+    """
+
+    header_bytes: int = 100_000_000
+    block_bytes: int = 256 * 1024 * 1024
+    tensor_bytes: int = 1 << 40
+
+
+@dataclass
+class Entry:
+    """One tensor of a pack."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    codec: Codec
+    block_bytes: int
+    plain: bool
+    layout: Layout | None = None
+    sizes: list[int] = field(default_factory=list)
+    crcs: list[int] = field(default_factory=list)
+    stored_bytes: int = 0
+    offset: int = 0
+
+    @property
+    def words(self) -> np.dtype[Any]:
+        """The numpy type in which the elements are handled."""
+        return DTYPES[self.dtype].words
+
+    @property
+    def nbytes(self) -> int:
+        """Size of the decoded tensor."""
+        return math.prod(self.shape) * self.words.itemsize
+
+    @property
+    def blocks(self) -> int:
+        """Number of blocks."""
+        return -(-self.nbytes // self.block_bytes)
+
+    @property
+    def stored_shape(self) -> tuple[int, ...]:
+        """Shape in the order of axes in which the elements lie on disk."""
+        return self.layout.stored_shape(self.shape) if self.layout else self.shape
+
+    @cached_property
+    def block_offsets(self) -> list[int]:
+        """Where each block starts, from the tensor's first byte on disk; for finished entries."""
+        return list(accumulate(self.sizes, initial=0))
+
+    def block_range(self, block: int) -> tuple[int, int]:
+        """Byte range of a block in the decoded tensor."""
+        start = block * self.block_bytes
+        return start, min(start + self.block_bytes, self.nbytes)
+
+    def checksum(self) -> int:
+        """CRC-32 over name|dtype|shape| and the original bytes, combined from the blocks' own."""
+        head = f"{self.name}|{self.dtype}|{','.join(map(str, self.shape))}|".encode()
+        crc = isal_zlib.crc32(head)
+        for block, block_crc in enumerate(self.crcs):
+            start, stop = self.block_range(block)
+            crc = isal_zlib.crc32_combine(crc, block_crc, stop - start)
+        return int(crc)
+
+    def padded_bytes(self) -> int:
+        """Length of the blob on disk: aligned, and never under 1/1000 of the tensor."""
+        length = sum(self.sizes)
+        if self.plain:
+            return length
+        if self.nbytes > RATIO_FREE_BYTES:
+            length = max(length, -(-self.nbytes // MAX_RATIO))
+        return -(-length // ALIGNMENT) * ALIGNMENT
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the index record."""
+        record: dict[str, Any] = {
+            "dtype": self.dtype,
+            "shape": list(self.shape),
+            "codec": self.codec.config(),
+            "plain": self.plain,
+            "block": self.block_bytes,
+            "sizes": self.sizes,
+            "crcs": self.crcs,
+            "crc": self.checksum(),
+        }
+        if self.layout:
+            record["order"] = list(self.layout.order)
+        return record
+
+    def safetensors(self) -> dict[str, Any]:
+        """Return the entry of the safetensors header."""
+        span = [self.offset, self.offset + self.stored_bytes]
+        if self.plain:
+            return {
+                "dtype": DTYPES[self.dtype].tag,
+                "shape": list(self.stored_shape),
+                "data_offsets": span,
+            }
+        return {"dtype": "U8", "shape": [self.stored_bytes], "data_offsets": span}
+
+
+@dataclass
+class Index:
+    """What a pack says about itself."""
+
+    kind: str
+    meta: dict[str, Any]
+    entries: dict[str, Entry]
+    base: dict[str, str] | None = None
+    digest: str = ""
+    header_bytes: int = 0
+
+    @property
+    def data_bytes(self) -> int:
+        """Bytes after the header."""
+        return sum(entry.stored_bytes for entry in self.entries.values())
+
+
+def place(entries: Iterable[Entry]) -> None:
+    """Give the entries their offsets: one after another, without holes."""
+    at = 0
+    for entry in entries:
+        entry.stored_bytes = entry.padded_bytes()
+        entry.offset = at
+        at += entry.stored_bytes
+
+
+def render(index: Index, header_bytes: int = 0) -> bytes:
+    """Render the header (length word included), padded to `header_bytes` if it is shorter."""
+    place(index.entries.values())
+    text = json.dumps(
+        {
+            "version": FORMAT_VERSION,
+            "kind": index.kind,
+            "meta": index.meta,
+            "base": index.base,
+            "tensors": {name: entry.to_json() for name, entry in index.entries.items()},
+        },
+        separators=(",", ":"),
+        allow_nan=False,
+    )
+    index.digest = _digest(text)
+    header: dict[str, Any] = {"__metadata__": {INDEX_KEY: text, DIGEST_KEY: index.digest}}
+    header.update((name, entry.safetensors()) for name, entry in index.entries.items())
+    data = json.dumps(header, separators=(",", ":")).encode()
+    length = max(len(data), header_bytes - 8)
+    length += -length % ALIGNMENT
+    return struct.pack("<Q", length) + data.ljust(length)
+
+
+def is_pack(path: Path | str) -> bool:
+    """Tell from the first bytes whether a file is a pack (not whether it is undamaged)."""
+    with open(path, "rb") as file:
+        head = file.read(256)
+    return head[8:].startswith(b'{"__metadata__":{"' + INDEX_KEY.encode() + b'":')
+
+
+def read_index(path: Path, descriptor_size: int, read: Any, limits: Limits) -> Index:
+    """Read and check a header.
+
+    Args:
+        path: Named in errors.
+        descriptor_size: Size of the file.
+        read: Called with (size, offset), returns bytes.
+        limits: What may be allocated.
+
+    Raises:
+        CorruptFile: Anything in the header is not as it was written.
+        LimitExceeded: The header asks for more than `limits`.
+    """
+    if descriptor_size < 10:
+        raise CorruptFile(f"{path} is damaged: {descriptor_size} bytes are no pack")
+    (length,) = struct.unpack("<Q", read(8, 0))
+    if length > descriptor_size - 8:
+        raise CorruptFile(f"{path} is damaged: cut off, or its header length is wrong")
+    if length > limits.header_bytes:
+        raise LimitExceeded(f"{path}: header of {length} bytes is over {limits.header_bytes}")
+    raw = read(length, 8)
+    try:
+        header = json.loads(raw)
+        metadata = header.pop("__metadata__")
+        text, digest = metadata[INDEX_KEY], metadata[DIGEST_KEY]
+        if _digest(text) != digest or len(metadata) != 2:
+            raise CorruptFile(f"{path} is damaged: the index does not match its digest")
+        content = json.loads(text)
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        if INDEX_KEY.encode() not in raw[:256]:
+            raise UnknownFormat(f"{path} is not a penstock file") from error
+        raise CorruptFile(f"{path} is damaged: unreadable header ({error})") from error
+    if content.get("version") != FORMAT_VERSION:
+        raise UnknownFormat(
+            f"{path} has format version {content.get('version')!r}, this penstock reads "
+            f"{FORMAT_VERSION}; upgrade penstock"
+        )
+    try:
+        index = _parse(content, limits)
+    except LimitExceeded as error:
+        raise LimitExceeded(f"{path}: {error}") from error
+    except (ValueError, KeyError, TypeError, AttributeError, CorruptFile) as error:
+        raise CorruptFile(f"{path} is damaged: {error}") from error
+    index.digest = digest
+    index.header_bytes = 8 + length
+    implied = {name: entry.safetensors() for name, entry in index.entries.items()}
+    if header != implied:
+        raise CorruptFile(f"{path} is damaged: the tensor table contradicts the index")
+    if index.header_bytes + index.data_bytes != descriptor_size:
+        raise CorruptFile(
+            f"{path} is damaged: {descriptor_size} bytes long, should be "
+            f"{index.header_bytes + index.data_bytes}"
+        )
+    return index
+
+
+def _parse(content: dict[str, Any], limits: Limits) -> Index:
+    entries: dict[str, Entry] = {}
+    for name, record in content["tensors"].items():
+        entries[name] = _parse_entry(name, record, limits)
+    place(entries.values())
+    base = content["base"]
+    if base is not None:
+        base = {"file": str(base["file"]), "digest": str(base["digest"])}
+        # A name from a file never leaves the folder of that file.
+        if Path(base["file"]).name != base["file"] or base["file"] in ("", ".", ".."):
+            raise CorruptFile(f"base {base['file']!r} is not a plain file name")
+    if not isinstance(content["meta"], dict):
+        raise CorruptFile("meta is not an object")
+    return Index(str(content["kind"]), content["meta"], entries, base)
+
+
+def _parse_entry(name: str, record: dict[str, Any], limits: Limits) -> Entry:
+    shape = tuple(_natural(n) for n in record["shape"])
+    if record["dtype"] not in DTYPES:
+        raise CorruptFile(f"{name}: unknown dtype {record['dtype']!r}")
+    layout = Layout(tuple(_natural(n) for n in record["order"])) if "order" in record else None
+    if layout and len(layout.order) != len(shape):
+        raise CorruptFile(f"{name}: layout and shape differ")
+    entry = Entry(
+        name=name,
+        dtype=record["dtype"],
+        shape=shape,
+        codec=codecs.from_config(record["codec"]),
+        block_bytes=_natural(record["block"]),
+        plain=record["plain"] is True,
+        layout=layout,
+        sizes=[_natural(n) for n in record["sizes"]],
+        crcs=[_natural(n) for n in record["crcs"]],
+    )
+    if entry.block_bytes < 1 or entry.block_bytes % entry.words.itemsize:
+        raise CorruptFile(f"{name}: block size {entry.block_bytes} makes no sense")
+    if min(entry.block_bytes, entry.nbytes) > limits.block_bytes:
+        raise LimitExceeded(f"{name}: block of {entry.block_bytes} over {limits.block_bytes} bytes")
+    if entry.nbytes > limits.tensor_bytes:
+        raise LimitExceeded(f"{name}: {entry.nbytes} bytes, limit {limits.tensor_bytes}")
+    if entry.blocks != len(entry.sizes) or entry.blocks != len(entry.crcs):
+        raise CorruptFile(f"{name}: {entry.blocks} blocks expected, {len(entry.sizes)} listed")
+    if entry.plain and (
+        DTYPES[entry.dtype].tag is None
+        or entry.codec.id != "raw"
+        or any(size != _span(entry, k) for k, size in enumerate(entry.sizes))
+    ):
+        raise CorruptFile(f"{name}: a plain tensor must be raw")
+    if entry.checksum() != record["crc"]:
+        raise CorruptFile(f"{name}: the tensor's checksum contradicts its blocks")
+    return entry
+
+
+def _span(entry: Entry, block: int) -> int:
+    start, stop = entry.block_range(block)
+    return stop - start
+
+
+def _natural(value: Any) -> int:
+    if type(value) is not int or value < 0:
+        raise CorruptFile(f"{value!r} is not a count")
+    return value
+
+
+def _digest(text: str) -> str:
+    return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()

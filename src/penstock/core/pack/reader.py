@@ -1,0 +1,262 @@
+"""Read a pack: verify everything that is handed out, decode only what is asked for."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+from typing import Any, Self
+
+import numpy as np
+from isal import isal_zlib
+from numpy.typing import NDArray
+
+from penstock.core.flow import Flow
+from penstock.core.pack.format import Entry, Index, Limits, read_index
+from penstock.errors import CorruptFile, DataError, LimitExceeded, UsageError
+
+_INLINE_BYTES = 4 << 20
+_WORKERS = min(4, os.cpu_count() or 1)
+
+BaseFinder = Callable[[Path, dict[str, str]], Path]
+
+
+def base_beside(path: Path, link: dict[str, str]) -> Path:
+    """Find the base of a delta in the same folder, by its name."""
+    return path.parent / link["file"]
+
+
+class PackReader:
+    """An open pack. Nothing it returns was not verified.
+
+    A delta opens its base on demand and checks that it is the very file it was made against.
+
+    Args:
+        path: The pack.
+        limits: What may be allocated.
+        find_base: Tells where the base of a delta lies; by default beside it.
+
+    Example:
+        with PackReader("ckpt.pt") as pack:
+            weights = pack.read("model.actor.0.weight")
+    """
+
+    def __init__(
+        self,
+        path: Path | str,
+        limits: Limits | None = None,
+        find_base: BaseFinder = base_beside,
+    ) -> None:
+        # A link such as `latest` is followed first: a base is named relative to the real file.
+        self.path = Path(path).resolve()
+        self._limits = limits or Limits()
+        self._find_base = find_base
+        self._base: PackReader | None = None
+        self._descriptor = -1
+        self._descriptor = os.open(self.path, os.O_RDONLY)
+        try:
+            self.size_bytes = os.fstat(self._descriptor).st_size
+            self.index: Index = read_index(self.path, self.size_bytes, self._pread, self._limits)
+        except BaseException:
+            self.close()
+            raise
+
+    @property
+    def names(self) -> list[str]:
+        """Names of the tensors, in file order."""
+        return list(self.index.entries)
+
+    def entry(self, name: str) -> Entry:
+        """Return what the index says of a tensor."""
+        try:
+            return self.index.entries[name]
+        except KeyError:
+            raise UsageError(f"{self.path.name} has no tensor {name!r}") from None
+
+    def read(self, name: str) -> NDArray[Any]:
+        """Read a whole tensor, in its original shape."""
+        entry = self.entry(name)
+        self.check_memory(entry.nbytes)
+        flat = np.empty(entry.nbytes // entry.words.itemsize, entry.words)
+        self.read_into([(name, flat)])
+        stored = flat.reshape(entry.stored_shape)
+        return entry.layout.undo(stored) if entry.layout else stored
+
+    def read_rows(self, name: str, start: int, stop: int) -> NDArray[Any]:
+        """Read rows [start, stop) of the first axis on disk, decoding only their blocks.
+
+        With a layout, the axes of the result are in the order on disk: `entry.layout.undo` them.
+        """
+        entry = self.entry(name)
+        shape = entry.stored_shape
+        if not shape or not 0 <= start <= stop <= shape[0]:
+            raise UsageError(f"rows {start}:{stop} are not in {name!r} of shape {list(shape)}")
+        row_bytes = entry.nbytes // shape[0] if shape[0] else 0
+        first, last = start * row_bytes, stop * row_bytes
+        width = entry.words.itemsize
+        out = np.empty((last - first) // width, entry.words)
+        for block in range(first // entry.block_bytes, -(-last // entry.block_bytes)):
+            begin, end = entry.block_range(block)
+            low, high = max(begin, first), min(end, last)
+            target = out[(low - first) // width : (high - first) // width]
+            if (low, high) == (begin, end):
+                self._decode(entry, block, target)
+            else:
+                content = self.read_block(name, block)
+                target[:] = content[(low - begin) // width : (high - begin) // width]
+        return out.reshape((stop - start, *shape[1:]))
+
+    def read_block(self, name: str, block: int) -> NDArray[Any]:
+        """Read one block as a flat array."""
+        entry = self.entry(name)
+        start, stop = entry.block_range(block)
+        out = np.empty((stop - start) // entry.words.itemsize, entry.words)
+        self._decode(entry, block, out)
+        return out
+
+    def read_into(self, targets: Iterable[tuple[str, NDArray[Any]]]) -> None:
+        """Fill flat arrays with whole tensors (elements in disk order), several blocks at a time.
+
+        Args:
+            targets: Names, and contiguous 1-D arrays of the entry's `words` type.
+        """
+        tasks: list[tuple[Entry, int, NDArray[Any]]] = []
+        total = 0
+        for name, out in targets:
+            entry = self.entry(name)
+            if out.nbytes != entry.nbytes:
+                raise UsageError(f"{name}: {entry.nbytes} bytes do not fit {out.nbytes}")
+            total += entry.nbytes
+            words = out.view(entry.words)
+            for block in range(entry.blocks):
+                start, stop = entry.block_range(block)
+                width = entry.words.itemsize
+                tasks.append((entry, block, words[start // width : stop // width]))
+            self._check_padding(entry)
+        self._run(tasks, total)
+
+    def verify(self) -> Iterator[tuple[str, str]]:
+        """Decode everything in little memory; yield (tensor, problem) for each bad tensor."""
+        for name, entry in self.index.entries.items():
+            try:
+                self._check_padding(entry)
+                for block in range(entry.blocks):
+                    self.read_block(name, block)
+            except DataError as error:
+                yield name, str(error)
+
+    def close(self) -> None:
+        """Close the file and its base."""
+        if self._descriptor >= 0:
+            os.close(self._descriptor)
+            self._descriptor = -1
+        if self._base is not None:
+            self._base.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def base(self) -> PackReader:
+        """Open the base of a delta, checking that it is the file that was meant."""
+        if self._base is None:
+            link = self.index.base
+            if link is None:
+                raise CorruptFile(f"{self.path} is damaged: a delta without a base")
+            path = self._find_base(self.path, link)
+            try:
+                base = PackReader(path, self._limits, self._find_base)
+            except FileNotFoundError:
+                raise CorruptFile(
+                    f"{self.path} is a difference to {link['file']}, which is not beside it; "
+                    "put both in one folder"
+                ) from None
+            if base.index.digest != link["digest"] or base.index.base is not None:
+                base.close()
+                raise CorruptFile(
+                    f"{self.path} is a difference to another {link['file']} than the one beside it"
+                )
+            self._base = base
+        return self._base
+
+    def _run(self, tasks: list[tuple[Entry, int, NDArray[Any]]], total: int) -> None:
+        if total <= _INLINE_BYTES or _WORKERS == 1:
+            for task in tasks:
+                self._decode(*task)
+            return
+        if any(entry.codec.needs_base for entry, _, _ in tasks):
+            self.base()  # opened once, before the threads race for it
+        with Flow("unpack") as flow:
+            done = flow.map(
+                lambda task: self._decode(*task),
+                tasks,
+                workers=_WORKERS,
+                name="decode",
+                size=lambda task: 2 * task[2].nbytes,
+            )
+            for _ in done:
+                pass
+
+    def _decode(self, entry: Entry, block: int, out: NDArray[Any]) -> None:
+        """Read, decode and verify one block into `out`."""
+        start, stop = entry.block_range(block)
+        at = self.index.header_bytes + entry.offset + entry.block_offsets[block]
+        target = out.view(np.uint8)
+        try:
+            if entry.codec.id == "raw":
+                if os.preadv(self._descriptor, [target], at) != stop - start:
+                    raise CorruptFile("cut off")
+            else:
+                data = memoryview(self._pread(entry.sizes[block], at))
+                base = None
+                if entry.codec.needs_base:
+                    base = self._base_block(entry, block)
+                entry.codec.decode(data, out, base)
+            if isal_zlib.crc32(target) != entry.crcs[block]:
+                raise CorruptFile("its checksum is wrong")
+        except CorruptFile as error:
+            raise CorruptFile(
+                f"{self.path} is damaged: tensor {entry.name!r}, block {block} at byte {at}: "
+                f"{error}"
+            ) from error
+
+    def _base_block(self, entry: Entry, block: int) -> NDArray[Any]:
+        base = self.base()
+        other = base.index.entries.get(entry.name)
+        if (
+            other is None
+            or (other.dtype, other.shape, other.layout) != (entry.dtype, entry.shape, entry.layout)
+            or other.block_bytes != entry.block_bytes
+        ):
+            raise CorruptFile(f"{base.path.name} does not hold its base")
+        return base.read_block(entry.name, block)
+
+    def _check_padding(self, entry: Entry) -> None:
+        used = sum(entry.sizes)
+        at = self.index.header_bytes + entry.offset + used
+        left = entry.stored_bytes - used
+        while left:
+            chunk = self._pread(min(left, 1 << 20), at)
+            if chunk.count(0) != len(chunk):
+                raise CorruptFile(f"{self.path} is damaged: padding of {entry.name!r} at byte {at}")
+            at, left = at + len(chunk), left - len(chunk)
+
+    def check_memory(self, size_bytes: int) -> None:
+        """Refuse, before anything is allocated, what this machine cannot hold."""
+        if size_bytes < 1 << 28:
+            return
+        import psutil
+
+        total = psutil.virtual_memory().total
+        if size_bytes > total:
+            raise LimitExceeded(
+                f"{self.path}: {size_bytes} bytes asked for, this machine has {total}"
+            )
+
+    def _pread(self, size: int, offset: int) -> bytes:
+        data = os.pread(self._descriptor, size, offset)
+        if len(data) != size:
+            raise CorruptFile(f"{self.path} is damaged: cut off at byte {offset + len(data)}")
+        return data

@@ -1,0 +1,270 @@
+"""Write a pack as a stream of blocks: what is in memory is a few blocks, never the file."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Any, NamedTuple, Self
+
+import numpy as np
+from isal import isal_zlib
+from numpy.typing import NDArray
+
+from penstock.core.codecs import Buffer, Codec, Layout, Raw
+from penstock.core.files import NewFile, storage_error, write_all
+from penstock.core.flow import Flow
+from penstock.core.pack.format import ALIGNMENT, DTYPES, Entry, Index, render
+from penstock.core.pack.reader import PackReader
+from penstock.errors import UsageError
+
+DEFAULT_BLOCK_BYTES = 1 << 20
+_COPY_BYTES = 8 << 20
+_INLINE_BYTES = 4 << 20  # below this, threads cost more than they bring
+_SMALL_BYTES = 1 << 20
+
+
+@dataclass
+class Item:
+    """A tensor to write.
+
+    Args:
+        name: Unique in the pack.
+        values: The elements; bfloat16 and float8 come as the unsigned words of their bits.
+        dtype: A name of `DTYPES`; by default that of `values`.
+        codec: How each block is coded; `Delta` takes its base from the writer's base pack.
+        layout: Order of the axes on disk.
+        block_bytes: Bytes per block before coding; a partial read decodes whole blocks.
+    """
+
+    name: str
+    values: NDArray[Any]
+    dtype: str | None = None
+    codec: Codec | None = None
+    layout: Layout | None = None
+    block_bytes: int = DEFAULT_BLOCK_BYTES
+
+
+class _Coded(NamedTuple):
+    entry: Entry
+    buffers: list[Buffer]
+    crc: int | None
+
+
+class PackWriter:
+    """Write tensors into a pack that appears under its name only when it is whole and durable.
+
+    Leaving the `with` block publishes; an exception leaves no trace. `sync` makes everything
+    durable under a temporary name, so that a later `publish` is only a rename.
+
+    Args:
+        path: Where the pack will appear.
+        kind: What it holds: "checkpoint", "rollout", "replay", ….
+        meta: JSON-able settings and scalars, stored in the index.
+        base: The pack that `Delta` items refer to; it must lie in the same folder.
+        workers: Threads that encode.
+        nice: Added to the priority value of those threads.
+    """
+
+    def __init__(
+        self,
+        path: Path | str,
+        *,
+        kind: str = "tensors",
+        meta: dict[str, Any] | None = None,
+        base: PackReader | None = None,
+        workers: int = 2,
+        nice: int = 0,
+    ) -> None:
+        self._path = Path(path)
+        self._base = base
+        self._workers = workers
+        self._nice = nice
+        self._tail: list[tuple[Entry, bytes]] = []
+        link = {"file": base.path.name, "digest": base.index.digest} if base else None
+        self.index = Index(kind, meta or {}, {}, link)
+        self._new = NewFile(self._path)
+        self._reserved = 0
+        self._finished = False
+
+    @property
+    def stored_bytes(self) -> int:
+        """Bytes of the file so far."""
+        return self._reserved + self.index.data_bytes
+
+    def add(self, item: Item) -> None:
+        """Write one tensor."""
+        self.add_all([item])
+
+    def add_all(self, items: Iterable[Item]) -> None:
+        """Write tensors, encoding their blocks in parallel; a generator is consumed as it goes."""
+        known = list(items) if isinstance(items, Sequence) else None
+        if not self._reserved:
+            self._reserve(known)
+        total = sum(item.values.nbytes for item in known) if known is not None else None
+        blocks = self._blocks(items if known is None else known)
+        try:
+            if total is not None and total <= _INLINE_BYTES:
+                for block in blocks:
+                    self._write(self._encode(block))
+                return
+            limit = 4 * self._workers * DEFAULT_BLOCK_BYTES * 2
+            with Flow("pack", limit_bytes=limit, nice=self._nice) as flow:
+                coded = flow.map(
+                    self._encode,
+                    blocks,
+                    workers=self._workers,
+                    name="encode",
+                    size=lambda block: 2 * block[1].nbytes,
+                )
+                for result in coded:
+                    self._write(result)
+        except OSError as error:
+            raise storage_error("write", self._path, error) from error
+
+    def sync(self) -> None:
+        """Write the header and bring everything to the disk, still under a temporary name."""
+        if self._finished:
+            return
+        try:
+            # Sizes that are no multiple of the alignment come last, wide elements first, so that
+            # every plain tensor starts at a multiple of its element size.
+            for entry, data in sorted(self._tail, key=lambda part: -part[0].words.itemsize):
+                self.index.entries[entry.name] = entry
+                write_all(self._new.file, data)
+            header = render(self.index, self._reserved)
+            if len(header) > self._reserved:
+                self._make_room(header)
+            else:
+                self._new.file.seek(0)
+                write_all(self._new.file, header)
+        except OSError as error:
+            raise storage_error("write", self._path, error) from error
+        self._new.sync()
+        self._finished = True
+        self.index.header_bytes = len(header)
+
+    def publish(self) -> None:
+        """Give the pack its name."""
+        self.sync()
+        self._new.publish()
+
+    def abandon(self) -> None:
+        """Drop what was written; safe to call after `publish`."""
+        self._new.abandon()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        try:
+            if kind is None:
+                self.publish()
+        finally:
+            self.abandon()
+
+    def _reserve(self, items: list[Item] | None) -> None:
+        """Leave room for the header, which is written last: generous, for it is only spaces."""
+        text = len(json.dumps(self.index.meta)) * 5 // 4 + 1024
+        if items is None:
+            text += 64 * 1024
+        for item in items or ():
+            blocks = item.values.nbytes // item.block_bytes + 1
+            text += 480 + 5 * len(item.name.encode()) + 24 * blocks
+        self._reserved = text + -text % ALIGNMENT
+        self._new.file.seek(self._reserved)
+
+    def _make_room(self, header: bytes) -> None:
+        """The header outgrew its room: copy the data into a new file behind it."""
+        old, new = self._new, NewFile(self._path)
+        try:
+            write_all(new.file, header)
+            old.file.seek(self._reserved)
+            while chunk := old.file.read(_COPY_BYTES):
+                write_all(new.file, chunk)
+        except BaseException:
+            new.abandon()
+            raise
+        old.abandon()
+        self._new = new
+
+    def _blocks(self, items: Iterable[Item]) -> Iterator[tuple[Entry, NDArray[Any], int]]:
+        for item in items:
+            entry, values = self._start(item)
+            if entry is None:
+                continue
+            width = entry.words.itemsize
+            for block in range(entry.blocks):
+                start, stop = entry.block_range(block)
+                yield entry, values[start // width : stop // width], block
+            if not entry.blocks:
+                yield entry, values, 0
+
+    def _start(self, item: Item) -> tuple[Entry | None, NDArray[Any]]:
+        dtype = item.dtype or item.values.dtype.name
+        if dtype not in DTYPES or DTYPES[dtype].words != item.values.dtype:
+            raise UsageError(f"{item.name}: dtype {dtype} cannot be stored in a pack")
+        taken = item.name in self.index.entries or item.name == "__metadata__"
+        if taken or any(entry.name == item.name for entry, _ in self._tail):
+            raise UsageError(f"{item.name}: this name is taken in {self._path.name}")
+        stored = item.layout.apply(item.values) if item.layout else item.values
+        flat = np.ascontiguousarray(stored).reshape(-1)
+        codec = item.codec if item.codec and flat.size else Raw()
+        plain = codec.id == "raw" and DTYPES[dtype].tag is not None
+        odd = flat.nbytes % ALIGNMENT != 0
+        if plain and odd and flat.nbytes > _SMALL_BYTES:
+            plain = False  # as a padded blob it keeps what follows aligned
+        width = flat.itemsize
+        entry = Entry(
+            name=item.name,
+            dtype=dtype,
+            shape=tuple(item.values.shape),
+            codec=codec,
+            block_bytes=max(width, item.block_bytes // width * width),
+            plain=plain,
+            layout=item.layout,
+        )
+        if plain and odd:
+            entry.sizes, entry.crcs = [flat.nbytes], [isal_zlib.crc32(flat.view(np.uint8))]
+            entry.block_bytes = -(-flat.nbytes // width) * width
+            self._tail.append((entry, flat.tobytes()))
+            return None, flat
+        return entry, flat
+
+    def _encode(self, block: tuple[Entry, NDArray[Any], int]) -> _Coded:
+        entry, values, number = block
+        if not values.size:
+            return _Coded(entry, [], None)
+        codec = entry.codec
+        base = None
+        if codec.needs_base:
+            assert self._base is not None, "delta items need a base pack"
+            base = self._base.read_block(entry.name, number)
+        buffers = codec.encode(values, base)
+        kept = values
+        if codec.lossy:  # the checksum covers what a reader gets
+            kept = np.empty_like(values)
+            codec.decode(memoryview(b"".join(buffers)), kept, base)
+        return _Coded(entry, buffers, int(isal_zlib.crc32(kept.view(np.uint8))))
+
+    def _write(self, coded: _Coded) -> None:
+        entry = coded.entry
+        last = self.index.entries.setdefault(entry.name, entry)
+        assert last is entry
+        if coded.crc is not None:
+            entry.sizes.append(sum(memoryview(buffer).nbytes for buffer in coded.buffers))
+            entry.crcs.append(coded.crc)
+            for buffer in coded.buffers:
+                write_all(self._new.file, buffer)
+        if len(entry.sizes) == entry.blocks:
+            entry.stored_bytes = entry.padded_bytes()
+            padding = entry.stored_bytes - sum(entry.sizes)
+            for start in range(0, padding, _COPY_BYTES):
+                write_all(self._new.file, bytes(min(_COPY_BYTES, padding - start)))

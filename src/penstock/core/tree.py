@@ -1,0 +1,196 @@
+"""Nested Python state as JSON, without pickle: containers and scalars in text, arrays by name.
+
+Plain JSON values stay as they are; everything else becomes an object with the key "!" that says
+what it is. A value of any other class is refused by its path: nothing that could run code on
+loading is ever stored.
+"""
+
+from __future__ import annotations
+
+import base64
+import fnmatch
+import math
+from collections import OrderedDict
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import numpy as np
+
+from penstock.errors import CorruptFile, UnsupportedValue
+
+Json = Any
+TAG = "!"
+MAX_DEPTH = 200
+_PLAIN = {int, str, bool, type(None)}
+_SEQUENCES: dict[type, str] = {tuple: "tuple", set: "set", frozenset: "frozenset"}
+_BUILDERS: dict[str, Callable[[Iterable[Any]], Any]] = {
+    "tuple": tuple,
+    "set": set,
+    "frozenset": frozenset,
+}
+
+Store = Callable[[str, Any], Json | None]
+"""Given a path and a foreign value (a tensor, …): its JSON record, or None to refuse it."""
+Fetch = Callable[[dict[str, Json]], Any]
+"""Given a record that a Store made: the value."""
+
+
+def flatten(state: Any, store: Store) -> Json:
+    """Turn nested state into JSON; `store` takes every value that is not plain Python.
+
+    Mutable containers are copied, so that the result does not change with the state.
+
+    Raises:
+        UnsupportedValue: A value cannot be stored; its path and class are named.
+    """
+    return _flatten(state, "", 0, store)
+
+
+def _flatten(value: Any, path: str, depth: int, store: Store) -> Json:
+    kind = type(value)
+    if kind is str or kind is bool or value is None:
+        return value
+    if kind is int:
+        # Python limits the digits of decimal numbers, not those of hexadecimal ones.
+        return value if -(2**63) <= value < 2**64 else {TAG: "int", "v": hex(value)}
+    if kind is float:
+        return value if math.isfinite(value) else {TAG: "float", "v": repr(value)}
+    if depth >= MAX_DEPTH:
+        raise UnsupportedValue(
+            f"{path[:60]}… is nested deeper than {MAX_DEPTH}, or contains itself; flatten it first"
+        )
+    if kind is dict or kind is OrderedDict:
+        return _flatten_dict(value, path, depth, store)
+    if kind is list or kind in _SEQUENCES:
+        items = _flatten_items(value, path, depth, store)
+        return items if kind is list else {TAG: _SEQUENCES[kind], "v": items}
+    record = _flatten_scalar(value, kind)
+    if record is None:
+        record = store(path, value)
+    if record is None:
+        name = f"{kind.__module__}.{kind.__qualname__}"
+        raise UnsupportedValue(
+            f"{path or 'the state'} is a {name}, which cannot be stored without pickle; "
+            "convert it to tensors, numbers, strings, lists or dicts"
+        )
+    return record
+
+
+def _flatten_dict(value: dict[Any, Any], path: str, depth: int, store: Store) -> Json:
+    prefix = f"{path}." if path else ""
+    plain = type(value) is dict and TAG not in value and all(type(key) is str for key in value)
+    if plain:
+        return {
+            key: _flatten(child, f"{prefix}{key}", depth + 1, store) for key, child in value.items()
+        }
+    pairs = [
+        [
+            _flatten(key, f"{prefix}<key>", depth + 1, _refuse),
+            _flatten(child, f"{prefix}{key}", depth + 1, store),
+        ]
+        for key, child in value.items()
+    ]
+    return {TAG: "dict" if type(value) is dict else "odict", "v": pairs}
+
+
+def _flatten_items(value: Iterable[Any], path: str, depth: int, store: Store) -> list[Json]:
+    items = list(value)
+    # Long lists of numbers (a generator's state) are checked as a whole.
+    if len(items) > 8 and set(map(type, items)) <= _PLAIN:
+        numbers = [item for item in items if type(item) is int]
+        if not numbers or (min(numbers) >= -(2**63) and max(numbers) < 2**64):
+            return items
+    prefix = f"{path}." if path else ""
+    return [_flatten(item, f"{prefix}{i}", depth + 1, store) for i, item in enumerate(items)]
+
+
+def _flatten_scalar(value: Any, kind: type) -> Json | None:
+    if kind is complex:
+        return {TAG: "complex", "v": [repr(value.real), repr(value.imag)]}
+    if kind is bytes or kind is bytearray:
+        return {TAG: kind.__name__, "v": base64.b64encode(value).decode()}
+    if isinstance(value, np.generic) and value.dtype.kind in "biufc" and value.dtype.itemsize <= 16:
+        dtype = value.dtype.newbyteorder("<").str
+        return {TAG: "npscalar", "dtype": dtype, "v": base64.b64encode(value.tobytes()).decode()}
+    return None
+
+
+def _refuse(path: str, value: Any) -> None:
+    return None
+
+
+def unflatten(node: Json, fetch: Fetch) -> Any:
+    """Rebuild the state that `flatten` described; `fetch` rebuilds the foreign values.
+
+    Raises:
+        CorruptFile: The description makes no sense.
+    """
+    try:
+        return _unflatten(node, fetch)
+    except (KeyError, ValueError, TypeError, AttributeError, RecursionError) as error:
+        raise CorruptFile(f"the description of the state makes no sense ({error!r})") from error
+
+
+def _unflatten(node: Json, fetch: Fetch) -> Any:
+    if isinstance(node, list):
+        return [_unflatten(item, fetch) for item in node]
+    if not isinstance(node, dict):
+        return node
+    if TAG not in node:
+        return {key: _unflatten(child, fetch) for key, child in node.items()}
+    kind, value = node[TAG], node.get("v", ())
+    match kind:
+        case "dict":
+            return {_unflatten(key, fetch): _unflatten(child, fetch) for key, child in value}
+        case "odict":
+            pairs = ((_unflatten(key, fetch), _unflatten(child, fetch)) for key, child in value)
+            return OrderedDict(pairs)
+        case "tuple" | "set" | "frozenset":
+            return _BUILDERS[kind](_unflatten(item, fetch) for item in value)
+        case "int":
+            return int(value, 16)
+        case "float":
+            return float(value)
+        case "complex":
+            return complex(float(value[0]), float(value[1]))
+        case "bytes":
+            return base64.b64decode(value)
+        case "bytearray":
+            return bytearray(base64.b64decode(value))
+        case "npscalar":
+            dtype = np.dtype(node["dtype"])
+            if dtype.kind not in "biufc":
+                raise CorruptFile(f"a scalar of type {dtype} makes no sense")
+            return np.frombuffer(base64.b64decode(value), dtype)[0]
+    return fetch(node)
+
+
+def select(node: Json, pattern: str) -> Json | None:
+    """Keep what a pattern such as "model.actor.*" matches; None if it matches nothing.
+
+    Dropped elements of a list or tuple become None, so that positions stay.
+    """
+    return _select(node, "", pattern)
+
+
+def _select(node: Json, path: str, pattern: str) -> Json | None:
+    if path and fnmatch.fnmatchcase(path, pattern):
+        return node
+    prefix = f"{path}." if path else ""
+    if isinstance(node, list):
+        kept = [_select(item, f"{prefix}{i}", pattern) for i, item in enumerate(node)]
+        return kept if any(item is not None for item in kept) else None
+    if not isinstance(node, dict):
+        return None
+    if TAG not in node:
+        chosen = {key: _select(child, f"{prefix}{key}", pattern) for key, child in node.items()}
+        chosen = {key: child for key, child in chosen.items() if child is not None}
+        return chosen or None
+    if node[TAG] in ("dict", "odict"):
+        pairs = [[key, _select(child, f"{prefix}{key}", pattern)] for key, child in node["v"]]
+        pairs = [pair for pair in pairs if pair[1] is not None]
+        return {**node, "v": pairs} if pairs else None
+    if node[TAG] in _BUILDERS:
+        items = _select(node["v"], path, pattern)
+        return {**node, "v": items} if items else None
+    return None
