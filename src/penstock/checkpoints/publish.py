@@ -7,7 +7,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-import numpy as np
 from numpy.typing import NDArray
 
 from penstock import __version__
@@ -127,7 +126,7 @@ class Publisher:
 
     def _meta(self, job: Job) -> dict[str, Any]:
         return {
-            "state": job.capture.plan.description,
+            "state": job.capture.description,
             "metadata": job.metadata,
             "metric": job.metric,
             "sequence": self._sequences[job.path.parent],
@@ -195,4 +194,4 @@ class Publisher:
 
 
 def _parts(capture: Capture) -> list[tuple[Part, NDArray[Any]]]:
-    return [(part, np.asarray(capture.words(part))) for part in capture.plan.parts]
+    return [(part, capture.values(part)) for part in capture.parts]

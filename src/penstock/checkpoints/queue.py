@@ -7,9 +7,10 @@ from collections import Counter, deque
 from typing import Literal
 
 import numpy as np
-from numpy.typing import NDArray
+import torch
 
 from penstock.checkpoints import cuda
+from penstock.checkpoints.capture import Staging
 from penstock.checkpoints.handle import SaveHandle, poll
 from penstock.checkpoints.publish import Job
 
@@ -55,16 +56,16 @@ class SaveQueue:
             pass
         return poll(lambda: not self._full(size_bytes), None)
 
-    def staging(self, size_bytes: int, *, pinned: bool) -> NDArray[np.uint8]:
+    def staging(self, size_bytes: int) -> Staging:
         """Take memory for a capture; `remove` gives it back."""
         with self._lock:
-            self.staged_bytes += size_bytes
-            return self._pool.take(size_bytes, pinned=pinned)
+            return self._pool.take(size_bytes)
 
     def put(self, job: Job) -> None:
         """Append a save."""
         with self._lock:
             self._jobs.append(job)
+            self.staged_bytes += job.capture.reserved_bytes
 
     def first(self) -> Job | None:
         """Return the oldest save, which from now on cannot be dropped; it stays in the queue."""
@@ -79,7 +80,7 @@ class SaveQueue:
         with self._lock:
             self._jobs.remove(job)
             self._pool.give_back(job.capture.staging)
-            self.staged_bytes -= job.capture.plan.nbytes
+            self.staged_bytes -= job.capture.reserved_bytes
 
     def count(self, **amounts: int) -> None:
         """Add to the counts."""
@@ -111,7 +112,7 @@ class SaveQueue:
             # Its barrier has run, so nobody copies into its memory any more.
             self._jobs.remove(waiting)
             self._pool.give_back(waiting.capture.staging)
-            self.staged_bytes -= waiting.capture.plan.nbytes
+            self.staged_bytes -= waiting.capture.reserved_bytes
             self._counts["dropped"] += 1
         waiting.handle.finish("dropped")
         return True
@@ -124,22 +125,20 @@ class StagingPool:
     """
 
     def __init__(self) -> None:
-        self._free: list[NDArray[np.uint8]] = []
+        self._free: list[Staging] = []
+        self._pinned = torch.cuda.is_available()
 
-    def take(self, size_bytes: int, *, pinned: bool) -> NDArray[np.uint8]:
+    def take(self, size_bytes: int) -> Staging:
         """Return memory of at least this size; what is too small is given up."""
-        fitting = [buffer for buffer in self._free if buffer.nbytes >= size_bytes]
-        if fitting:
-            buffer = min(fitting, key=lambda candidate: candidate.nbytes)
-            self._free = [other for other in self._free if other is not buffer]
-        else:
-            self._free.clear()
-            buffer = cuda.pinned(size_bytes) if pinned else np.empty(size_bytes, np.uint8)
-        return buffer
+        self._free = [staging for staging in self._free if staging.memory.nbytes >= size_bytes]
+        if self._free:
+            return self._free.pop()
+        size_bytes = max(size_bytes, 1)
+        return Staging(cuda.pinned(size_bytes) if self._pinned else np.empty(size_bytes, np.uint8))
 
-    def give_back(self, buffer: NDArray[np.uint8]) -> None:
+    def give_back(self, staging: Staging) -> None:
         """Keep the memory for the next capture."""
-        self._free.append(buffer)
+        self._free.append(staging)
 
     def clear(self) -> None:
         """Give all unused memory back to the system."""

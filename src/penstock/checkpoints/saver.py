@@ -19,7 +19,6 @@ import warnings
 import weakref
 from collections import deque
 from collections.abc import Iterable
-from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal, Self
@@ -27,7 +26,8 @@ from typing import Any, Literal, Self
 import torch
 
 from penstock.checkpoints import folder, hooks
-from penstock.checkpoints.capture import Capture, Planner
+from penstock.checkpoints.capture import Capture, staging_bytes
+from penstock.checkpoints.freeze import Owned, freeze
 from penstock.checkpoints.handle import SaveHandle, poll
 from penstock.checkpoints.publish import Job, Publisher
 from penstock.checkpoints.queue import OnFull, SaveQueue
@@ -120,7 +120,8 @@ class AsyncCheckpointSaver:
         self._blocked = PerformanceMonitor(history=1000)
         owners = [optimizers] if isinstance(optimizers, torch.optim.Optimizer) else [*optimizers]
         nets = [modules] if isinstance(modules, torch.nn.Module) else [*modules]
-        self._planner = Planner(owners)
+        self._owned = Owned(owners)
+        self._eager: set[str] = set()  # tensors found changed past their optimizer
         self._publisher = Publisher(
             compression_level, delta_every, keep_last, _checked_best(keep_best)
         )
@@ -128,7 +129,7 @@ class AsyncCheckpointSaver:
         self._writer = Background("penstock-writer", self._write_one)
         self._hooks = hooks.install(self.barrier, owners, nets)
         this = weakref.ref(self)
-        self._signals = SignalGuard(lambda: _flush(this)) if handle_signals else None
+        self._signals = SignalGuard(lambda: _flush(this), install=handle_signals)
 
     # ---- the training thread
 
@@ -163,20 +164,19 @@ class AsyncCheckpointSaver:
         self._raise_failure()
         handle = SaveHandle(self._resolve(path), self.barrier)
         with self._calls:
-            plan = self._planner.plan(checkpoint)
+            frozen = freeze(checkpoint, self._owned)
             notes = tree.flatten(metadata, lambda path, value: None)
-            if not self._queue.admit(plan.nbytes, handle):
+            size_bytes = staging_bytes(frozen)
+            if not self._queue.admit(size_bytes, handle):
                 return handle
-            with self._shield():
-                pinned = torch.cuda.is_available()
-                capture = Capture(plan, self._queue.staging(plan.nbytes, pinned=pinned))
+            with self._signals:
+                capture = Capture(frozen, self._queue.staging(size_bytes))
                 squeeze = self._compress if compress is None else compress
                 score = None if metric is None else float(metric)
                 self._active = capture
                 self._queue.put(Job(capture, handle, squeeze, notes, score))
                 self._captures.append(capture)
-                self._copier.poke()
-                self._writer.poke()
+                self._copier.poke()  # which pokes the writer: one thread to wake here, not two
                 self._blocked.record("call", time.perf_counter() - begin)
         return handle
 
@@ -189,7 +189,7 @@ class AsyncCheckpointSaver:
         if capture is None or os.getpid() != self._pid:
             return
         begin = time.perf_counter()
-        with self._shield():
+        with self._signals:
             capture.finish()
             self._active = None
             self._blocked.record("barrier", time.perf_counter() - begin)
@@ -227,9 +227,8 @@ class AsyncCheckpointSaver:
         for hook in self._hooks:
             hook.remove()
         self._hooks = []
-        if self._signals is not None and done:
-            self._signals.close()
         if done:
+            self._signals.close()
             self._copier.close()
             self._writer.close()
             self._queue.clear_memory()
@@ -268,7 +267,7 @@ class AsyncCheckpointSaver:
             "stored_bytes": stored,
             "compression_ratio": raw / stored if stored else 1.0,
             "write_mb_per_s": raw / 1e6 / seconds if seconds else 0.0,
-            "eager_tensors": sorted(self._planner.eager),
+            "eager_tensors": sorted(self._eager),
             "last_path": str(self._last) if self._last else None,
             "blocked": self._blocked.get_stats(),
         }
@@ -299,6 +298,7 @@ class AsyncCheckpointSaver:
             capture = self._captures.popleft()
         except IndexError:
             return False
+        self._writer.poke()
         capture.help()
         return True
 
@@ -330,8 +330,7 @@ class AsyncCheckpointSaver:
         writer = self._publisher.write(job)
         try:
             written_s = time.perf_counter() - begin
-            while not capture.decided.wait(0.05):
-                capture.settle()
+            poll(capture.settle, None)
             if capture.verdict == "torn":
                 self._discard(job)
                 return
@@ -343,7 +342,7 @@ class AsyncCheckpointSaver:
         stored = writer.index.header_bytes + writer.index.data_bytes
         delta = writer.index.base is not None
         job.handle.stats = {
-            "raw_bytes": capture.plan.nbytes,
+            "raw_bytes": capture.nbytes,
             "stored_bytes": stored,
             "delta": delta,
             "write_s": written_s,
@@ -352,13 +351,13 @@ class AsyncCheckpointSaver:
         self._queue.count(
             saved=1,
             deltas=int(delta),
-            raw_bytes=capture.plan.nbytes,
+            raw_bytes=capture.nbytes,
             stored_bytes=stored,
             write_us=int(written_s * 1e6),
         )
         job.handle.finish("saved")
         self._say(
-            f"saved {job.path.name}: {format_bytes(stored)} of {format_bytes(capture.plan.nbytes)}"
+            f"saved {job.path.name}: {format_bytes(stored)} of {format_bytes(capture.nbytes)}"
             f"{' (delta)' if delta else ''} in {written_s:.2f} s"
         )
 
@@ -379,8 +378,11 @@ class AsyncCheckpointSaver:
 
     def _note_torn(self, capture: Capture) -> list[str]:
         """Remember torn tensors; return those that were not named before."""
-        names = [name for name in capture.torn if name not in self._planner.eager]
-        self._planner.eager.update(names)
+        if not capture.torn:
+            return []
+        names = [name for name in capture.torn if name not in self._eager]
+        self._eager.update(names)
+        self._owned.exclude(capture.torn_addresses)
         return names
 
     def _raise_failure(self) -> None:
@@ -392,9 +394,9 @@ class AsyncCheckpointSaver:
 
     def _resolve(self, path: str | os.PathLike[str]) -> Path:
         target = self.directory / path
-        if target.name in ("", folder.LATEST) or target.is_dir():
+        if target.name in ("", folder.LATEST) or os.path.isdir(target):
             raise UsageError(f"path={str(path)!r} is no name for a checkpoint; give a file name")
-        if not target.parent.is_dir():
+        if target.parent != self.directory:
             try:
                 target.parent.mkdir(parents=True, exist_ok=True)
             except OSError as error:
@@ -412,9 +414,6 @@ class AsyncCheckpointSaver:
         self._check_owner()
         if self._closed:
             raise SaverClosed("this saver was shut down; make a new one")
-
-    def _shield(self) -> AbstractContextManager[None]:
-        return self._signals.shield() if self._signals is not None else nullcontext()
 
     def _say(self, text: str) -> None:
         if self._verbose:

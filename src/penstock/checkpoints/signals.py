@@ -6,11 +6,10 @@ KeyboardInterrupt, or the default action of the signal.
 
 from __future__ import annotations
 
-import contextlib
 import os
 import signal
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from types import FrameType
 from typing import Any
 
@@ -21,20 +20,23 @@ class SignalGuard:
     """Run `flush` when a signal comes, then chain to whatever was installed before.
 
     Python runs handlers between any two instructions of the main thread. Code of the main thread
-    that holds a lock which `flush` needs must run inside `shield`: a signal then waits for its end.
+    that holds a lock which `flush` needs must run inside `with guard:`, which makes a
+    signal wait for the end of the block.
 
     Args:
         flush: Finishes the pending work; called on the main thread, must not raise.
+        install: False for a guard that handles nothing.
     """
 
-    def __init__(self, flush: Callable[[], None]) -> None:
+    def __init__(self, flush: Callable[[], None], *, install: bool = True) -> None:
         self._flush = flush
         self._pid = os.getpid()
+        self._main = threading.main_thread().ident
         self._previous: dict[int, Any] = {}
         self._depth = 0
         self._waiting: tuple[int, FrameType | None] | None = None
         self._closed = False
-        if threading.current_thread() is threading.main_thread():
+        if install and threading.current_thread() is threading.main_thread():
             for number in _SIGNALS:
                 current = signal.getsignal(number)
                 # Ignored signals stay ignored; handlers that Python cannot see stay untouched.
@@ -42,20 +44,18 @@ class SignalGuard:
                     self._previous[number] = current
                     signal.signal(number, self._handle)
 
-    @contextlib.contextmanager
-    def shield(self) -> Iterator[None]:
+    def __enter__(self) -> None:
         """Postpone signals until the end of the block (on the main thread; elsewhere a no-op)."""
-        if threading.current_thread() is not threading.main_thread():
-            yield
+        if threading.get_ident() == self._main:
+            self._depth += 1
+
+    def __exit__(self, *_: object) -> None:
+        if threading.get_ident() != self._main:
             return
-        self._depth += 1
-        try:
-            yield
-        finally:
-            self._depth -= 1
-            if self._depth == 0 and self._waiting is not None:
-                (number, frame), self._waiting = self._waiting, None
-                self._handle(number, frame)
+        self._depth -= 1
+        if self._depth == 0 and self._waiting is not None:
+            (number, frame), self._waiting = self._waiting, None
+            self._handle(number, frame)
 
     def close(self) -> None:
         """Put the previous handlers back, where ours are still the installed ones."""

@@ -21,7 +21,6 @@ from penstock.errors import CorruptFile, UnsupportedValue
 Json = Any
 TAG = "!"
 MAX_DEPTH = 200
-_PLAIN = {int, str, bool, type(None)}
 _SEQUENCES: dict[type, str] = {tuple: "tuple", set: "set", frozenset: "frozenset"}
 _BUILDERS: dict[str, Callable[[Iterable[Any]], Any]] = {
     "tuple": tuple,
@@ -37,8 +36,6 @@ Fetch = Callable[[dict[str, Json]], Any]
 
 def flatten(state: Any, store: Store) -> Json:
     """Turn nested state into JSON; `store` takes every value that is not plain Python.
-
-    Mutable containers are copied, so that the result does not change with the state.
 
     Raises:
         UnsupportedValue: A value cannot be stored; its path and class are named.
@@ -62,7 +59,8 @@ def _flatten(value: Any, path: str, depth: int, store: Store) -> Json:
     if kind is dict or kind is OrderedDict:
         return _flatten_dict(value, path, depth, store)
     if kind is list or kind in _SEQUENCES:
-        items = _flatten_items(value, path, depth, store)
+        prefix = f"{path}." if path else ""
+        items = [_flatten(v, f"{prefix}{i}", depth + 1, store) for i, v in enumerate(value)]
         return items if kind is list else {TAG: _SEQUENCES[kind], "v": items}
     record = _flatten_scalar(value, kind)
     if record is None:
@@ -78,30 +76,12 @@ def _flatten(value: Any, path: str, depth: int, store: Store) -> Json:
 
 def _flatten_dict(value: dict[Any, Any], path: str, depth: int, store: Store) -> Json:
     prefix = f"{path}." if path else ""
-    plain = type(value) is dict and TAG not in value and all(type(key) is str for key in value)
-    if plain:
-        return {
-            key: _flatten(child, f"{prefix}{key}", depth + 1, store) for key, child in value.items()
-        }
-    pairs = [
-        [
-            _flatten(key, f"{prefix}<key>", depth + 1, _refuse),
-            _flatten(child, f"{prefix}{key}", depth + 1, store),
-        ]
-        for key, child in value.items()
-    ]
-    return {TAG: "dict" if type(value) is dict else "odict", "v": pairs}
-
-
-def _flatten_items(value: Iterable[Any], path: str, depth: int, store: Store) -> list[Json]:
-    items = list(value)
-    # Long lists of numbers (a generator's state) are checked as a whole.
-    if len(items) > 8 and set(map(type, items)) <= _PLAIN:
-        numbers = [item for item in items if type(item) is int]
-        if not numbers or (min(numbers) >= -(2**63) and max(numbers) < 2**64):
-            return items
-    prefix = f"{path}." if path else ""
-    return [_flatten(item, f"{prefix}{i}", depth + 1, store) for i, item in enumerate(items)]
+    children = [_flatten(child, f"{prefix}{k}", depth + 1, store) for k, child in value.items()]
+    if type(value) is dict and TAG not in value and all(type(key) is str for key in value):
+        return dict(zip(value, children, strict=True))
+    keys = [_flatten(key, f"{prefix}<key>", depth + 1, _refuse) for key in value]
+    kind = "dict" if type(value) is dict else "odict"
+    return {TAG: kind, "v": [list(pair) for pair in zip(keys, children, strict=True)]}
 
 
 def _flatten_scalar(value: Any, kind: type) -> Json | None:

@@ -206,7 +206,7 @@ class PackReader:
         target = out.view(np.uint8)
         try:
             if entry.codec.id == "raw":
-                if os.preadv(self._descriptor, [target], at) != stop - start:
+                if os.preadv(self._descriptor, [target.data], at) != stop - start:
                     raise CorruptFile("cut off")
             else:
                 data = memoryview(self._pread(entry.sizes[block], at))
