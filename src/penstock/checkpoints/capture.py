@@ -16,7 +16,6 @@ itself: the versions and *every* byte must still be those that were copied.
 from __future__ import annotations
 
 import ctypes
-import random
 import threading
 import time
 from collections import deque
@@ -245,7 +244,9 @@ class Capture:
         return [part for part, now, before in pairs if now != before]
 
     def _compare_samples(self) -> list[Part]:
-        base, chance = self._base_address, random.random()  # noqa: S311
+        # Not the random module: a save must not move the generators of the training.
+        chance = time.perf_counter_ns() * 2654435761 % 2**32 / 2**32
+        base = self._base_address
         start = int(chance * len(self._lazy))
         changed = []
         for part in (self._lazy[start:] + self._lazy[:start])[:_SAMPLED_PARTS]:

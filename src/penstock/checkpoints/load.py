@@ -28,6 +28,7 @@ from penstock.errors import (
 
 _LZ4_MAGIC = b"\x04\x22\x4d\x18"
 _ZIP_MAGIC = b"PK\x03\x04"
+_PICKLE_MAGIC = b"\x80"  # of torch.save before version 1.6
 _LZ4_MAX_RATIO = 255  # what the LZ4 format can reach at most
 
 
@@ -105,16 +106,16 @@ def from_newest(where: Path, load: Callable[[Path], Any]) -> Any:
 
 def _load_file(path: Path, device: str | torch.device, only: str | None) -> Any:
     try:
+        if is_pack(path):
+            with PackReader(path, find_base=folder.find_base) as pack:
+                return _load_pack(pack, torch.device(device), only)
         with path.open("rb") as file:
             magic = file.read(4)
         if magic == _LZ4_MAGIC:
             return _filtered(_torch_load(_unlz4(path), path, device), only)
-        if magic == _ZIP_MAGIC or magic[:1] == b"\x80":
+        if magic == _ZIP_MAGIC or magic[:1] == _PICKLE_MAGIC:
             return _filtered(_torch_load(path, path, device), only)
-        if not is_pack(path):
-            raise _not_a_checkpoint(path)
-        with PackReader(path, find_base=folder.find_base) as pack:
-            return _load_pack(pack, torch.device(device), only)
+        raise _not_a_checkpoint(path)
     except OSError as error:
         raise storage_error("read", path, error) from error
 

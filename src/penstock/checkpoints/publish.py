@@ -78,32 +78,30 @@ class Publisher:
         """Encode a state into a durable temporary file; it has no name yet."""
         self._enter(job.path.parent)
         base = self._open_base(job)
+        if base is not None:
+            with base:
+                try:
+                    codecs = self._delta_codecs(job, base)
+                    if codecs is not None:
+                        return self._encode(job, codecs, base)
+                except DataError:
+                    self._keyframe = None  # it does not verify: never build on it again
+        return self._encode(job, {}, None)
+
+    def _encode(self, job: Job, deltas: dict[str, Codec], base: PackReader | None) -> PackWriter:
+        writer = PackWriter(job.path, kind=folder.KIND, meta=self._meta(job), base=base, nice=_NICE)
         try:
-            codecs = self._delta_codecs(job, base) if base else None
-            if base and codecs is None:
-                base.close()
-                base = None
-            writer = PackWriter(
-                job.path,
-                kind=folder.KIND,
-                meta=self._meta(job),
-                base=base,
-                nice=_NICE,
-            )
-            try:
-                items = [
-                    Item(part.name, words, part.dtype, self._codec(job, part, codecs))
-                    for part, words in _parts(job.capture)
+            writer.add_all(
+                [
+                    Item(part.name, values, part.dtype, self._codec(job, part, deltas))
+                    for part, values in _parts(job.capture)
                 ]
-                writer.add_all(items)
-                writer.sync()
-            except BaseException:
-                writer.abandon()
-                raise
-            return writer
-        finally:
-            if base:
-                base.close()
+            )
+            writer.sync()
+        except BaseException:
+            writer.abandon()
+            raise
+        return writer
 
     def commit(self, job: Job, writer: PackWriter) -> list[Path]:
         """Give the checkpoint its name, move `latest`, and only then remove what may go."""
@@ -164,10 +162,7 @@ class Publisher:
                 continue
             if (entry.dtype, entry.shape) != (part.dtype, part.shape):
                 continue
-            try:
-                full, difference = self._probe(words.reshape(-1), base, part, delta)
-            except DataError:
-                return None  # the base does not verify: never build on it
+            full, difference = self._probe(words.reshape(-1), base, part, delta)
             full_bytes += full * part.nbytes
             delta_bytes += min(full, difference) * part.nbytes
             if difference < full:
@@ -187,10 +182,10 @@ class Publisher:
         difference = sum(map(len, delta.encode(sample, reference)))
         return full / sample.nbytes, difference / sample.nbytes
 
-    def _codec(self, job: Job, part: Part, deltas: dict[str, Codec] | None) -> Codec | None:
+    def _codec(self, job: Job, part: Part, deltas: dict[str, Codec]) -> Codec | None:
         if not job.compress or part.nbytes < _PLAIN_BYTES:
             return None
-        return (deltas or {}).get(part.name) or Planes(level=self._level)
+        return deltas.get(part.name) or Planes(level=self._level)
 
 
 def _parts(capture: Capture) -> list[tuple[Part, NDArray[Any]]]:

@@ -34,6 +34,7 @@ Config = dict[str, Any]
 
 _UNSIGNED = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64}
 _SIGNED = {1: np.int8, 2: np.int16, 4: np.int32, 8: np.int64}
+_LARGEST_EPSILON = 1e300  # twice that is still a number
 
 
 class Codec(ABC):
@@ -204,7 +205,7 @@ class Delta(Codec):
     needs_base = True
 
     def __init__(self, inner: Codec | None = None) -> None:
-        self.inner = inner or Planes()
+        self.inner = _checked_inner("delta", inner)
 
     def encode(self, values: Array, base: Array | None = None) -> list[Buffer]:
         """Encode the difference to `base`, which must have the same size."""
@@ -245,10 +246,10 @@ class Quantize(Codec):
     lossy = True
 
     def __init__(self, epsilon: float, inner: Codec | None = None) -> None:
-        if not (isinstance(epsilon, int | float) and 0 < epsilon < float("inf")):
+        if not (isinstance(epsilon, int | float) and 0 < epsilon <= _LARGEST_EPSILON):
             raise UsageError(f"quantize: epsilon must be a positive number, not {epsilon!r}")
         self.epsilon = float(epsilon)
-        self.inner = inner or Planes()
+        self.inner = _checked_inner("quantize", inner)
 
     def encode(self, values: Array, base: Array | None = None) -> list[Buffer]:
         """Round, check the bound on the values that will be read back, then encode."""
@@ -256,7 +257,8 @@ class Quantize(Codec):
             raise UnsupportedValue(f"quantize holds floats only, not {values.dtype}")
         if not np.isfinite(values).all():
             raise UnsupportedValue("quantize cannot hold NaN or infinity; store it losslessly")
-        steps = np.rint(values.astype(np.float64) / (2 * self.epsilon))
+        with np.errstate(over="ignore"):  # an infinite number of steps is refused below
+            steps = np.rint(values.astype(np.float64) / (2 * self.epsilon))
         largest = float(np.abs(steps).max(initial=0.0))
         if largest >= 2**31:
             raise UnsupportedValue(
@@ -274,13 +276,15 @@ class Quantize(Codec):
 
     def decode(self, data: memoryview, out: Array, base: Array | None = None) -> None:
         """Decode the grid and scale it."""
+        _expect(out.dtype.kind == "f", "a quantised block can only hold floats")
         _expect(len(data) > 0 and data[0] in (2, 4), "a quantised block has no grid width")
         grid = np.empty(out.size, _SIGNED[data[0]])
         self.inner.decode(data[1:], grid)
         out[:] = self._values(grid, out.dtype)
 
     def _values(self, grid: Array, dtype: np.dtype[Any]) -> Array:
-        return (grid.astype(np.float64) * (2 * self.epsilon)).astype(dtype)
+        with np.errstate(over="ignore"):  # found by the check of the bound, or by the checksum
+            return (grid.astype(np.float64) * (2 * self.epsilon)).astype(dtype)
 
     def config(self) -> Config:
         """Return the settings."""
@@ -302,7 +306,7 @@ class Layout:
 
     def apply(self, array: Array) -> Array:
         """Return the array as it is stored, contiguous."""
-        return np.ascontiguousarray(array.transpose(self.order))
+        return np.asarray(array.transpose(self.order), order="C")
 
     def undo(self, stored: Array) -> Array:
         """Return a view in the original order of axes."""
@@ -315,9 +319,9 @@ class Layout:
 
 def from_config(config: Mapping[str, Any]) -> Codec:
     """Rebuild a codec from its JSON settings; anything unexpected is a CorruptFile."""
-    settings = dict(config)
-    kind = settings.pop("id", None)
     try:
+        settings = dict(config)
+        kind = settings.pop("id", None)
         if kind in ("delta", "quantize"):
             settings["inner"] = from_config(settings["inner"])
         match kind:
@@ -333,7 +337,9 @@ def from_config(config: Mapping[str, Any]) -> Codec:
                 return Delta(**settings)
             case "quantize":
                 return Quantize(**settings)
-    except (TypeError, KeyError, UsageError) as error:
+    except RecursionError:
+        raise CorruptFile("codec settings are nested too deep") from None
+    except (TypeError, ValueError, KeyError, UsageError) as error:
         raise CorruptFile(f"codec settings {config!r} make no sense ({error})") from error
     raise CorruptFile(f"unknown codec {kind!r}; a newer penstock may have written this file")
 
@@ -384,6 +390,12 @@ def _unzstd(data: Buffer, size_bytes: int) -> bytes:
 def _expect(condition: bool, message: str) -> None:
     if not condition:
         raise CorruptFile(message)
+
+
+def _checked_inner(codec: str, inner: Codec | None) -> Codec:
+    if isinstance(inner, Delta | Quantize):
+        raise UsageError(f"{codec}: the inner codec cannot be {inner.id}; use a plain one")
+    return inner or Planes()
 
 
 def _checked_level(codec: str, level: int, lowest: int, highest: int) -> int:

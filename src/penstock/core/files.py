@@ -58,25 +58,32 @@ def sync_folder(folder: Path) -> None:
 
 def process_owner() -> str:
     """Name this process so that no later one is taken for it: host, pid, start time."""
-    import psutil
-
-    host = "".join(c for c in socket.gethostname() if c.isalnum())[:32] or "host"
-    return f"{host}-{os.getpid()}-{int(psutil.Process().create_time() * 100)}"
+    return f"{_host()}-{os.getpid()}-{_start_ticks(os.getpid())}"
 
 
 def owner_is_dead(owner: str) -> bool:
     """Tell whether a process named by `process_owner` is certainly gone (never guessed)."""
-    import psutil
-
     try:
         host, pid, start = owner.split("-")
-        if host != process_owner().split("-")[0]:
+        if host != _host():
             return False
-        return int(psutil.Process(int(pid)).create_time() * 100) != int(start)
-    except psutil.NoSuchProcess:
+        with contextlib.suppress(PermissionError):
+            os.kill(int(pid), 0)
+        return _start_ticks(int(pid)) != int(start)
+    except ProcessLookupError:
         return True
-    except (ValueError, psutil.Error):
+    except (ValueError, OverflowError, OSError):
         return False
+
+
+def _host() -> str:
+    return "".join(c for c in socket.gethostname() if c.isalnum())[:32] or "host"
+
+
+def _start_ticks(pid: int) -> int:
+    """Return when a process started, in ticks since boot: setting the clock does not change it."""
+    stat = Path(f"/proc/{pid}/stat").read_bytes()
+    return int(stat.rpartition(b")")[2].split()[19])
 
 
 def _temporary_path(folder: Path) -> Path:
@@ -114,9 +121,9 @@ class NewFile:
         self.path = Path(path)
         self._synced_at = -1
         self._open = False
-        if self.path.is_dir():
-            raise UsageError(f"cannot write {self.path}: it is a folder; give a file name")
         try:
+            if self.path.is_dir():
+                raise UsageError(f"cannot write {self.path}: it is a folder; give a file name")
             self.temporary = _temporary_path(self.path.parent)
             # Not tempfile: the file must get the permissions that open() would have given it.
             descriptor = os.open(self.temporary, os.O_CREAT | os.O_EXCL | os.O_RDWR, 0o666)
@@ -126,15 +133,18 @@ class NewFile:
         self._open = True
 
     def sync(self) -> None:
-        """Bring all that was written to the disk."""
+        """Bring all that was written to the disk; a failure is final: no second try proves more."""
+        self._check_open()
         try:
             os.fsync(self.file.fileno())
         except OSError as error:
+            self.abandon()
             raise storage_error("write", self.path, error) from error
         self._synced_at = os.fstat(self.file.fileno()).st_size
 
     def publish(self) -> None:
         """Give the file its name, durably; the old content is gone only when the new is safe."""
+        self._check_open()
         if self._synced_at != os.fstat(self.file.fileno()).st_size:
             self.sync()
         try:
@@ -154,6 +164,10 @@ class NewFile:
             self.file.close()
         with contextlib.suppress(OSError):
             self.temporary.unlink()
+
+    def _check_open(self) -> None:
+        if not self._open:
+            raise UsageError(f"{self.path}: this new file was published or given up already")
 
     def __enter__(self) -> Self:
         return self
@@ -200,10 +214,10 @@ def new_folder(path: Path | str) -> Iterator[Path]:
         The temporary folder to fill, beside the final one.
     """
     target = Path(path)
-    if target.exists() or target.is_symlink():
-        raise UsageError(f"{target} exists already; remove it or choose another name")
     temporary = _temporary_path(target.parent)
     try:
+        if target.exists() or target.is_symlink():
+            raise UsageError(f"{target} exists already; remove it or choose another name")
         temporary.mkdir()
         yield temporary
         for folder, _, names in os.walk(temporary):
@@ -257,8 +271,9 @@ class FolderLock:
                 "command": " ".join(sys.argv)[:200],
             }
         )
-        os.ftruncate(descriptor, 0)
-        os.pwrite(descriptor, holder_json.encode(), 0)
+        with contextlib.suppress(OSError):  # a full disk: the lock holds without a name
+            os.ftruncate(descriptor, 0)
+            os.pwrite(descriptor, holder_json.encode(), 0)
         self._descriptor = descriptor
         # A forked child shares the open file, and would keep the lock after our death.
         this = weakref.ref(self)
@@ -287,9 +302,10 @@ def _drop_in_child(reference: weakref.ref[FolderLock]) -> None:
 def _describe_holder(content: bytes) -> str:
     try:
         holder = json.loads(content)
-        return (
+        text = (
             f"process {holder['pid']} on {holder['host']} since {holder['since']} "
             f"({holder['command']})"
         )
-    except (ValueError, KeyError, TypeError):
+        return " ".join(text.split())
+    except (ValueError, KeyError, TypeError, RecursionError):
         return "another process"

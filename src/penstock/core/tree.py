@@ -22,6 +22,9 @@ Json = Any
 TAG = "!"
 MAX_DEPTH = 200
 _SEQUENCES: dict[type, str] = {tuple: "tuple", set: "set", frozenset: "frozenset"}
+_SCALARS = {np.dtype(kind).str for kind in "?bhilqBHILQefdgFD"}
+_NONSENSE = (LookupError, ValueError, TypeError, AttributeError, OverflowError, RecursionError)
+_DROPPED = object()
 _BUILDERS: dict[str, Callable[[Iterable[Any]], Any]] = {
     "tuple": tuple,
     "set": set,
@@ -89,9 +92,9 @@ def _flatten_scalar(value: Any, kind: type) -> Json | None:
         return {TAG: "complex", "v": [repr(value.real), repr(value.imag)]}
     if kind is bytes or kind is bytearray:
         return {TAG: kind.__name__, "v": base64.b64encode(value).decode()}
-    if isinstance(value, np.generic) and value.dtype.kind in "biufc" and value.dtype.itemsize <= 16:
-        dtype = value.dtype.newbyteorder("<").str
-        return {TAG: "npscalar", "dtype": dtype, "v": base64.b64encode(value.tobytes()).decode()}
+    if isinstance(value, np.generic) and value.dtype.str in _SCALARS:
+        content = base64.b64encode(value.tobytes()).decode()
+        return {TAG: "npscalar", "dtype": value.dtype.str, "v": content}
     return None
 
 
@@ -107,7 +110,7 @@ def unflatten(node: Json, fetch: Fetch) -> Any:
     """
     try:
         return _unflatten(node, fetch)
-    except (KeyError, ValueError, TypeError, AttributeError, RecursionError) as error:
+    except _NONSENSE as error:
         raise CorruptFile(f"the description of the state makes no sense ({error!r})") from error
 
 
@@ -138,10 +141,9 @@ def _unflatten(node: Json, fetch: Fetch) -> Any:
         case "bytearray":
             return bytearray(base64.b64decode(value))
         case "npscalar":
-            dtype = np.dtype(node["dtype"])
-            if dtype.kind not in "biufc":
-                raise CorruptFile(f"a scalar of type {dtype} makes no sense")
-            return np.frombuffer(base64.b64decode(value), dtype)[0]
+            if node["dtype"] not in _SCALARS:
+                raise CorruptFile(f"a scalar of type {node['dtype']!r} makes no sense")
+            return np.frombuffer(base64.b64decode(value), node["dtype"])[0]
     return fetch(node)
 
 
@@ -149,28 +151,40 @@ def select(node: Json, pattern: str) -> Json | None:
     """Keep what a pattern such as "model.actor.*" matches; None if it matches nothing.
 
     Dropped elements of a list or tuple become None, so that positions stay.
+
+    Raises:
+        CorruptFile: The description makes no sense.
     """
-    return _select(node, "", pattern)
+    try:
+        kept = _select(node, "", pattern)
+    except _NONSENSE as error:
+        raise CorruptFile(f"the description of the state makes no sense ({error!r})") from error
+    return None if kept is _DROPPED else kept
 
 
-def _select(node: Json, path: str, pattern: str) -> Json | None:
+def _select(node: Json, path: str, pattern: str) -> Json:
     if path and fnmatch.fnmatchcase(path, pattern):
         return node
     prefix = f"{path}." if path else ""
     if isinstance(node, list):
-        kept = [_select(item, f"{prefix}{i}", pattern) for i, item in enumerate(node)]
-        return kept if any(item is not None for item in kept) else None
+        items = [_select(item, f"{prefix}{i}", pattern) for i, item in enumerate(node)]
+        kept = [None if item is _DROPPED else item for item in items]
+        return kept if any(item is not _DROPPED for item in items) else _DROPPED
     if not isinstance(node, dict):
-        return None
+        return _DROPPED
     if TAG not in node:
-        chosen = {key: _select(child, f"{prefix}{key}", pattern) for key, child in node.items()}
-        chosen = {key: child for key, child in chosen.items() if child is not None}
-        return chosen or None
+        children = ((key, _select(node[key], f"{prefix}{key}", pattern)) for key in node)
+        chosen = {key: child for key, child in children if child is not _DROPPED}
+        return chosen or _DROPPED
     if node[TAG] in ("dict", "odict"):
         pairs = [[key, _select(child, f"{prefix}{key}", pattern)] for key, child in node["v"]]
-        pairs = [pair for pair in pairs if pair[1] is not None]
-        return {**node, "v": pairs} if pairs else None
-    if node[TAG] in _BUILDERS:
+        pairs = [pair for pair in pairs if pair[1] is not _DROPPED]
+        return {**node, "v": pairs} if pairs else _DROPPED
+    if node[TAG] in ("set", "frozenset"):  # they have no positions to keep
+        members = [_select(item, f"{prefix}{i}", pattern) for i, item in enumerate(node["v"])]
+        members = [item for item in members if item is not _DROPPED]
+        return {**node, "v": members} if members else _DROPPED
+    if node[TAG] == "tuple":
         items = _select(node["v"], path, pattern)
-        return {**node, "v": items} if items else None
-    return None
+        return _DROPPED if items is _DROPPED else {**node, "v": items}
+    return _DROPPED

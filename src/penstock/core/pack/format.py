@@ -23,7 +23,7 @@ from isal import isal_zlib
 
 from penstock.core import codecs
 from penstock.core.codecs import Codec, Layout
-from penstock.errors import CorruptFile, LimitExceeded, UnknownFormat
+from penstock.errors import CorruptFile, DataError, LimitExceeded, UnknownFormat, UsageError
 
 FORMAT_VERSION = 1
 INDEX_KEY = "penstock"
@@ -31,6 +31,20 @@ DIGEST_KEY = "penstock.digest"
 ALIGNMENT = 8
 MAX_RATIO = 1000  # a blob is padded to this share of its tensor, so that readers can refuse bombs
 RATIO_FREE_BYTES = 64 * 1024
+MAX_DIMENSIONS = 32  # numpy's limit before version 2
+_DIGEST_BYTES = 16
+
+
+# What the parsing of a hostile index may raise: all of it means that the file is damaged.
+_NONSENSE = (
+    ValueError,
+    LookupError,
+    TypeError,
+    AttributeError,
+    RecursionError,
+    DataError,
+    UsageError,
+)
 
 
 @dataclass(frozen=True)
@@ -120,6 +134,11 @@ class Entry:
     def block_offsets(self) -> list[int]:
         """Where each block starts, from the tensor's first byte on disk; for finished entries."""
         return list(accumulate(self.sizes, initial=0))
+
+    def same_blocks(self, other: Entry) -> bool:
+        """Tell whether the blocks of two entries match, so that one can be the other's base."""
+        mine = (self.dtype, self.shape, self.layout, self.block_bytes)
+        return mine == (other.dtype, other.shape, other.layout, other.block_bytes)
 
     def block_range(self, block: int) -> tuple[int, int]:
         """Byte range of a block in the decoded tensor."""
@@ -260,6 +279,8 @@ def read_index(path: Path, descriptor_size: int, read: Any, limits: Limits) -> I
         if INDEX_KEY.encode() not in raw[:256]:
             raise UnknownFormat(f"{path} is not a penstock file") from error
         raise CorruptFile(f"{path} is damaged: unreadable header ({error})") from error
+    if not isinstance(content, dict):
+        raise CorruptFile(f"{path} is damaged: its index is no object")
     if content.get("version") != FORMAT_VERSION:
         raise UnknownFormat(
             f"{path} has format version {content.get('version')!r}, this penstock reads "
@@ -269,7 +290,7 @@ def read_index(path: Path, descriptor_size: int, read: Any, limits: Limits) -> I
         index = _parse(content, limits)
     except LimitExceeded as error:
         raise LimitExceeded(f"{path}: {error}") from error
-    except (ValueError, KeyError, TypeError, AttributeError, CorruptFile) as error:
+    except _NONSENSE as error:
         raise CorruptFile(f"{path} is damaged: {error}") from error
     index.digest = digest
     index.header_bytes = 8 + length
@@ -295,12 +316,16 @@ def _parse(content: dict[str, Any], limits: Limits) -> Index:
         # A name from a file never leaves the folder of that file.
         if Path(base["file"]).name != base["file"] or base["file"] in ("", ".", ".."):
             raise CorruptFile(f"base {base['file']!r} is not a plain file name")
+        if len(bytes.fromhex(base["digest"])) != _DIGEST_BYTES:
+            raise CorruptFile(f"base digest {base['digest']!r} makes no sense")
     if not isinstance(content["meta"], dict):
         raise CorruptFile("meta is not an object")
     return Index(str(content["kind"]), content["meta"], entries, base)
 
 
 def _parse_entry(name: str, record: dict[str, Any], limits: Limits) -> Entry:
+    if len(record["shape"]) > MAX_DIMENSIONS:
+        raise CorruptFile(f"{name}: {len(record['shape'])} dimensions")
     shape = tuple(_natural(n) for n in record["shape"])
     if record["dtype"] not in DTYPES:
         raise CorruptFile(f"{name}: unknown dtype {record['dtype']!r}")
@@ -322,16 +347,16 @@ def _parse_entry(name: str, record: dict[str, Any], limits: Limits) -> Entry:
         raise CorruptFile(f"{name}: block size {entry.block_bytes} makes no sense")
     if min(entry.block_bytes, entry.nbytes) > limits.block_bytes:
         raise LimitExceeded(f"{name}: block of {entry.block_bytes} over {limits.block_bytes} bytes")
-    if entry.nbytes > limits.tensor_bytes:
-        raise LimitExceeded(f"{name}: {entry.nbytes} bytes, limit {limits.tensor_bytes}")
+    # Zeros are left out: a shape like [0, 2**62] is empty, and still more than numpy can name.
+    if math.prod(filter(None, shape)) * entry.words.itemsize > limits.tensor_bytes:
+        raise LimitExceeded(f"{name}: shape {list(shape)}, limit {limits.tensor_bytes} bytes")
     if entry.blocks != len(entry.sizes) or entry.blocks != len(entry.crcs):
         raise CorruptFile(f"{name}: {entry.blocks} blocks expected, {len(entry.sizes)} listed")
-    if entry.plain and (
-        DTYPES[entry.dtype].tag is None
-        or entry.codec.id != "raw"
-        or any(size != _span(entry, k) for k, size in enumerate(entry.sizes))
-    ):
+    raw = entry.codec.id == "raw"
+    if entry.plain and not (raw and DTYPES[entry.dtype].tag):
         raise CorruptFile(f"{name}: a plain tensor must be raw")
+    if raw and any(size != _span(entry, k) for k, size in enumerate(entry.sizes)):
+        raise CorruptFile(f"{name}: a raw block has the wrong length")
     if entry.checksum() != record["crc"]:
         raise CorruptFile(f"{name}: the tensor's checksum contradicts its blocks")
     return entry
@@ -343,10 +368,10 @@ def _span(entry: Entry, block: int) -> int:
 
 
 def _natural(value: Any) -> int:
-    if type(value) is not int or value < 0:
+    if type(value) is not int or not 0 <= value < 2**63:
         raise CorruptFile(f"{value!r} is not a count")
     return value
 
 
 def _digest(text: str) -> str:
-    return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
+    return hashlib.blake2b(text.encode(), digest_size=_DIGEST_BYTES).hexdigest()

@@ -94,6 +94,7 @@ class PackReader:
         row_bytes = entry.nbytes // shape[0] if shape[0] else 0
         first, last = start * row_bytes, stop * row_bytes
         width = entry.words.itemsize
+        self.check_memory(last - first)
         out = np.empty((last - first) // width, entry.words)
         for block in range(first // entry.block_bytes, -(-last // entry.block_bytes)):
             begin, end = entry.block_range(block)
@@ -173,6 +174,11 @@ class PackReader:
                     f"{self.path} is a difference to {link['file']}, which is not beside it; "
                     "put both in one folder"
                 ) from None
+            except (OSError, ValueError) as error:
+                raise CorruptFile(
+                    f"{self.path} is a difference to {link['file']!r}, which cannot be opened "
+                    f"({error})"
+                ) from error
             if base.index.digest != link["digest"] or base.index.base is not None:
                 base.close()
                 raise CorruptFile(
@@ -225,11 +231,7 @@ class PackReader:
     def _base_block(self, entry: Entry, block: int) -> NDArray[Any]:
         base = self.base()
         other = base.index.entries.get(entry.name)
-        if (
-            other is None
-            or (other.dtype, other.shape, other.layout) != (entry.dtype, entry.shape, entry.layout)
-            or other.block_bytes != entry.block_bytes
-        ):
+        if other is None or not other.same_blocks(entry):
             raise CorruptFile(f"{base.path.name} does not hold its base")
         return base.read_block(entry.name, block)
 

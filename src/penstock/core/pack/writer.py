@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import TracebackType
 from typing import Any, NamedTuple, Self
@@ -83,6 +83,8 @@ class PackWriter:
         self._workers = workers
         self._nice = nice
         self._tail: list[tuple[Entry, bytes]] = []
+        if base and base.index.base:
+            raise UsageError(f"{base.path.name} is a difference itself; give its base")
         link = {"file": base.path.name, "digest": base.index.digest} if base else None
         self.index = Index(kind, meta or {}, {}, link)
         self._new = NewFile(self._path)
@@ -231,12 +233,23 @@ class PackWriter:
             plain=plain,
             layout=item.layout,
         )
+        if codec.needs_base:
+            entry.block_bytes = self._base_entry(entry).block_bytes
         if plain and odd:
             entry.sizes, entry.crcs = [flat.nbytes], [isal_zlib.crc32(flat.view(np.uint8))]
             entry.block_bytes = -(-flat.nbytes // width) * width
             self._tail.append((entry, flat.tobytes()))
             return None, flat
         return entry, flat
+
+    def _base_entry(self, entry: Entry) -> Entry:
+        """Return the entry that a difference refers to; refuse what could not be read back."""
+        if self._base is None:
+            raise UsageError(f"{entry.name}: a difference needs a base pack")
+        other = self._base.entry(entry.name)
+        if not other.same_blocks(replace(entry, block_bytes=other.block_bytes)):
+            raise UsageError(f"{entry.name}: its base has another dtype, shape or layout")
+        return other
 
     def _encode(self, block: tuple[Entry, NDArray[Any], int]) -> _Coded:
         entry, values, number = block
@@ -245,7 +258,7 @@ class PackWriter:
         codec = entry.codec
         base = None
         if codec.needs_base:
-            assert self._base is not None, "delta items need a base pack"
+            assert self._base is not None
             base = self._base.read_block(entry.name, number)
         buffers = codec.encode(values, base)
         kept = values

@@ -1,0 +1,91 @@
+"""Benchmarks: every claim and every peer, side by side, in one run on this machine.
+
+A case states the claim it checks and who it is compared with; running it gives rows. state.py
+makes the data, measure.py times, runner.py adds machine and versions and lays out the result.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+
+@dataclass(frozen=True)
+class Settings:
+    """How much to measure.
+
+    Args:
+        work: Scratch folder on the disk that is to be measured.
+        hidden: Width of the networks; 2048 makes a state of about 200 MB.
+        train_steps: Real optimizer steps before anything is measured.
+        rounds: Repetitions of the stall measurements.
+        repeats: Repetitions of the other timings.
+        faults: Damaged files handed to penstock.
+        peer_faults: Damaged files of each kind handed to each peer.
+        phase_s: Time without mutation before each optimizer step.
+    """
+
+    work: Path
+    hidden: int = 2048
+    train_steps: int = 220
+    rounds: int = 15
+    repeats: int = 7
+    faults: int = 1000
+    peer_faults: int = 25
+    phase_s: float = 0.1
+
+
+@dataclass(frozen=True)
+class Row:
+    """One measured figure.
+
+    Args:
+        what: The quantity.
+        who: The method it was measured on.
+        value: The median of `n` measurements.
+        unit: Of the value.
+        n: How many measurements.
+        p90: 90th percentile, for times.
+        ratio: The value divided by penstock's.
+        cpu_s: Processor seconds per measurement, background work included (median).
+        bar: What was promised of it, in words.
+        met: Whether the measurement keeps the promise; None if there is none.
+    """
+
+    what: str
+    who: str
+    value: float
+    unit: str
+    n: int = 1
+    p90: float | None = None
+    ratio: float | None = None
+    cpu_s: float | None = None
+    bar: str = ""
+    met: bool | None = None
+
+
+@dataclass(frozen=True)
+class Case:
+    """One benchmark.
+
+    Args:
+        name: What the user types.
+        claim: The claim that is checked, and the document that makes it.
+        peers: What it is compared with.
+        data: What it is measured on.
+        run: Measures and returns the rows.
+    """
+
+    name: str
+    claim: str
+    peers: tuple[str, ...]
+    data: str
+    run: Callable[[Settings], list[Row]]
+
+
+def registry() -> dict[str, Case]:
+    """Return the cases by name; their modules are imported only now."""
+    from penstock.tools.bench import checkpoint
+
+    return {case.name: case for case in (checkpoint.CASE,)}

@@ -1,0 +1,168 @@
+"""Sizes, the speed to durable disk, and the time of a verified load."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from penstock.checkpoints.load import load_checkpoint
+from penstock.checkpoints.saver import AsyncCheckpointSaver
+from penstock.tools.bench import Row, Settings
+from penstock.tools.bench.measure import Timing, clock, interleave, time_rows
+from penstock.tools.bench.peers import seed_write, torch_save_durably
+from penstock.tools.bench.state import Learner, map_tensors, nbytes
+
+_DELTA_STEPS = 10
+_TORCH = "torch.save + fsync"
+_SEED = "torch.save, LZ4-9 + fsync (seed)"
+_FULL = "penstock full"
+_DELTA = f"penstock delta, {_DELTA_STEPS} steps"
+# Shares saved that were promised, in percent.
+_BARS = {("float32", _FULL): 14, ("float32", _DELTA): 35} | {
+    ("bfloat16", _FULL): 30,
+    ("bfloat16", _DELTA): 70,
+}
+
+
+def measure_durable(learner: Learner, settings: Settings) -> list[Row]:
+    """Measure both element types; the learner makes ten more steps on the way."""
+    before = _copy(learner.state())
+    target = learner.steps + _DELTA_STEPS
+    while learner.steps < target:
+        learner.iterate()
+    after = _copy(learner.state())
+    rows = _measure(before, after, "float32", settings)
+    before, after = map_tensors(before, _to_bf16), map_tensors(after, _to_bf16)
+    return rows + _measure(before, after, "bfloat16", settings)
+
+
+def _measure(before: Any, after: Any, dtype: str, settings: Settings) -> list[Row]:
+    work = settings.work / dtype
+    work.mkdir()
+    raw = nbytes(after)
+    files = {_TORCH: work / "torch.pt", _SEED: work / "seed.pt.lz4"}
+    rounds = max(5, settings.repeats - 2) if settings.repeats > 3 else settings.repeats
+    with (
+        AsyncCheckpointSaver(work / "full", handle_signals=False) as full,
+        AsyncCheckpointSaver(work / "delta", delta_every=1000, handle_signals=False) as delta,
+    ):
+        delta.save_async(before, "base.pt").wait()
+        handles: dict[str, Any] = {}
+
+        def save(saver: AsyncCheckpointSaver, who: str) -> Callable[[], None]:
+            def run() -> None:
+                handles[who] = saver.save_async(after, "checkpoint.pt")
+                handles[who].wait()
+
+            return run
+
+        timings = interleave(
+            {
+                _TORCH: _durable(lambda: torch_save_durably(after, files[_TORCH]), files[_TORCH]),
+                _FULL: _durable(save(full, _FULL), work / "full" / "checkpoint.pt"),
+                _DELTA: _durable(save(delta, _DELTA), work / "delta" / "checkpoint.pt"),
+            },
+            rounds,
+            f"durable {dtype}",
+        )
+        seed = interleave(
+            {_SEED: lambda: clock(lambda: seed_write(after, files[_SEED]))},
+            1,
+            f"LZ4-9 {dtype}",
+            warm_up=False,
+        )
+    torch_save_durably(after, files[_TORCH])
+    sizes = {
+        _TORCH: files[_TORCH].stat().st_size,
+        _SEED: files[_SEED].stat().st_size,
+        **{who: handle.stats["stored_bytes"] for who, handle in handles.items()},
+    }
+    shutil.rmtree(work)
+    assert handles[_DELTA].stats["delta"], "the delta was stored in full"
+    return _size_rows(dtype, raw, sizes) + _speed_rows(dtype, raw, timings | seed)
+
+
+def _durable(save: Callable[[], None], path: Path) -> Callable[[], float]:
+    def run() -> float:
+        path.unlink(missing_ok=True)  # outside the timed part: nobody overwrites
+        return clock(save)
+
+    return run
+
+
+def _size_rows(dtype: str, raw: int, sizes: dict[str, int]) -> list[Row]:
+    rows = []
+    for who, size in sizes.items():
+        saved = 100 * (1 - size / raw)
+        bar = _BARS.get((dtype, who))
+        rows.append(
+            Row(
+                f"size saved, {dtype}, {raw / 1e6:.1f} MB",
+                who,
+                saved,
+                "%",
+                bar=f">= {bar} %" if bar else "",
+                met=saved >= bar if bar else None,
+            )
+        )
+    return rows
+
+
+def _speed_rows(dtype: str, raw: int, timings: dict[str, Timing]) -> list[Row]:
+    speeds = {who: raw / 1e6 / timing.median for who, timing in timings.items()}
+    rows = []
+    for who, timing in timings.items():
+        row = Row(
+            f"speed to durable disk, {dtype}",
+            who,
+            speeds[who],
+            "MB/s",
+            n=len(timing.seconds),
+            p90=raw / 1e6 / timing.p90,
+            ratio=speeds[who] / speeds[_FULL],
+            cpu_s=sorted(timing.cpu_s)[len(timing.cpu_s) // 2],
+        )
+        if who in (_FULL, _DELTA):
+            met = speeds[who] >= 0.6 * speeds[_TORCH] and speeds[who] >= 10 * speeds[_SEED]
+            row = replace(row, bar=">= 0.6x torch.save, >= 10x seed", met=met)
+        rows.append(row)
+    return rows
+
+
+def measure_load(learner: Learner, settings: Settings) -> list[Row]:
+    """Time of a load: verified by penstock, unverified by torch; the file is in memory already."""
+    work = settings.work / "load"
+    work.mkdir()
+    with AsyncCheckpointSaver(work, handle_signals=False) as saver:
+        ours = saver.save_async(learner.state(), "full.pt").wait()
+    theirs = work / "torch.plain"
+    torch_save_durably(learner.state(), theirs)
+    timings = interleave(
+        {
+            "torch.load (unverified)": lambda: clock(lambda: torch.load(theirs, weights_only=True)),
+            _FULL: lambda: clock(lambda: load_checkpoint(ours)),
+        },
+        settings.repeats,
+        "load",
+    )
+    shutil.rmtree(work)
+    torch_s = timings["torch.load (unverified)"].median
+    return [
+        replace(row, bar="<= 2.5x torch.load", met=timings[_FULL].median <= 2.5 * torch_s)
+        if row.who == _FULL
+        else row
+        for row in time_rows("load, float32", timings, _FULL)
+    ]
+
+
+def _copy(state: Any) -> Any:
+    return map_tensors(state, lambda tensor: tensor.detach().clone())
+
+
+def _to_bf16(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.to(torch.bfloat16) if tensor.is_floating_point() else tensor

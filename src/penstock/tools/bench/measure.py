@@ -1,0 +1,85 @@
+"""Timing: methods take turns in one run, so that noise and load hit them alike."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+
+from penstock.core.progress import Progress
+from penstock.tools.bench import Row
+
+
+@dataclass
+class Timing:
+    """The measurements of one method: seconds, and processor seconds of the whole turn."""
+
+    seconds: list[float] = field(default_factory=list)
+    cpu_s: list[float] = field(default_factory=list)
+
+    @property
+    def median(self) -> float:
+        """The median, in seconds."""
+        return statistics.median(self.seconds)
+
+    @property
+    def p90(self) -> float:
+        """The 90th percentile, in seconds."""
+        if len(self.seconds) < 2:
+            return self.seconds[0]
+        return statistics.quantiles(self.seconds, n=10, method="inclusive")[-1]
+
+
+def interleave(
+    turns: Mapping[str, Callable[[], float]], rounds: int, title: str, warm_up: bool = True
+) -> dict[str, Timing]:
+    """Let each method have its turn, round after round, each round starting with another one.
+
+    Args:
+        turns: Each makes one measurement and returns the seconds that count; what it does besides
+            (preparing, waiting for background work) is not in them.
+        rounds: How many measurements of each.
+        title: For the progress bar.
+        warm_up: Whether a first round is run and forgotten.
+    """
+    timings = {name: Timing() for name in turns}
+    names = list(turns)
+    first = -1 if warm_up else 0
+    with Progress((rounds - first) * len(names), title, "turns") as progress:
+        for number in range(first, rounds):
+            start = number % len(names)
+            for name in names[start:] + names[:start]:
+                cpu = time.process_time()
+                seconds = turns[name]()
+                if number >= 0:
+                    timings[name].seconds.append(seconds)
+                    timings[name].cpu_s.append(time.process_time() - cpu)
+                progress.advance()
+    return timings
+
+
+def clock(action: Callable[[], object]) -> float:
+    """Return the seconds that an action takes."""
+    begin = time.perf_counter()
+    action()
+    return time.perf_counter() - begin
+
+
+def time_rows(what: str, timings: Mapping[str, Timing], ours: str, scale: float = 1e3) -> list[Row]:
+    """Lay out timings as rows, in milliseconds by default, with the ratio to `ours`."""
+    unit = {1e3: "ms", 1.0: "s"}[scale]
+    reference = timings[ours].median
+    return [
+        Row(
+            what,
+            name,
+            timing.median * scale,
+            unit,
+            n=len(timing.seconds),
+            p90=timing.p90 * scale,
+            ratio=timing.median / reference,
+            cpu_s=statistics.median(timing.cpu_s),
+        )
+        for name, timing in timings.items()
+    ]

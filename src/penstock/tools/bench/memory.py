@@ -1,0 +1,108 @@
+"""Extra peak memory of saving, each way in a process of its own so that peaks do not mix.
+
+`python -m penstock.tools.bench.memory METHOD HIDDEN` measures one way and prints JSON.
+"""
+
+from __future__ import annotations
+
+import gc
+import json
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+from penstock.core.progress import track
+from penstock.errors import PenstockError
+from penstock.tools.bench import Row, Settings
+
+_SAVES = {"penstock": 5, "seed": 1, "seed queue": 3, "clone": 1}
+_LABELS = {
+    "penstock": "penstock, 5 saves",
+    "seed": "seed, 1 save",
+    "seed queue": "seed, queue of 3",
+    "clone": "clone (Lightning's way), 1 save",
+}
+_BAR = 1.15
+
+
+def measure_memory(settings: Settings) -> list[Row]:
+    """Measure every way in a fresh process."""
+    rows = []
+    shares: dict[str, float] = {}
+    for method in track(list(_SAVES), title="memory", unit="processes"):
+        command = [sys.executable, "-m", __name__, method, str(settings.hidden)]
+        done = subprocess.run(command, capture_output=True, text=True, check=False)  # noqa: S603
+        if done.returncode:
+            last = done.stderr.strip().splitlines()[-1:] or ["no message"]
+            raise PenstockError(f"measuring the memory of {method!r} failed: {last[0]}")
+        result = json.loads(done.stdout)
+        shares[method] = result["extra_bytes"] / result["state_bytes"]
+    for method, share in shares.items():
+        rows.append(
+            Row(
+                "extra peak memory",
+                _LABELS[method],
+                share,
+                "x state",
+                ratio=share / shares["penstock"] if shares["penstock"] > 0 else None,
+                bar=f"<= {_BAR}x the state" if method == "penstock" else "",
+                met=share <= _BAR if method == "penstock" else None,
+            )
+        )
+    return rows
+
+
+def _measure(method: str, hidden: int) -> dict[str, int]:
+    """Compare the peak of a loop that saves with the peak of the same loop that does not."""
+    from penstock.tools.bench.peers import Clone, Method, Penstock, SeedQueue
+    from penstock.tools.bench.state import Learner, nbytes, torch_threads
+
+    learner = Learner(hidden)
+    with tempfile.TemporaryDirectory(prefix="penstock-bench-") as scratch, torch_threads(1):
+        learner.iterate()
+        saver: Method
+        if method == "penstock":
+            saver = Penstock(Path(scratch), learner)
+        elif method == "clone":
+            saver = Clone()
+        else:
+            # The fast level: its buffers are as large as those of level 9, which takes 10 s a save.
+            saver = SeedQueue(Path(scratch), level=0)
+
+        def loop(saves: int) -> int:
+            gc.collect()
+            _reset_peak()
+            for _ in range(saves):
+                saver.save(learner.state())
+                if method == "penstock":
+                    time.sleep(0.05)
+                    learner.step()
+                    saver.settle()
+            if not saves:
+                learner.step()
+            peak = _peak_bytes()
+            saver.settle()
+            return max(peak, _peak_bytes())
+
+        baseline = loop(0)
+        peak = loop(_SAVES[method])
+        saver.close()
+    return {"extra_bytes": peak - baseline, "state_bytes": nbytes(learner.state())}
+
+
+def _reset_peak() -> None:
+    """Let the kernel forget the highest resident size of this process."""
+    Path("/proc/self/clear_refs").write_text("5")
+
+
+def _peak_bytes() -> int:
+    for line in Path("/proc/self/status").read_text().splitlines():
+        if line.startswith("VmHWM:"):
+            return int(line.split()[1]) * 1024
+    raise PenstockError("this system does not tell the peak memory of a process")
+
+
+if __name__ == "__main__":
+    sys.stdout.write(json.dumps(_measure(sys.argv[1], int(sys.argv[2]))))

@@ -1,0 +1,190 @@
+"""Run cases, and say on which machine, with which versions, and under which load."""
+
+from __future__ import annotations
+
+import os
+import platform
+import tempfile
+import time
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, replace
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+from penstock import __version__
+from penstock.errors import UsageError
+from penstock.tools.bench import Case, Row, Settings, registry
+from penstock.tools.report import Report, text_table
+
+_PACKAGES = ("torch", "numpy", "safetensors", "lz4", "zstandard", "isal")
+_QUICK = {"train_steps": 60, "rounds": 5, "repeats": 3, "faults": 300, "peer_faults": 10}
+_COLUMNS = (
+    "what",
+    "who",
+    "median",
+    "p90",
+    "n",
+    "x penstock",
+    "CPU s",
+    "bar",
+    "verdict",
+)
+
+
+def run(names: Sequence[str] = (), quick: bool = False, settings: Settings | None = None) -> Any:
+    """Run cases and return everything as plain values.
+
+    Args:
+        names: Of the cases; none means all.
+        quick: Fewer repetitions.
+        settings: How much to measure, instead of `quick`.
+
+    Raises:
+        UsageError: There is no such case.
+    """
+    cases = registry()
+    for name in names:
+        if name not in cases:
+            raise UsageError(f"there is no case {name!r}; use {', '.join(cases)}")
+    # Not the temporary folder of the system, which may be in memory: a disk is to be measured.
+    with tempfile.TemporaryDirectory(prefix=".penstock-bench-", dir=".") as scratch:
+        chosen = settings or Settings(Path(scratch))
+        if quick:
+            chosen = replace(chosen, **_QUICK)  # type: ignore[arg-type]
+        load_before = os.getloadavg()[0]
+        results = [_run_case(cases[name], chosen) for name in (names or list(cases))]
+    return {
+        "penstock": __version__,
+        "machine": machine(),
+        "versions": versions(),
+        "load_before": load_before,
+        "load_after": os.getloadavg()[0],
+        "quick": quick,
+        "cases": results,
+    }
+
+
+def _run_case(case: Case, settings: Settings) -> dict[str, Any]:
+    begin, cpu = time.perf_counter(), _cpu_s()
+    rows = case.run(settings)
+    return {
+        "name": case.name,
+        "claim": case.claim,
+        "peers": list(case.peers),
+        "data": case.data.format(**asdict(settings)),
+        "seconds": round(time.perf_counter() - begin, 1),
+        "cpu_seconds": round(_cpu_s() - cpu, 1),
+        "rows": [asdict(row) for row in rows],
+    }
+
+
+def machine() -> str:
+    """Name the machine: processor, cores, memory, system."""
+    import psutil
+
+    model = platform.processor() or platform.machine()
+    info = Path("/proc/cpuinfo")
+    if info.exists():
+        names = [line for line in info.read_text().splitlines() if line.startswith("model name")]
+        model = names[0].partition(":")[2].strip() if names else model
+    memory = psutil.virtual_memory().total / 1e9
+    system = f"{platform.system()} {platform.release()}"
+    return f"{model}, {os.cpu_count()} cores, {memory:.1f} GB memory, {system}"
+
+
+def versions() -> dict[str, str]:
+    """Return the versions of Python and of the packages that matter."""
+    found = {"python": platform.python_version()}
+    for package in _PACKAGES:
+        try:
+            found[package] = version(package)
+        except PackageNotFoundError:
+            continue
+    return found
+
+
+def text_report(result: dict[str, Any]) -> str:
+    """Lay out a result for the terminal."""
+    parts = [_head(result)]
+    for case in result["cases"]:
+        parts.append(_case_head(case))
+        parts.append(text_table(_COLUMNS, _cells(case["rows"])))
+        parts.append(_summary(case["rows"]))
+    return "\n\n".join(parts)
+
+
+def html_report(result: dict[str, Any]) -> Report:
+    """Lay out a result as a page."""
+    report = Report("penstock bench")
+    report.text(*_head(result).splitlines())
+    for case in result["cases"]:
+        report.heading(case["name"])
+        report.text(*_case_head(case).splitlines()[1:], _summary(case["rows"]))
+        for what, rows in _groups(case["rows"]):
+            cells = [row[1:] for row in _cells(rows)]
+            report.table(_COLUMNS[1:], cells, caption=what)
+    return report
+
+
+def _head(result: dict[str, Any]) -> str:
+    names = ", ".join(f"{name} {number}" for name, number in result["versions"].items())
+    quick = " (quick: few repetitions, expect noise)" if result["quick"] else ""
+    return (
+        f"penstock {result['penstock']}{quick}\n{result['machine']}\n{names}\n"
+        f"load before {result['load_before']:.1f}, after {result['load_after']:.1f}"
+    )
+
+
+def _case_head(case: dict[str, Any]) -> str:
+    return (
+        f"{case['name']}\nclaim: {case['claim']}\npeers: {', '.join(case['peers'])}\n"
+        f"data: {case['data']}\n"
+        f"took {case['seconds']:.0f} s, {case['cpu_seconds']:.0f} s of processor time; methods "
+        "take turns in one run, values are medians"
+    )
+
+
+def _summary(rows: Iterable[dict[str, Any]]) -> str:
+    verdicts = [row["met"] for row in rows if row["met"] is not None]
+    return f"{sum(verdicts)} of {len(verdicts)} bars met"
+
+
+def _groups(rows: Sequence[dict[str, Any]]) -> list[tuple[str, list[dict[str, Any]]]]:
+    groups: dict[str, list[dict[str, Any]]] = {}
+    for row in rows:
+        groups.setdefault(row["what"], []).append(row)
+    return list(groups.items())
+
+
+def _cells(rows: Sequence[dict[str, Any]]) -> list[list[str]]:
+    cells = []
+    last = ""
+    for values in rows:
+        row = Row(**values)
+        cells.append(
+            [
+                row.what if row.what != last else "",
+                row.who,
+                f"{_number(row.value)} {row.unit}",
+                "-" if row.p90 is None else _number(row.p90),
+                str(row.n),
+                "-" if row.ratio is None else _number(row.ratio),
+                "-" if row.cpu_s is None else _number(row.cpu_s),
+                row.bar,
+                {True: "met", False: "NOT MET", None: ""}[row.met],
+            ]
+        )
+        last = row.what
+    return cells
+
+
+def _number(value: float) -> str:
+    if value == int(value) or abs(value) >= 1000:
+        return f"{value:.0f}"
+    return f"{value:.3g}" if abs(value) >= 0.001 else f"{value:.1e}"
+
+
+def _cpu_s() -> float:
+    times = os.times()
+    return times.user + times.system + times.children_user + times.children_system

@@ -1,0 +1,183 @@
+"""Verify checkpoints and folders of them, byte by byte, without torch."""
+
+from __future__ import annotations
+
+import os
+import time
+import zipfile
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from penstock.checkpoints import folder
+from penstock.core.files import owner_is_dead, storage_error
+from penstock.core.memory import format_bytes
+from penstock.core.pack import PackReader
+from penstock.core.progress import Progress
+from penstock.errors import PenstockError, UsageError
+from penstock.tools import inspect
+
+_TEMPORARY_PREFIX = ".penstock-tmp-"
+_BASE_ENDING = ".base"
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One thing that is wrong, and where."""
+
+    path: str
+    problem: str
+
+    def __str__(self) -> str:
+        return f"{self.path}: {self.problem}"
+
+
+@dataclass
+class Examination:
+    """What was looked at, and what was found.
+
+    Attributes:
+        findings: What is wrong.
+        notes: What the reader should know, and is not wrong.
+        files: Number of files that were verified.
+        size_bytes: Their size on disk.
+        seconds: How long it took.
+    """
+
+    findings: list[Finding] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+    files: int = 0
+    size_bytes: int = 0
+    seconds: float = 0.0
+
+    def text(self) -> str:
+        """Lay out one line per finding and note, and a summary."""
+        count = len(self.findings)
+        verdict = "ok" if not count else f"{count} finding{'s' if count > 1 else ''}"
+        return "\n".join(
+            [
+                *(f"finding: {finding}" for finding in self.findings),
+                *(f"note: {note}" for note in self.notes),
+                f"{verdict}: verified {self.files} file{'s' if self.files != 1 else ''}, "
+                f"{format_bytes(self.size_bytes)}, in {self.seconds:.2f} s",
+            ]
+        )
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the same as plain values."""
+        return asdict(self)
+
+
+def check(path: str | os.PathLike[str]) -> list[Finding]:
+    """Verify a checkpoint file or a folder of checkpoints; return what is wrong."""
+    return check_all([path]).findings
+
+
+def check_all(paths: Iterable[str | os.PathLike[str]]) -> Examination:
+    """Verify several files and folders.
+
+    Raises:
+        UsageError: There is nothing under a name.
+    """
+    begin = time.perf_counter()
+    result = Examination()
+    files: list[Path] = []
+    for path in map(Path, paths):
+        if path.is_dir():
+            files += _folder_files(path, result)
+        elif path.exists() or path.is_symlink():
+            files.append(path)
+        else:
+            raise UsageError(f"there is no file or folder {path}")
+    total = sum(file.stat().st_size for file in files if file.exists())
+    with Progress(total, "doctor", "bytes") as progress:
+        for file in files:
+            progress.note(file.name)
+            size_bytes = _check_file(file, result)
+            progress.advance(size_bytes)
+    result.seconds = time.perf_counter() - begin
+    return result
+
+
+def _folder_files(where: Path, result: Examination) -> list[Path]:
+    """Check what belongs to the folder itself; return the files to verify."""
+    pointer = where / folder.LATEST
+    if (pointer.is_symlink() or pointer.exists()) and folder.latest(where) is None:
+        problem = "points at no checkpoint of this folder; the newest good one is used instead"
+        result.findings.append(Finding(str(pointer), problem))
+    files = inspect.checkpoint_files(where)
+    for hidden in sorted(where.glob(".*")):
+        if hidden.name.startswith(_TEMPORARY_PREFIX):
+            owner = hidden.name.removeprefix(_TEMPORARY_PREFIX).rpartition("-")[0]
+            if owner_is_dead(owner):
+                problem = "left behind by a process that died; the next save removes it"
+                result.findings.append(Finding(str(hidden), problem))
+            else:
+                result.notes.append(f"{hidden}: being written")
+        elif hidden.name.endswith(_BASE_ENDING) and hidden.is_file():
+            files.append(hidden)
+    if not files:
+        result.notes.append(f"{where}: no checkpoints")
+    return files
+
+
+def _check_file(path: Path, result: Examination) -> int:
+    """Verify one file; return its size on disk."""
+    try:
+        size_bytes = path.stat().st_size
+        kind = inspect.classify(path)
+        problems: list[str] = []
+        if kind == "pack":
+            problems = _check_pack(path)
+        elif kind == "torch":
+            problems = _check_zip(path)
+            if not problems:
+                # torch.load itself ignores them.
+                result.notes.append(f"{path}: torch.save file, only its zip checksums verified")
+        elif kind in ("pickle", "lz4", "safetensors"):
+            result.notes.append(f"{path}: cannot be verified: no checksums")
+            return size_bytes
+        elif kind == "damaged":
+            problems = ["damaged: its beginning or end is not that of a checkpoint"]
+        else:
+            result.notes.append(f"{path}: not a checkpoint, passed over")
+            return size_bytes
+    except OSError as error:
+        problems, size_bytes = [str(storage_error("read", path, error))], 0
+    except PenstockError as error:
+        problems = [str(error)]
+    # The readers' messages begin with the file, by its full name; a finding names it already.
+    name = f"{path.resolve()} is "
+    result.findings += [Finding(str(path), text.removeprefix(name)) for text in problems]
+    result.files += 1
+    result.size_bytes += size_bytes
+    return size_bytes
+
+
+def _check_pack(path: Path) -> list[str]:
+    with inspect.open_pack(path) as pack:
+        missing = _missing_base(pack)
+        return [missing] if missing else [problem for _, problem in pack.verify()]
+
+
+def _missing_base(pack: PackReader) -> str | None:
+    """Say once, not once per tensor, that the base of a difference cannot be used."""
+    if pack.index.base is None:
+        return None
+    try:
+        pack.base()
+    except PenstockError as error:
+        return str(error)
+    return None
+
+
+def _check_zip(path: Path) -> list[str]:
+    try:
+        with zipfile.ZipFile(path) as archive:
+            bad = archive.testzip()
+    except (zipfile.BadZipFile, ValueError, EOFError, NotImplementedError) as error:
+        return [f"damaged: {error}"]
+    if bad is None:
+        return []
+    return [f"{bad!r} does not match its zip checksum: damaged, or saved with CRC-32 switched off"]

@@ -1,0 +1,230 @@
+"""Full disks, failing disks, kills and damage: an error in time, and nothing lost."""
+
+import errno
+import os
+import random
+import signal
+import struct
+import subprocess
+import sys
+import time
+
+import pytest
+import torch
+
+from penstock import errors
+from penstock.checkpoints import folder
+from penstock.checkpoints.load import load_checkpoint
+from penstock.checkpoints.saver import AsyncCheckpointSaver
+
+from .conftest import assert_equal
+
+
+def leftovers(path):
+    return [p.name for p in path.iterdir() if p.name.startswith(".")]
+
+
+@pytest.mark.parametrize("call", ["fsync", "replace", "symlink"])
+def test_a_failing_disk_is_told_at_the_next_call(tmp_path, monkeypatch, call):
+    with AsyncCheckpointSaver(tmp_path, handle_signals=False) as saver:
+        saver.save_async({"n": 1}, "1.pt").wait()
+
+        def broken(*_, **__):
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+        with monkeypatch.context() as patch:
+            patch.setattr(os, call, broken)
+            if call == "symlink":  # then the pointer is published as a file, which fails, too
+                patch.setattr(os, "replace", broken)
+            saver.save_async({"n": 2}, "2.pt")
+            while saver.get_stats()["queue_size"]:
+                time.sleep(0.001)
+        with pytest.raises(errors.StorageError, match=r"cannot .*Input/output error"):
+            saver.save_async({"n": 3}, "3.pt")
+        assert not (tmp_path / "3.pt").exists()
+        assert load_checkpoint(tmp_path)["n"] == 1
+        assert leftovers(tmp_path) == []
+        saver.save_async({"n": 3}, "3.pt").wait()  # told once, then the saver goes on
+    assert load_checkpoint(tmp_path)["n"] == 3
+
+
+def test_each_way_of_waiting_tells_it_once(tmp_path, monkeypatch):
+    def broken(*_):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    for tell in ("handle", "wait", "shutdown", "exit"):
+        saver = AsyncCheckpointSaver(tmp_path, handle_signals=False)
+        with monkeypatch.context() as patch:
+            patch.setattr(os, "fsync", broken)
+            handle = saver.save_async({"x": torch.ones(5)}, "x.pt")
+            while not handle.done():
+                time.sleep(0.001)
+        with pytest.raises(errors.StorageError, match="No space left on device; free some space"):
+            match tell:
+                case "handle":
+                    handle.wait()
+                case "wait":
+                    saver.wait()
+                case "shutdown":
+                    saver.shutdown()
+                case "exit":
+                    saver.__exit__(None, None, None)
+        assert saver.shutdown() is True
+        assert leftovers(tmp_path) == []
+
+
+FULL_DISK = """
+import resource, sys, torch
+from penstock import AsyncCheckpointSaver, load_checkpoint
+from penstock.errors import StorageError
+out = sys.argv[1]
+saver = AsyncCheckpointSaver(out)
+saver.save_async({"n": 1, "x": torch.randn(1000)}, "1.pt").wait()
+if sys.argv[2] == "limit":
+    resource.setrlimit(resource.RLIMIT_FSIZE, (300_000, 300_000))
+saver.save_async({"n": 2, "x": torch.randn(3_000_000)}, "2.pt")
+try:
+    saver.wait()
+except StorageError as error:
+    print(error)
+saver.save_async({"n": 3, "x": torch.randn(1000)}, "3.pt").wait()
+print(load_checkpoint(out)["n"])
+saver.shutdown()
+"""
+
+
+def run_on_full_disk(path, how):
+    result = subprocess.run(
+        [sys.executable, "-c", FULL_DISK, str(path), how],
+        capture_output=True,
+        text=True,
+        timeout=100,
+        check=False,
+    )
+    assert result.returncode == 0, result.stderr
+    message, number = result.stdout.splitlines()
+    assert number == "3"
+    assert sorted(p.name for p in path.iterdir()) == ["1.pt", "3.pt", "latest"]
+    return message
+
+
+def test_a_full_disk(tmp_path):
+    """A real tmpfs of 4 MB where mounting is allowed, and always a limit of the file size."""
+    assert "file size limit" in run_on_full_disk(tmp_path, "limit")
+    small = tmp_path / "small"
+    small.mkdir()
+    mounted = subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", "size=4m", "tmpfs", str(small)],
+        capture_output=True,
+        check=False,
+    )
+    if mounted.returncode == 0:
+        try:
+            assert "No space left on device; free some space" in run_on_full_disk(small, "tmpfs")
+        finally:
+            subprocess.run(["umount", str(small)], check=True)
+
+
+def test_a_target_that_cannot_be_written(tmp_path):
+    (tmp_path / "file").write_text("x")
+    with pytest.raises(errors.StorageError, match="a part of this path is a file"):
+        AsyncCheckpointSaver(tmp_path / "file" / "runs", handle_signals=False)
+
+
+@pytest.mark.parametrize("delta_every", [0, 3])
+def test_a_thousand_damages_none_silent(tmp_path, delta_every):
+    """Bit flips, zeroed pages and truncations: an error or exactly the right values."""
+    chance = random.Random(delta_every)
+    torch.manual_seed(0)
+    state = {"n": 0, "w": torch.randn(30_000), "h": torch.randn(5000).bfloat16()}
+    with AsyncCheckpointSaver(tmp_path, handle_signals=False, delta_every=delta_every) as saver:
+        for i in range(3):
+            state["n"] = i
+            state["w"][:500] += 1e-3
+            saver.save_async(state, f"{i}.pt").wait()
+    path = tmp_path / "2.pt"
+    good = path.read_bytes()
+    detected = harmless = 0
+    for case in range(500):
+        data = bytearray(good)
+        match case % 3:
+            case 0:
+                at = chance.randrange(len(data) * 8)
+                data[at // 8] ^= 1 << at % 8
+            case 1:
+                at = chance.randrange(len(data))
+                data[at : at + 4096] = bytes(len(data[at : at + 4096]))
+            case 2:
+                data = data[: chance.randrange(len(data))]
+        path.write_bytes(data)
+        try:
+            loaded = load_checkpoint(path)
+        except errors.DataError:
+            detected += 1
+        else:
+            assert_equal(loaded, state)
+            harmless += 1
+    assert detected + harmless == 500
+    assert detected > 480
+
+
+CHILD = """
+import os, struct, sys
+import torch
+from penstock import AsyncCheckpointSaver
+
+out, start = sys.argv[1], int(sys.argv[2])
+net = torch.nn.Linear(300, 300)
+optimizer = torch.optim.SGD(net.parameters(), lr=0.0)
+with AsyncCheckpointSaver(out, optimizers=[optimizer], keep_last=2, delta_every=3) as saver:
+    n = start
+    while True:
+        n += 1
+        with torch.no_grad():
+            for p in net.parameters():
+                p.fill_(n)
+        handle = saver.save_async({"n": n, "net": net.state_dict()}, f"{n % 7}.pt")
+        if n % 3:
+            optimizer.step()
+        handle.wait()
+        os.write(1, struct.pack("<q", n))  # acknowledged
+"""
+
+
+def kill_campaign(path, kills, seed):
+    """Kill a saving child at random moments; return how many saves were acknowledged in all."""
+    chance = random.Random(seed)
+    acknowledged = 0
+    total = 0
+    for _ in range(kills):
+        child = subprocess.Popen(
+            [sys.executable, "-c", CHILD, str(path), str(acknowledged)], stdout=subprocess.PIPE
+        )
+        first = child.stdout.read(8)
+        assert len(first) == 8, "the child died by itself"
+        time.sleep(chance.random() * 0.25)
+        child.send_signal(signal.SIGKILL)
+        rest = child.stdout.read()
+        child.wait()
+        numbers = [first] + [rest[i : i + 8] for i in range(0, len(rest), 8)]
+        total += len(numbers)
+        acknowledged = struct.unpack("<q", numbers[-1])[0]
+        # The newest may be one that was durable but not yet acknowledged; never an older one.
+        loaded = load_checkpoint(path)
+        assert loaded["n"] in (acknowledged, acknowledged + 1)
+        for tensor in loaded["net"].values():
+            assert (tensor == loaded["n"]).all()
+        assert folder.latest(path) is not None
+        for saved in folder.list_saved(path):
+            load_checkpoint(saved.path)
+        acknowledged = loaded["n"]
+    return total
+
+
+def test_kill_9(tmp_path):
+    assert kill_campaign(tmp_path, 20, seed=0) >= 20
+
+
+@pytest.mark.stress
+def test_kill_9_two_hundred_times(tmp_path):
+    assert kill_campaign(tmp_path, 200, seed=1) >= 200
