@@ -225,12 +225,12 @@ def _bench(arguments: argparse.Namespace) -> int:
     from penstock.tools.bench import runner
 
     result = runner.run(arguments.cases, quick=arguments.quick)
-    if arguments.html:
-        runner.html_report(result).write(arguments.html)
     if arguments.json:
         _print_json(result)
     else:
         print(runner.text_report(result))
+    if arguments.html:  # last: a folder that is missing must not cost minutes of measuring
+        runner.html_report(result).write(arguments.html)
     return 0
 
 

@@ -236,6 +236,15 @@ def test_quantize_keeps_its_bound_at_the_edge(values: NDArray[Any], epsilon: flo
     assert np.abs(out - values).max() <= epsilon
 
 
+@pytest.mark.parametrize("dtype", ["float16", "float32", "float64"])
+def test_quantize_takes_values_between_two_steps(dtype: str) -> None:
+    # On a grid of exactly 2 * epsilon the float type's own rounding would break the bound here.
+    values = np.linspace(-1, 1, 10_001).astype(dtype)
+    out = np.empty_like(values)
+    Quantize(0.1).decode(memoryview(encoded(Quantize(0.1), values)), out)
+    assert np.abs(out.astype(np.float64) - values).max() <= 0.1
+
+
 def test_quantize_is_used_and_small() -> None:
     values = weights(1 << 16)
     data = encoded(Quantize(1e-4), values)
@@ -262,7 +271,9 @@ def test_quantize_refuses_a_bound_that_the_type_cannot_keep() -> None:
         Quantize(1e-3).encode(np.arange(3))
 
 
-@pytest.mark.parametrize("epsilon", [0, -1.0, float("nan"), float("inf"), 1e308, 10**400, "1"])
+@pytest.mark.parametrize(
+    "epsilon", [0, -1.0, float("nan"), float("inf"), 1e308, 10**400, "1"], ids=itertools.count()
+)
 def test_quantize_refuses_a_senseless_epsilon(epsilon: Any) -> None:
     with pytest.raises(UsageError, match="epsilon"):
         Quantize(epsilon)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 import struct
@@ -18,7 +19,7 @@ from penstock.core.tree import MAX_DEPTH, TAG, flatten, select, unflatten
 from penstock.errors import CorruptFile, UnsupportedValue
 
 QUICK = settings(deadline=None, max_examples=300)
-SCALAR_TYPES = [np.dtype(kind).type for kind in "?bhilqBHILQefdFD"]
+SCALAR_TYPES = [np.dtype(kind).type for kind in "?bhilBHILefdFD"]
 
 
 def refuse(path: str, value: Any) -> None:
@@ -49,10 +50,17 @@ def same(a: Any, b: Any) -> bool:
     if isinstance(a, list | tuple):
         return len(a) == len(b) and all(map(same, a, b))
     if isinstance(a, set | frozenset):
-        return sorted(map(repr, a)) == sorted(map(repr, b))
+        return sorted(map(canonical, a)) == sorted(map(canonical, b))
     if isinstance(a, dict):  # the order counts
         return same(list(a), list(b)) and same(list(a.values()), list(b.values()))
     return bool(a == b)
+
+
+def canonical(member: Any) -> str:
+    """A text that says a hashable value exactly, whatever the order inside a frozenset."""
+    if isinstance(member, frozenset):
+        return f"frozenset {sorted(map(canonical, member))}"
+    return f"{type(member)} {member!r}"
 
 
 numpy_scalars = st.builds(
@@ -66,7 +74,7 @@ hashable = st.one_of(
     st.integers(),
     st.floats(),
     st.text(max_size=5),
-    st.sampled_from([TAG, "", "a.b", "v", 2**64, -(2**63) - 1, 10**5000, -0.0, "\ud800"]),
+    st.sampled_from([TAG, "", "a.b", "v", 2**64, -(2**63) - 1, 10**400, -0.0, "\ud800"]),
     st.binary(max_size=5),
     st.complex_numbers(),
     st.tuples(st.integers(), st.text(max_size=2)),
@@ -122,7 +130,7 @@ def test_nested_state_comes_back_exactly(state: Any) -> None:
         {},
         {TAG: 1},
         {TAG: {TAG: "tuple", "v": []}},
-        {1: "a", "1": "b", True: "c"},
+        {1: "a", "1": "b", False: "c"},
         {None: 0, (1, 2): 0, b"k": 0, 1.5: 0, "s": 0},
         OrderedDict(b=1, a=2),
         OrderedDict({TAG: 1}),
@@ -137,7 +145,7 @@ def test_nested_state_comes_back_exactly(state: Any) -> None:
         np.frombuffer(struct.pack("<I", 0x7FC0BEEF), np.float32)[0],
         "ünïcode \0 \ud800",
     ],
-    ids=repr,
+    ids=itertools.count(),
 )
 def test_one_value(value: Any) -> None:
     assert same(there_and_back(value), value)
@@ -242,6 +250,10 @@ def test_the_deepest_state_that_is_taken_also_comes_back(wrap: Any) -> None:
 
 # --- damaged descriptions ----------------------------------------------------------------------
 
+kinds = st.sampled_from(
+    ["dict", "odict", "tuple", "set", "frozenset", "int", "float", "complex", "bytes", "bytearray"]
+)
+dtypes = st.sampled_from(["<f4", "|b1", "O", "V9", "(1,", "f4,f4", "a", "M8[s]", ">f4", "", 1, []])
 json_values = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=4),
     lambda inner: st.one_of(
@@ -252,10 +264,6 @@ json_values = st.recursive(
     ),
     max_leaves=8,
 )
-kinds = st.sampled_from(
-    ["dict", "odict", "tuple", "set", "frozenset", "int", "float", "complex", "bytes", "bytearray"]
-)
-dtypes = st.sampled_from(["<f4", "|b1", "O", "V9", "(1,", "f4,f4", "a", "M8[s]", ">f4", "", 1, []])
 
 
 @settings(deadline=None, max_examples=500)
@@ -289,7 +297,7 @@ def test_a_damaged_description_is_a_corrupt_file(node: Any, pattern: str) -> Non
         {TAG: "npscalar", "dtype": ["f4"], "v": ""},
         {TAG: "surprise"},
     ],
-    ids=repr,
+    ids=itertools.count(),
 )
 def test_one_damaged_record(node: Any) -> None:
     with pytest.raises(CorruptFile):

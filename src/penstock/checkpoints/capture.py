@@ -5,9 +5,9 @@ background thread may copy them until then. The barrier, run by the training thr
 step, helps to finish the copy and then verifies it. Everything else is copied at once.
 
 Two guards catch tensors that are changed past the optimizer: torch's version counters, compared on
-the training thread (an operation in flight raises them only after it has written), and a compare
-of samples with the live memory. A capture that fails either is torn and never published;
-the tensor is named, and copied at once from then on.
+the training thread (an operation in flight raises them only after it has written), and samples of
+the parameters, taken when the save was asked for. A capture that fails either is torn and never
+published; the tensor is named, and copied at once from then on.
 
 When no barrier comes for a while (a long evaluation), the background thread may settle the capture
 itself: the versions and *every* byte must still be those that were copied.
@@ -34,13 +34,9 @@ from penstock.core.tree import Json
 
 SETTLE_AFTER_S = 1.0
 _CHUNK_BYTES = 4 << 20
-_SAMPLE_BYTES = 64
-_SAMPLED_PARTS = 8
 _ALIGNMENT = 64
-_compare_large = ctypes.CDLL(None).memcmp  # releases the GIL
-_compare_large.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t]
-_compare_small = ctypes.PyDLL(None).memcmp  # keeps it: giving it up would cost far more
-_compare_small.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t]
+_memcmp = ctypes.CDLL(None).memcmp  # releases the GIL
+_memcmp.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t]
 
 Source = torch.Tensor | NDArray[Any]
 
@@ -151,7 +147,7 @@ class Capture:
         while len(self._done) != self._tasks:
             time.sleep(0)  # another thread is at its last chunk
         self._device.hold_back_training()
-        self._decide(self._changed_versions() or self._compare_samples())
+        self._decide(self._changed_versions() or self._changed_samples())
 
     def settle(self) -> bool:
         """Tell whether there is a verdict; bring it about when no barrier has come for a while.
@@ -164,7 +160,9 @@ class Capture:
                 self._copied_at = now
             orphaned = not threading.main_thread().is_alive()
             if orphaned or now - self._copied_at > SETTLE_AFTER_S:
-                self._decide(self._compare_all() + self._changed_versions())
+                self._decide(
+                    self._compare_all() or self._changed_versions() or self._changed_samples()
+                )
         return self.verdict is not None
 
     def values(self, part: Part) -> NDArray[Any]:
@@ -243,18 +241,9 @@ class Capture:
         pairs = zip(self._lazy, versions, self._versions, strict=True)
         return [part for part, now, before in pairs if now != before]
 
-    def _compare_samples(self) -> list[Part]:
-        # Not the random module: a save must not move the generators of the training.
-        chance = time.perf_counter_ns() * 2654435761 % 2**32 / 2**32
-        base = self._base_address
-        start = int(chance * len(self._lazy))
-        changed = []
-        for part in (self._lazy[start:] + self._lazy[:start])[:_SAMPLED_PARTS]:
-            at = int(chance * max(0, part.nbytes - _SAMPLE_BYTES))
-            size = min(_SAMPLE_BYTES, part.nbytes)
-            if part.address and _compare_small(base + part.offset + at, part.address + at, size):
-                changed.append(part)
-        return changed
+    def _changed_samples(self) -> list[Part]:
+        changed = {tensor.data_ptr() for tensor in self._frozen.samples.changed()}
+        return [part for part in self._lazy if part.address in changed] if changed else []
 
     def _compare_all(self) -> list[Part]:
         changed = []
@@ -263,9 +252,7 @@ class Capture:
             if self.verdict is not None:
                 return []  # a barrier decided meanwhile; the live tensors may change again
             if part.address:
-                same = not _compare_large(
-                    self._base_address + part.offset, part.address, part.nbytes
-                )
+                same = not _memcmp(self._base_address + part.offset, part.address, part.nbytes)
             elif isinstance(source, torch.Tensor) and source.is_cpu and part.nbytes:
                 copy = torch.from_numpy(self._target(part))
                 live = source.detach().contiguous().view(-1).view(torch.uint8)

@@ -7,6 +7,8 @@ JSON description are left to the background, for every microsecond here holds up
 
 from __future__ import annotations
 
+import ctypes
+import time
 from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -22,6 +24,8 @@ from penstock.core.pack import DTYPES
 
 _TENSORS = frozenset({torch.Tensor, torch.nn.Parameter})
 _LARGE_BYTES = 1 << 20
+_SAMPLE_BYTES = 32
+_MOST_SAMPLES = 64
 _IMMUTABLE = frozenset(
     {int, float, str, bool, type(None), complex, bytes, torch.Size, torch.dtype, torch.device}
 )
@@ -37,6 +41,7 @@ class Owned:
         tensors: What is owned.
         ids: Of these.
         by_address: The address of each → its position in `tensors`, and its size.
+        sampled: The parameters of which samples are taken.
         nbytes: Of all of them.
     """
 
@@ -47,6 +52,7 @@ class Owned:
         self.tensors: list[torch.Tensor] = []
         self.ids: set[int] = set()
         self.by_address: dict[int, tuple[int, int]] = {}
+        self.sampled: list[torch.Tensor] = []
         self.nbytes = 0
 
     def exclude(self, addresses: Iterable[int]) -> None:
@@ -85,6 +91,47 @@ class Owned:
             address: (i, tensor.nbytes) for i, (address, tensor) in enumerate(usable.items())
         }
         self.nbytes = sum(tensor.nbytes for tensor in self.tensors)
+        parameters = {id(p) for o in self._optimizers for g in o.param_groups for p in g["params"]}
+        self.sampled = [
+            tensor
+            for tensor in self.tensors
+            if id(tensor) in parameters and tensor.is_cpu and tensor.is_contiguous()
+        ]
+
+
+class Samples:
+    """A few bytes of each parameter, to notice writes that leave no version (`p.data.add_`).
+
+    Such writes as a rule change every element. Optimizer state is not sampled: nobody but its
+    optimizer writes it.
+    """
+
+    def __init__(self, parameters: list[torch.Tensor]) -> None:
+        # Not the random module: a save must not move the generators of the training.
+        chance = time.perf_counter_ns() * 2654435761 % 2**32 / 2**32
+        if len(parameters) > _MOST_SAMPLES:
+            start = int(chance * len(parameters))
+            parameters = (parameters[start:] + parameters[:start])[:_MOST_SAMPLES]
+        self._chance = chance
+        self._parameters = parameters
+        self._bytes = self._take()
+
+    def changed(self) -> list[torch.Tensor]:
+        """Return the parameters whose samples are no longer what they were."""
+        now = self._take()
+        if now == self._bytes:
+            return []
+        pairs = zip(self._parameters, now, self._bytes, strict=True)
+        return [parameter for parameter, one, other in pairs if one != other]
+
+    def _take(self) -> list[bytes]:
+        read, chance = ctypes.string_at, self._chance
+        return [
+            read(tensor.data_ptr() + int(chance * (tensor.nbytes - _SAMPLE_BYTES)), _SAMPLE_BYTES)
+            if tensor.nbytes > _SAMPLE_BYTES
+            else read(tensor.data_ptr(), tensor.nbytes)
+            for tensor in self._parameters
+        ]
 
 
 @dataclass
@@ -96,7 +143,8 @@ class Frozen:
         eager: The arrays to copy before the training goes on.
         eager_bytes: Their size.
         owned: The tensors that may be copied later.
-        versions: Their versions, when the state was frozen.
+        versions: Their versions, …
+        samples: … and samples of the parameters, when the state was frozen.
     """
 
     tree: Any
@@ -104,6 +152,7 @@ class Frozen:
     eager_bytes: int
     owned: Owned
     versions: list[int]
+    samples: Samples
 
 
 def freeze(state: Any, owned: Owned) -> Frozen:
@@ -116,6 +165,7 @@ def freeze(state: Any, owned: Owned) -> Frozen:
     freezing = _Freezing(owned)
     # Before anything else: what changes from here on is noticed.
     versions = [tensor._version for tensor in owned.tensors]
+    samples = Samples(owned.sampled)
     try:
         copy = freezing.walk(state, tree.MAX_DEPTH)
     except (_Refused, RuntimeError):  # torch's own: a sparse tensor has no address
@@ -124,7 +174,7 @@ def freeze(state: Any, owned: Owned) -> Frozen:
     eager_bytes = sum(array.nbytes for array in freezing.eager)
     if eager_bytes > _LARGE_BYTES:
         owned.forget()  # much that is not owned: the optimizers may have got new tensors
-    return Frozen(copy, freezing.eager, eager_bytes, owned, versions)
+    return Frozen(copy, freezing.eager, eager_bytes, owned, versions, samples)
 
 
 def storable_array(value: Any) -> bool | None:

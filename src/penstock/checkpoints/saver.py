@@ -228,9 +228,9 @@ class AsyncCheckpointSaver:
             hook.remove()
         self._hooks = []
         if done:
-            self._signals.close()
             self._copier.close()
             self._writer.close()
+            self._signals.close()
             self._queue.clear_memory()
         else:
             _LOG.warning("%d checkpoint(s) still being written; they go on", len(self._queue))
@@ -303,6 +303,7 @@ class AsyncCheckpointSaver:
         return True
 
     def _write_one(self) -> bool:
+        self._signals.nudge()
         job = self._queue.first()
         if job is None:
             return False

@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import signal
 import threading
+import weakref
 from collections.abc import Callable
 from types import FrameType
 from typing import Any
@@ -36,6 +37,8 @@ class SignalGuard:
         self._depth = 0
         self._waiting: tuple[int, FrameType | None] | None = None
         self._closed = False
+        self._handled = self._handled_before = 0
+        self._arrivals: _Arrivals | None = None
         if install and threading.current_thread() is threading.main_thread():
             for number in _SIGNALS:
                 current = signal.getsignal(number)
@@ -43,6 +46,22 @@ class SignalGuard:
                 if current is not None and current is not signal.SIG_IGN:
                     self._previous[number] = current
                     signal.signal(number, self._handle)
+            self._arrivals = _Arrivals()
+
+    def nudge(self) -> None:
+        """Interrupt the main thread if a signal came that it has not handled yet.
+
+        For the background threads to call while they are at work. A signal that comes just before
+        the main thread enters a blocking call does not interrupt it, and Python would run the
+        handler only afterwards; threads that compete for the interpreter make that likely.
+        """
+        if self._arrivals is None or self._closed or os.getpid() != self._pid:
+            return
+        handled, before = self._handled, self._handled_before
+        self._handled_before = handled
+        for number in self._arrivals.take():
+            if number in self._previous and handled == before and self._main is not None:
+                signal.pthread_kill(self._main, number)
 
     def __enter__(self) -> None:
         """Postpone signals until the end of the block (on the main thread; elsewhere a no-op)."""
@@ -65,9 +84,13 @@ class SignalGuard:
         for number, previous in self._previous.items():
             if signal.getsignal(number) == self._handle:
                 signal.signal(number, previous)
+        if self._arrivals is not None:
+            self._arrivals.close()
+            self._arrivals = None
         # A handler that somebody chained to us is still called: it only passes signals on.
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
+        self._handled += 1
         if self._depth:
             self._waiting = (number, frame)
             return
@@ -79,3 +102,46 @@ class SignalGuard:
         else:
             signal.signal(number, signal.SIG_DFL)
             os.kill(os.getpid(), number)
+
+
+class _Arrivals:
+    """The numbers of the signals that came, from Python's wake-up descriptor.
+
+    There is one such descriptor in a process. If somebody (asyncio) uses it already, it is left
+    alone, and nothing ever arrives here.
+    """
+
+    def __init__(self) -> None:
+        self._read, self._write = os.pipe()
+        os.set_blocking(self._read, False)
+        os.set_blocking(self._write, False)
+        other = signal.set_wakeup_fd(self._write, warn_on_full_buffer=False)
+        self._ours = other == -1
+        if not self._ours:
+            signal.set_wakeup_fd(other)
+        # A forked child must not report its signals to the parent.
+        this = weakref.ref(self)
+        os.register_at_fork(after_in_child=lambda: _close_in_child(this))
+
+    def take(self) -> set[int]:
+        try:
+            return set(os.read(self._read, 4096)) if self._read >= 0 else set()
+        except BlockingIOError:
+            return set()
+
+    def close(self) -> None:
+        if self._read < 0:
+            return
+        if self._ours:
+            current = signal.set_wakeup_fd(-1)
+            if current != self._write:
+                signal.set_wakeup_fd(current)
+        os.close(self._read)
+        os.close(self._write)
+        self._read = self._write = -1
+
+
+def _close_in_child(reference: weakref.ref[_Arrivals]) -> None:
+    arrivals = reference()
+    if arrivals is not None and threading.current_thread() is threading.main_thread():
+        arrivals.close()

@@ -35,6 +35,7 @@ Config = dict[str, Any]
 _UNSIGNED = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64}
 _SIGNED = {1: np.int8, 2: np.int16, 4: np.int32, 8: np.int64}
 _LARGEST_EPSILON = 1e300  # twice that is still a number
+_GRID = 1.9375  # in epsilons; under 2, to leave room for the rounding of the float type itself
 
 
 class Codec(ABC):
@@ -236,7 +237,7 @@ class Delta(Codec):
 
 
 class Quantize(Codec):
-    """Floats rounded to a grid of 2 * epsilon: every value comes back within epsilon.
+    """Floats rounded to a grid of nearly 2 * epsilon: every value comes back within epsilon.
 
     Hazard: lossy. NaN and infinities cannot be held and are refused, as are values so large that
     the grid or the float type cannot keep the bound.
@@ -249,6 +250,7 @@ class Quantize(Codec):
         if not (isinstance(epsilon, int | float) and 0 < epsilon <= _LARGEST_EPSILON):
             raise UsageError(f"quantize: epsilon must be a positive number, not {epsilon!r}")
         self.epsilon = float(epsilon)
+        self._step = self.epsilon * _GRID
         self.inner = _checked_inner("quantize", inner)
 
     def encode(self, values: Array, base: Array | None = None) -> list[Buffer]:
@@ -258,12 +260,12 @@ class Quantize(Codec):
         if not np.isfinite(values).all():
             raise UnsupportedValue("quantize cannot hold NaN or infinity; store it losslessly")
         with np.errstate(over="ignore"):  # an infinite number of steps is refused below
-            steps = np.rint(values.astype(np.float64) / (2 * self.epsilon))
+            steps = np.rint(values.astype(np.float64) / self._step)
         largest = float(np.abs(steps).max(initial=0.0))
         if largest >= 2**31:
             raise UnsupportedValue(
-                f"quantize: values up to {largest * 2 * self.epsilon:.3g} do not fit a grid of "
-                f"{2 * self.epsilon:.3g}; use a larger epsilon"
+                f"quantize: values up to {largest * self._step:.3g} do not fit a grid of "
+                f"{self._step:.3g}; use a larger epsilon"
             )
         grid = steps.astype(np.int16 if largest < 2**15 else np.int32)
         error = np.abs(self._values(grid, values.dtype).astype(np.float64) - values)
@@ -284,7 +286,7 @@ class Quantize(Codec):
 
     def _values(self, grid: Array, dtype: np.dtype[Any]) -> Array:
         with np.errstate(over="ignore"):  # found by the check of the bound, or by the checksum
-            return (grid.astype(np.float64) * (2 * self.epsilon)).astype(dtype)
+            return (grid.astype(np.float64) * self._step).astype(dtype)
 
     def config(self) -> Config:
         """Return the settings."""

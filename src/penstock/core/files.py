@@ -134,7 +134,7 @@ class NewFile:
 
     def sync(self) -> None:
         """Bring all that was written to the disk; a failure is final: no second try proves more."""
-        self._check_open()
+        self.check_open()
         try:
             os.fsync(self.file.fileno())
         except OSError as error:
@@ -144,7 +144,7 @@ class NewFile:
 
     def publish(self) -> None:
         """Give the file its name, durably; the old content is gone only when the new is safe."""
-        self._check_open()
+        self.check_open()
         if self._synced_at != os.fstat(self.file.fileno()).st_size:
             self.sync()
         try:
@@ -165,7 +165,8 @@ class NewFile:
         with contextlib.suppress(OSError):
             self.temporary.unlink()
 
-    def _check_open(self) -> None:
+    def check_open(self) -> None:
+        """Refuse a call on a file that has its name already, or will never get it."""
         if not self._open:
             raise UsageError(f"{self.path}: this new file was published or given up already")
 

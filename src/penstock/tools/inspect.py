@@ -223,8 +223,9 @@ def describe_text(facts: Facts, top: int = 10) -> str:
     return f"{_aligned(lines)}\n\n{title}\n{table}"
 
 
-def _folder_text(facts: Facts) -> str:
-    rows = [
+def folder_table(facts: Facts) -> tuple[tuple[str, ...], list[tuple[str, ...]]]:
+    """Return the columns and rows that list the checkpoints of a folder, the latest marked."""
+    rows: list[tuple[str, ...]] = [
         (
             f"{'* ' if item['latest'] else '  '}{item['name']}",
             format_bytes(item["size_bytes"]),
@@ -236,13 +237,15 @@ def _folder_text(facts: Facts) -> str:
         )
         for item in facts["checkpoints"]
     ]
+    return ("  name", "size", "ratio", "stored as", "sequence", "metric", "saved at"), rows
+
+
+def _folder_text(facts: Facts) -> str:
+    columns, rows = folder_table(facts)
     lines = [("path", facts["path"]), ("kind", facts["kind"])]
     lines.append(("size on disk", f"{format_bytes(facts['size_bytes'])} in {len(rows)} files"))
     lines.append(("latest (*)", _or_dash(facts["latest"])))
-    if not rows:
-        return _aligned(lines)
-    columns = ("  name", "size", "ratio", "stored as", "sequence", "metric", "saved at")
-    return f"{_aligned(lines)}\n\n{text_table(columns, rows)}"
+    return f"{_aligned(lines)}\n\n{text_table(columns, rows)}" if rows else _aligned(lines)
 
 
 def _stored_as(facts: Facts) -> str:

@@ -10,7 +10,7 @@ from typing import Literal
 Kind = Literal["line", "bars", "histogram"]
 Series = Mapping[str, Sequence[float]]
 
-_WIDTH, _HEIGHT = 640, 300
+_WIDTH, _HEIGHT = 480, 270
 _LEFT, _RIGHT, _TOP, _BOTTOM = 56, 12, 28, 44
 _COLOURS = 5
 _BINS = 30
@@ -20,7 +20,7 @@ def draw(series: Series, x_label: str, y_label: str, kind: Kind = "line") -> str
     """Draw series as an SVG element.
 
     Args:
-        series: Values by name. A line goes through the values at x = 0, 1, 2, …; bars are one
+        series: Values by name. A line goes through the values at x = 1, 2, 3, …; bars are one
             value per name (the first); a histogram counts the values of each series.
         x_label: What the horizontal axis shows, with its unit.
         y_label: What the vertical axis shows, with its unit.
@@ -36,9 +36,9 @@ def draw(series: Series, x_label: str, y_label: str, kind: Kind = "line") -> str
         return _histogram(kept, x_label, y_label)
     longest = max(map(len, kept.values()))
     everything = [value for values in kept.values() for value in values]
-    frame = _Frame((0.0, max(longest - 1.0, 1.0)), (min(0.0, *everything), max(everything)))
+    frame = _Frame((1.0, max(longest, 2.0)), (min(everything), max(everything)))
     for k, values in enumerate(kept.values()):
-        points = " ".join(f"{frame.x(i):.1f},{frame.y(v):.1f}" for i, v in enumerate(values))
+        points = " ".join(f"{frame.x(i):.1f},{frame.y(v):.1f}" for i, v in enumerate(values, 1))
         frame.add(
             f'<polyline points="{points}" fill="none" stroke="{_colour(k)}" stroke-width="2"/>'
         )

@@ -43,11 +43,11 @@ td:first-child, th:first-child { min-width: 9rem; }
 th { color: var(--soft); font-weight: 600; }
 td.n, th.n { text-align: right; white-space: nowrap; }
 pre { background: var(--card); border: 1px solid var(--line); border-radius: 8px;
-  padding: .7rem .9rem; overflow-x: auto; font-size: .85rem; }
+  padding: .7rem .9rem; font-size: .85rem; white-space: pre-wrap; overflow-wrap: anywhere; }
 figure { margin: 1rem 0; }
 figcaption { color: var(--soft); font-size: .9rem; }
-.plot text { font: 12px system-ui, sans-serif; fill: var(--soft); }
-.plot { width: 100%; height: auto; display: block; min-width: 330px; }
+.plot text { font: 13px system-ui, sans-serif; fill: var(--soft); }
+.plot { width: 100%; max-width: 620px; height: auto; display: block; }
 .plot .axis { stroke: var(--line); }
 """
 
@@ -172,7 +172,7 @@ def _numeric(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> list[bool
     flags = []
     for k in range(len(columns)):
         cells = [row[k] for row in rows if row[k] not in ("", "-")]
-        flags.append(bool(cells) and all(cell.lstrip("-+±<>=≤≥ ")[:1].isdigit() for cell in cells))
+        flags.append(bool(cells) and all(cell.lstrip("-+")[:1].isdigit() for cell in cells))
     return flags
 
 

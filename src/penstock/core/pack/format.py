@@ -2,7 +2,7 @@
 
 Every byte of a file is accounted for: the index is covered by a digest, the safetensors entries
 must be exactly those that the index implies, each block has the CRC-32 of its original bytes, and
-padding must be zero. So whatever changes on disk is noticed on reading.
+padding must be zero. So whatever changes a value on disk is noticed on reading.
 """
 
 from __future__ import annotations

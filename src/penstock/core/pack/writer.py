@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from penstock.core.codecs import Buffer, Codec, Layout, Raw
 from penstock.core.files import NewFile, storage_error, write_all
 from penstock.core.flow import Flow
-from penstock.core.pack.format import ALIGNMENT, DTYPES, Entry, Index, render
+from penstock.core.pack.format import ALIGNMENT, DTYPES, MAX_DIMENSIONS, Entry, Index, render
 from penstock.core.pack.reader import PackReader
 from penstock.errors import UsageError
 
@@ -87,6 +87,10 @@ class PackWriter:
             raise UsageError(f"{base.path.name} is a difference itself; give its base")
         link = {"file": base.path.name, "digest": base.index.digest} if base else None
         self.index = Index(kind, meta or {}, {}, link)
+        try:
+            self._meta_bytes = len(json.dumps(self.index.meta, allow_nan=False))
+        except (TypeError, ValueError) as error:
+            raise UsageError(f"{self._path}: its meta is not JSON ({error})") from error
         self._new = NewFile(self._path)
         self._reserved = 0
         self._finished = False
@@ -102,6 +106,7 @@ class PackWriter:
 
     def add_all(self, items: Iterable[Item]) -> None:
         """Write tensors, encoding their blocks in parallel; a generator is consumed as it goes."""
+        self._new.check_open()
         known = list(items) if isinstance(items, Sequence) else None
         if not self._reserved:
             self._reserve(known)
@@ -123,11 +128,15 @@ class PackWriter:
                 )
                 for result in coded:
                     self._write(result)
-        except OSError as error:
-            raise storage_error("write", self._path, error) from error
+        except BaseException as error:
+            self.abandon()  # an entry may be half written: such a pack must never get its name
+            if isinstance(error, OSError):
+                raise storage_error("write", self._path, error) from error
+            raise
 
     def sync(self) -> None:
         """Write the header and bring everything to the disk, still under a temporary name."""
+        self._new.check_open()
         if self._finished:
             return
         try:
@@ -143,6 +152,7 @@ class PackWriter:
                 self._new.file.seek(0)
                 write_all(self._new.file, header)
         except OSError as error:
+            self.abandon()
             raise storage_error("write", self._path, error) from error
         self._new.sync()
         self._finished = True
@@ -174,12 +184,12 @@ class PackWriter:
 
     def _reserve(self, items: list[Item] | None) -> None:
         """Leave room for the header, which is written last: generous, for it is only spaces."""
-        text = len(json.dumps(self.index.meta)) * 5 // 4 + 1024
+        text = self._meta_bytes * 5 // 4 + 1024
         if items is None:
             text += 64 * 1024
         for item in items or ():
             blocks = item.values.nbytes // item.block_bytes + 1
-            text += 480 + 5 * len(item.name.encode()) + 24 * blocks
+            text += 480 + 5 * len(item.name.encode(errors="replace")) + 24 * blocks
         self._reserved = text + -text % ALIGNMENT
         self._new.file.seek(self._reserved)
 
@@ -213,6 +223,10 @@ class PackWriter:
         dtype = item.dtype or item.values.dtype.name
         if dtype not in DTYPES or DTYPES[dtype].words != item.values.dtype:
             raise UsageError(f"{item.name}: dtype {dtype} cannot be stored in a pack")
+        if item.values.ndim > MAX_DIMENSIONS:
+            raise UsageError(f"{item.name}: {item.values.ndim} dimensions, over {MAX_DIMENSIONS}")
+        if item.name.encode(errors="replace").decode() != item.name:
+            raise UsageError(f"{item.name!r}: a name must be text that UTF-8 can hold")
         taken = item.name in self.index.entries or item.name == "__metadata__"
         if taken or any(entry.name == item.name for entry, _ in self._tail):
             raise UsageError(f"{item.name}: this name is taken in {self._path.name}")

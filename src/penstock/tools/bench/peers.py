@@ -11,14 +11,13 @@ import os
 import queue
 import shutil
 import threading
-import warnings
-from abc import ABC, abstractmethod
 from pathlib import Path
 from typing import Any
 
 import lz4.frame
 import torch
-import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.filesystem import FileSystemWriter
+from torch.distributed.checkpoint.state_dict_saver import async_save
 
 from penstock.checkpoints.saver import AsyncCheckpointSaver
 from penstock.tools.bench.state import Learner, map_tensors, tensors
@@ -26,12 +25,12 @@ from penstock.tools.bench.state import Learner, map_tensors, tensors
 SEED_LEVEL = 9
 
 
-class Method(ABC):
+class Method:
     """One way of saving a state during training."""
 
-    @abstractmethod
     def save(self, state: Any) -> None:
         """What the training thread must do when a save is due."""
+        raise NotImplementedError
 
     def before_step(self) -> None:
         """What it must do before it may change the tensors."""
@@ -67,10 +66,8 @@ class DcpAsync(Method):
 
     def save(self, state: Any) -> None:
         """Stage the state; a thread of torch writes it."""
-        with warnings.catch_warnings():  # it says that there is no process group: so it is
-            warnings.simplefilter("ignore")
-            writer = dcp.FileSystemWriter(self._path)
-            self._future = dcp.async_save(state, storage_writer=writer, no_dist=True)
+        writer = FileSystemWriter(self._path)
+        self._future = async_save(state, storage_writer=writer, no_dist=True)
 
     def settle(self) -> None:
         """Wait for the writer."""
@@ -147,9 +144,12 @@ class Reused(Method):
 class Penstock(Method):
     """Lazy capture; everything that may hold up the training thread is counted."""
 
-    def __init__(self, work: Path, learner: Learner) -> None:
+    def __init__(self, work: Path, learner: Learner, compress: bool = True) -> None:
         self.saver = AsyncCheckpointSaver(
-            work / "penstock", optimizers=[learner.optimizer], handle_signals=False
+            work / f"penstock-{compress}",
+            optimizers=[learner.optimizer],
+            compress=compress,
+            handle_signals=False,
         )
 
     def save(self, state: Any) -> None:

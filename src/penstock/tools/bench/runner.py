@@ -18,17 +18,17 @@ from penstock.tools.bench import Case, Row, Settings, registry
 from penstock.tools.report import Report, text_table
 
 _PACKAGES = ("torch", "numpy", "safetensors", "lz4", "zstandard", "isal")
-_QUICK = {"train_steps": 60, "rounds": 5, "repeats": 3, "faults": 300, "peer_faults": 10}
+_QUICK = {"train_steps": 24, "rounds": 5, "repeats": 2, "faults": 300, "peer_faults": 10}
 _COLUMNS = (
     "what",
     "who",
     "median",
+    "verdict",
+    "bar",
     "p90",
     "n",
     "x penstock",
     "CPU s",
-    "bar",
-    "verdict",
 )
 
 
@@ -109,7 +109,8 @@ def text_report(result: dict[str, Any]) -> str:
     parts = [_head(result)]
     for case in result["cases"]:
         parts.append(_case_head(case))
-        parts.append(text_table(_COLUMNS, _cells(case["rows"])))
+        rows = [row for _, group in _groups(case["rows"]) for row in group]
+        parts.append(text_table(_COLUMNS, _cells(rows)))
         parts.append(_summary(case["rows"]))
     return "\n\n".join(parts)
 
@@ -120,10 +121,16 @@ def html_report(result: dict[str, Any]) -> Report:
     report.text(*_head(result).splitlines())
     for case in result["cases"]:
         report.heading(case["name"])
-        report.text(*_case_head(case).splitlines()[1:], _summary(case["rows"]))
+        report.text(*_case_head(case).splitlines()[1:])
+        report.figures(_figures(case["rows"]))
         for what, rows in _groups(case["rows"]):
             cells = [row[1:] for row in _cells(rows)]
-            report.table(_COLUMNS[1:], cells, caption=what)
+            # A column that says nothing in this group is left out.
+            kept = [
+                k for k in range(len(cells[0])) if any(row[k] not in ("", "-") for row in cells)
+            ]
+            columns = [_COLUMNS[1:][k] for k in kept]
+            report.table(columns, [[row[k] for k in kept] for row in cells], caption=what)
     return report
 
 
@@ -150,6 +157,18 @@ def _summary(rows: Iterable[dict[str, Any]]) -> str:
     return f"{sum(verdicts)} of {len(verdicts)} bars met"
 
 
+def _figures(rows: Sequence[dict[str, Any]]) -> list[tuple[str, str, str]]:
+    """Choose the figures that carry a bar, one card each, and how many bars are met."""
+    judged = [Row(**row) for row in rows if row["met"] is not None]
+    cards = [("bars met", f"{sum(bool(row.met) for row in judged)} of {len(judged)}", "")]
+    for row in judged:
+        value = row.ratio if "x penstock" in row.bar and row.ratio else row.value
+        unit = "x penstock" if "x penstock" in row.bar else row.unit
+        note = f"{row.who}; bar {row.bar}: {'met' if row.met else 'NOT MET'}"
+        cards.append((row.what, f"{_number(value)} {unit}", note))
+    return cards
+
+
 def _groups(rows: Sequence[dict[str, Any]]) -> list[tuple[str, list[dict[str, Any]]]]:
     groups: dict[str, list[dict[str, Any]]] = {}
     for row in rows:
@@ -167,12 +186,12 @@ def _cells(rows: Sequence[dict[str, Any]]) -> list[list[str]]:
                 row.what if row.what != last else "",
                 row.who,
                 f"{_number(row.value)} {row.unit}",
+                {True: "met", False: "NOT MET", None: ""}[row.met],
+                row.bar,
                 "-" if row.p90 is None else _number(row.p90),
                 str(row.n),
                 "-" if row.ratio is None else _number(row.ratio),
                 "-" if row.cpu_s is None else _number(row.cpu_s),
-                row.bar,
-                {True: "met", False: "NOT MET", None: ""}[row.met],
             ]
         )
         last = row.what

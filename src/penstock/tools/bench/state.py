@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -21,7 +22,7 @@ def build_mlp(outputs: int, hidden: int, layers: int) -> nn.Sequential:
     """Build a network of `layers` hidden layers."""
     widths = [OBSERVATIONS, *[hidden] * layers]
     parts: list[nn.Module] = []
-    for before, after in zip(widths, widths[1:], strict=False):
+    for before, after in pairwise(widths):
         parts += [nn.Linear(before, after), nn.ReLU()]
     return nn.Sequential(*parts, nn.Linear(hidden, outputs))
 
@@ -79,7 +80,7 @@ class Learner:
             advantage = reward - self.net["critic"](observations).squeeze(-1)
             advantage = (advantage - advantage.mean()) / (advantage.std() + 1e-8)
         for _ in range(_EPOCHS):
-            for rows in torch.randperm(len(observations)).split(_MINIBATCH):
+            for rows in torch.randperm(len(observations)).view(-1, _MINIBATCH):
                 self.backward(
                     observations[rows], actions[rows], old[rows], advantage[rows], reward[rows]
                 )
@@ -104,7 +105,7 @@ class Learner:
         entropy = policy.entropy().sum(-1).mean()  # type: ignore[no-untyped-call]
         self.optimizer.zero_grad()
         loss = actor_loss + 0.5 * critic_loss - 0.001 * entropy
-        loss.backward()  # type: ignore[no-untyped-call]
+        loss.backward()
         nn.utils.clip_grad_norm_(self.net.parameters(), _MAX_NORM)
 
     def step(self) -> None:
