@@ -39,7 +39,7 @@ def test_keep_last(tmp_path):
 @pytest.mark.parametrize(("direction", "best"), [("max", "1.pt"), ("min", "2.pt")])
 def test_keep_best(tmp_path, direction, best):
     with make(tmp_path, keep_last=1, keep_best=(1, direction)) as saver:
-        for i, metric in enumerate([3.0, 9.0, 1.0, 5.0, None]):
+        for i, metric in enumerate([3.0, 9.0, 1.0, float("nan"), None]):
             saver.save_async({"i": i}, f"{i}.pt", metric=metric).wait()
     assert names(tmp_path) == sorted([best, "4.pt"])
 

@@ -38,6 +38,17 @@ def make(tmp_path, training, **options):
     )
 
 
+def only_the_barrier_copies(monkeypatch):
+    """As if the background threads never got a core."""
+    copy_all = capture_module.Capture.help
+
+    def idle(self):
+        if threading.current_thread() is threading.main_thread():
+            copy_all(self)
+
+    monkeypatch.setattr(capture_module.Capture, "help", idle)
+
+
 @pytest.mark.parametrize("options", [{}, {"foreach": True}, {"fused": True}, {"amsgrad": True}])
 def test_steps_right_after_a_save_are_not_in_it(tmp_path, options):
     training = Training(width=BIG * 40, **options)
@@ -139,7 +150,7 @@ def test_a_change_past_the_optimizer_is_never_published(tmp_path, big, change):
 def test_a_change_that_leaves_no_version_is_caught_by_samples(tmp_path, change, when, monkeypatch):
     """Such writes leave no trace but the bytes."""
     if when == "before it is copied":
-        monkeypatch.setattr(AsyncCheckpointSaver, "_copy_one", lambda self: False)
+        only_the_barrier_copies(monkeypatch)
     net = torch.nn.Sequential(torch.nn.Linear(1000, 1000, bias=False))
     optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
     training = type("T", (), {"net": net, "optimizer": optimizer})
@@ -203,6 +214,38 @@ def test_parameters_that_moved_are_not_taken_for_owned(tmp_path, big):
         big.step()
         saver.wait()
         assert_equal(load_checkpoint(tmp_path / "b.pt"), expected)
+
+
+def test_memory_that_is_swapped_away_in_the_middle(tmp_path, big, monkeypatch):
+    """The copy reads the old memory: it must still be there, and hold what was saved."""
+    only_the_barrier_copies(monkeypatch)
+    weight = big.net[0].weight
+    with make(tmp_path, big) as saver:
+        expected = weight.detach().clone()
+        saver.save_async({"w": weight.detach()}, "view.pt")
+        weight.data = torch.zeros_like(expected)
+        saver.wait()
+        assert torch.equal(load_checkpoint(tmp_path / "view.pt")["w"], expected)
+        # The parameter itself has forgotten its old memory: better no checkpoint than a wrong one.
+        big.step()
+        handle = saver.save_async({"w": weight}, "itself.pt")
+        weight.data = torch.zeros_like(expected)
+        with pytest.warns(errors.PenstockWarning, match="w changed"):
+            saver.wait()
+        assert handle.status == "discarded"
+
+
+def test_after_loading_an_optimizer_its_new_tensors_are_lazy(tmp_path, big):
+    with make(tmp_path, big) as saver:
+        saver.save_async(big.state(), "a.pt")
+        big.step()
+        other = Training(width=BIG * 40, seed=7)
+        other.step()
+        big.optimizer.load_state_dict(other.optimizer.state_dict())
+        saver.save_async(big.state(), "b.pt")
+        saver._active.help()
+        lazy = {part.name for part in saver._active._lazy}
+        assert "optimizer.state.0.exp_avg" in lazy
 
 
 def test_two_optimizers(tmp_path):

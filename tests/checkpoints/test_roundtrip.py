@@ -147,6 +147,14 @@ def test_names_that_collide(tmp_path):
     assert_equal(save(tmp_path, state), state)
 
 
+def test_the_same_array_twice(tmp_path):
+    array, empty = np.arange(5), torch.empty(0)
+    loaded = save(tmp_path, {"a": array, "b": [array], "c": empty, "d": empty})
+    assert np.array_equal(loaded["a"], array)
+    assert np.array_equal(loaded["b"][0], array)
+    assert loaded["c"].shape == loaded["d"].shape == (0,)
+
+
 def test_a_bare_tensor(tmp_path):
     assert torch.equal(save(tmp_path, torch.arange(5)), torch.arange(5))
 
@@ -185,6 +193,10 @@ class Custom:
         (np.array([1.0], ">f8"), ["state.deep.1"]),
         (torch.nn.Linear(2, 2), ["state.deep.1", "Linear"]),
         (collections.defaultdict(int), ["state.deep.1", "defaultdict"]),
+        ({torch.float32: 1}, ["state.deep.1", "dtype"]),
+        ({(1, Custom()): 1}, ["state.deep.1", "Custom"]),
+        (np.datetime64("2026-01-01"), ["state.deep.1", "datetime64"]),
+        ({1, (2, Custom())}, ["state.deep.1"]),
     ],
 )
 def test_refused_by_name_before_anything_is_written(tmp_path, value, words):

@@ -86,26 +86,28 @@ class Capture:
 
     Attributes:
         nbytes: Of what is copied (known when `copied`).
-        reserved_bytes: Staging memory, an upper bound of that.
         description, parts: What the state looks like (known when `copied`).
         verdict: Whether the copy is that of one moment; None while it is not known.
+        failure: What went wrong in the copy, if anything did.
 
     Args:
         frozen: The state; what is not owned is copied here, at once.
-        staging: Memory of at least `staging_bytes(frozen)`.
+        staging: Memory.
+        reserved_bytes: How much of it is for this capture: at least `staging_bytes(frozen)`.
     """
 
-    def __init__(self, frozen: Frozen, staging: Staging) -> None:
+    def __init__(self, frozen: Frozen, staging: Staging, reserved_bytes: int) -> None:
         self.staging = staging
         self.nbytes = 0
         self.description: Json = None
         self.parts: list[Part] = []
         self.verdict: Literal["verified", "torn"] | None = None
+        self.failure: Exception | None = None
         self.torn: list[str] = []
         self.torn_addresses: list[int] = []
         self._frozen = frozen
         self._base_address = staging.address
-        self.reserved_bytes = staging_bytes(frozen)
+        self.reserved_bytes = reserved_bytes
         self._device = cuda.SideCopy()
         self._at = 0
         self._early: dict[int, Part] = {}
@@ -118,6 +120,7 @@ class Capture:
         self._lazy: list[Part] = []
         self._owners: list[torch.Tensor] = []  # of the lazy parts: a view may hide its version
         self._versions: list[int] = []
+        self._lost: list[Part] = []
         self._todo: deque[tuple[Part, int, int]] = deque()
         self._done: deque[None] = deque()
         self._tasks = 0
@@ -136,7 +139,10 @@ class Capture:
                 part, start, stop = self._todo.popleft()
             except IndexError:
                 return
-            self._copy(part, start, stop)
+            try:
+                self._copy(part, start, stop)
+            except Exception as error:  # the thread that helps may be the training one
+                self.failure = error
             self._done.append(None)
 
     def finish(self) -> None:
@@ -147,7 +153,7 @@ class Capture:
         while len(self._done) != self._tasks:
             time.sleep(0)  # another thread is at its last chunk
         self._device.hold_back_training()
-        self._decide(self._changed_versions() or self._changed_samples())
+        self._decide(self._lost or self._changed_versions() or self._changed_samples())
 
     def settle(self) -> bool:
         """Tell whether there is a verdict; bring it about when no barrier has come for a while.
@@ -160,9 +166,8 @@ class Capture:
                 self._copied_at = now
             orphaned = not threading.main_thread().is_alive()
             if orphaned or now - self._copied_at > SETTLE_AFTER_S:
-                self._decide(
-                    self._compare_all() or self._changed_versions() or self._changed_samples()
-                )
+                changed = self._lost or self._compare_all() or self._changed_versions()
+                self._decide(changed or self._changed_samples())
         return self.verdict is not None
 
     def values(self, part: Part) -> NDArray[Any]:
@@ -183,7 +188,10 @@ class Capture:
             return
         with self._lock:
             if not self._planned:
-                self.description = _Naming(self).run(self._frozen.tree)
+                try:
+                    self.description = _Naming(self).run(self._frozen.tree)
+                except Exception as error:  # told to the caller by the writer, not in a step
+                    self.failure = error
                 self._tasks = len(self._todo)
                 self._planned = True
 
@@ -195,11 +203,14 @@ class Capture:
         else:
             assert isinstance(source, torch.Tensor)
             part = self._place(name, source)
-            position, _ = self._frozen.owned.by_address[source.data_ptr()]
-            self._lazy.append(part)
-            self._owners.append(self._frozen.owned.tensors[position])
-            self._versions.append(self._frozen.versions[position])
-            self._begin(part)
+            known = self._frozen.owned.by_address.get(source.data_ptr())
+            if known is None:
+                self._lost.append(part)  # it was given other memory since
+            else:
+                self._lazy.append(part)
+                self._owners.append(self._frozen.owned.tensors[known[0]])
+                self._versions.append(self._frozen.versions[known[0]])
+                self._begin(part)
         self.parts.append(part)
         return part
 
@@ -291,13 +302,19 @@ class _Naming:
     def _store(self, path: str, value: Any) -> Json | None:
         if isinstance(value, torch.Tensor):
             # Tensors that are one (tied weights) are stored once, and are one again after loading.
-            identity = (value.data_ptr(), value.dtype, value.shape, value.stride(), value.device)
-            if identity not in self._known or not value.nbytes:
-                self._known[identity] = self._capture.adopt(self._unique(path), value).name
-            return {tree.TAG: "tensor", "v": self._known[identity]}
+            identity: Any = id(value)
+            if value.nbytes:
+                layout = (value.shape, value.stride(), value.dtype, value.device)
+                identity = (value.data_ptr(), *layout)
+            return {tree.TAG: "tensor", "v": self._name(path, value, identity)}
         if isinstance(value, np.ndarray):
-            return {tree.TAG: "ndarray", "v": self._capture.adopt(self._unique(path), value).name}
+            return {tree.TAG: "ndarray", "v": self._name(path, value, id(value))}
         return store_torch_value(value)
+
+    def _name(self, path: str, value: Source, identity: Any) -> str:
+        if identity not in self._known:
+            self._known[identity] = self._capture.adopt(self._unique(path), value).name
+        return self._known[identity]
 
     def _unique(self, path: str) -> str:
         name = path if path and path != "__metadata__" else f"{path}tensor"

@@ -21,14 +21,14 @@ from numpy.typing import NDArray
 from penstock.checkpoints.tensors import NAMES, check_storable, store_torch_value
 from penstock.core import tree
 from penstock.core.pack import DTYPES
+from penstock.errors import UnsupportedValue
 
 _TENSORS = frozenset({torch.Tensor, torch.nn.Parameter})
 _LARGE_BYTES = 1 << 20
 _SAMPLE_BYTES = 32
-_MOST_SAMPLES = 64
-_IMMUTABLE = frozenset(
-    {int, float, str, bool, type(None), complex, bytes, torch.Size, torch.dtype, torch.device}
-)
+_MOST_SAMPLES = 8  # each is a cold page: the dearest part of a save
+_KEYS = frozenset({int, float, str, bool, type(None), complex, bytes})
+_IMMUTABLE = _KEYS | {torch.Size, torch.dtype, torch.device}
 
 
 class Owned:
@@ -41,7 +41,7 @@ class Owned:
         tensors: What is owned.
         ids: Of these.
         by_address: The address of each → its position in `tensors`, and its size.
-        sampled: The parameters of which samples are taken.
+        sampled: The parameters of which samples are taken, with the bytes to choose from.
         nbytes: Of all of them.
     """
 
@@ -49,10 +49,11 @@ class Owned:
         self._optimizers = optimizers
         self._signature: list[int] = []
         self._excluded: set[int] = set()
+        self._storages: list[torch.UntypedStorage] = []
         self.tensors: list[torch.Tensor] = []
         self.ids: set[int] = set()
         self.by_address: dict[int, tuple[int, int]] = {}
-        self.sampled: list[torch.Tensor] = []
+        self.sampled: list[tuple[torch.Tensor, int]] = []
         self.nbytes = 0
 
     def exclude(self, addresses: Iterable[int]) -> None:
@@ -86,6 +87,8 @@ class Owned:
             if not tensor.is_inference() and tensor.data_ptr() not in self._excluded
         }
         self.tensors = list(usable.values())
+        # Pinned: a tensor that is given other memory in the middle of a copy must not free this.
+        self._storages = [tensor.untyped_storage() for tensor in self.tensors]
         self.ids = {id(tensor) for tensor in self.tensors}
         self.by_address = {
             address: (i, tensor.nbytes) for i, (address, tensor) in enumerate(usable.items())
@@ -93,7 +96,7 @@ class Owned:
         self.nbytes = sum(tensor.nbytes for tensor in self.tensors)
         parameters = {id(p) for o in self._optimizers for g in o.param_groups for p in g["params"]}
         self.sampled = [
-            tensor
+            (tensor, tensor.nbytes - _SAMPLE_BYTES)
             for tensor in self.tensors
             if id(tensor) in parameters and tensor.is_cpu and tensor.is_contiguous()
         ]
@@ -102,11 +105,11 @@ class Owned:
 class Samples:
     """A few bytes of each parameter, to notice writes that leave no version (`p.data.add_`).
 
-    Such writes as a rule change every element. Optimizer state is not sampled: nobody but its
-    optimizer writes it.
+    Such writes as a rule change every element, and every parameter. Of many parameters only some
+    are sampled, other ones each time. Optimizer state is not: nobody but its optimizer writes it.
     """
 
-    def __init__(self, parameters: list[torch.Tensor]) -> None:
+    def __init__(self, parameters: list[tuple[torch.Tensor, int]]) -> None:
         # Not the random module: a save must not move the generators of the training.
         chance = time.perf_counter_ns() * 2654435761 % 2**32 / 2**32
         if len(parameters) > _MOST_SAMPLES:
@@ -122,15 +125,15 @@ class Samples:
         if now == self._bytes:
             return []
         pairs = zip(self._parameters, now, self._bytes, strict=True)
-        return [parameter for parameter, one, other in pairs if one != other]
+        return [parameter for (parameter, _), one, other in pairs if one != other]
 
     def _take(self) -> list[bytes]:
         read, chance = ctypes.string_at, self._chance
         return [
-            read(tensor.data_ptr() + int(chance * (tensor.nbytes - _SAMPLE_BYTES)), _SAMPLE_BYTES)
-            if tensor.nbytes > _SAMPLE_BYTES
-            else read(tensor.data_ptr(), tensor.nbytes)
-            for tensor in self._parameters
+            read(tensor.data_ptr() + int(chance * room), _SAMPLE_BYTES)
+            if room > 0
+            else read(tensor.data_ptr(), _SAMPLE_BYTES + room)
+            for tensor, room in self._parameters
         ]
 
 
@@ -198,6 +201,13 @@ def _refuse_by_name(state: Any) -> None:
     tree.flatten(state, store)
 
 
+def _check_keys(value: dict[Any, Any]) -> None:
+    try:
+        tree.flatten(list(value), lambda path, key: None)
+    except UnsupportedValue:
+        raise _Refused from None
+
+
 class _Refused(Exception):
     pass
 
@@ -232,19 +242,21 @@ class _Freezing:
         if storable_array(value):
             self.eager.append(value)
             return value
-        if isinstance(value, np.generic):
+        if isinstance(value, np.generic) and value.dtype.kind in "biufc":
             return value
         raise _Refused
 
     def _dict(self, value: dict[Any, Any], depth: int) -> dict[Any, Any]:
-        owned = self._owned
-        if owned.ids.issuperset(map(id, value.values())):
-            return value.copy()  # the state of one parameter: nothing but owned tensors
+        owned = self._owned.ids
+        if not _KEYS.issuperset(map(type, value)):
+            _check_keys(value)
         copy = type(value)()
         for key, child in value.items():
             kind = type(child)
             if kind is torch.Tensor:
                 self._tensor(child)
+            elif kind is dict and owned.issuperset(map(id, child.values())):
+                child = child.copy()  # the state of one parameter: nothing but owned tensors
             elif kind not in _IMMUTABLE:
                 child = self.walk(child, depth - 1)
             copy[key] = child
@@ -261,6 +273,8 @@ class _Freezing:
             and self._owned.tensors[known[0]].data_ptr() == address
         ):
             return
+        if known is not None:
+            self._owned.forget()
         if tensor.dtype in NAMES and tensor.layout is torch.strided and not tensor.is_meta:
             self.eager.append(tensor)
         else:

@@ -28,19 +28,23 @@ class SaveHandle:
     """One save.
 
     Attributes:
-        path: Where the checkpoint is, or will be.
         status: "pending" until it is "saved" (durable), "failed", "skipped" or "dropped" (the queue
             was full), or "discarded" (its tensors were changed while they were copied).
         stats: Sizes and times, when it is saved.
     """
 
-    def __init__(self, path: Path, barrier: Callable[[], None]) -> None:
-        self.path = path
+    def __init__(self, path: str, barrier: Callable[[], None]) -> None:
+        self._path = path
         self.status: Status = "pending"
         self.stats: dict[str, Any] = {}
         self.error: PenstockError | None = None
         self.reported = False
         self._barrier = barrier
+
+    @property
+    def path(self) -> Path:
+        """Where the checkpoint is, or will be."""
+        return Path(self._path)
 
     def done(self) -> bool:
         """Tell whether the fate of this save is known."""

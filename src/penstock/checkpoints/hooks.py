@@ -9,40 +9,45 @@ from typing import Any
 import torch
 
 
-class BarrierHook:
+class Hook:
     """Calls a method that may be gone by then. Copies of it (in a deep-copied module) do nothing.
 
     Args:
-        barrier: The method; only weakly referred to.
+        method: Only weakly referred to.
     """
 
-    def __init__(self, barrier: Callable[[], None] | None = None) -> None:
-        self._barrier = weakref.WeakMethod(barrier) if barrier is not None else None
+    def __init__(self, method: Callable[[], None] | None = None) -> None:
+        self._method = weakref.WeakMethod(method) if method is not None else None
 
     def __call__(self, *_: Any, **__: Any) -> None:
-        """Run the barrier; return None, as step hooks must."""
-        barrier = self._barrier() if self._barrier is not None else None
-        if barrier is not None:
-            barrier()
+        """Call the method; return None, as step hooks must."""
+        method = self._method() if self._method is not None else None
+        if method is not None:
+            method()
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> BarrierHook:
-        return BarrierHook()
+    def __deepcopy__(self, memo: dict[int, Any]) -> Hook:
+        return Hook()
 
     def __reduce__(self) -> Any:
-        return (BarrierHook, ())
+        return (Hook, ())
 
 
 def install(
     barrier: Callable[[], None],
+    forget: Callable[[], None],
     optimizers: Iterable[torch.optim.Optimizer],
     modules: Iterable[torch.nn.Module],
 ) -> list[Any]:
-    """Hook a barrier in before everything that changes these; return the handles to remove."""
-    hook = BarrierHook(barrier)
+    """Hook a barrier in before everything that changes these; return the handles to remove.
+
+    `forget` is called after an optimizer has loaded a state, and so has other tensors.
+    """
+    hook, loaded = Hook(barrier), Hook(forget)
     handles: list[Any] = []
     for optimizer in optimizers:
         handles.append(optimizer.register_step_pre_hook(hook))
         handles.append(optimizer.register_load_state_dict_pre_hook(hook))
+        handles.append(optimizer.register_load_state_dict_post_hook(loaded))
     for module in modules:
         # Every submodule has a load_state_dict of its own.
         for part in module.modules():

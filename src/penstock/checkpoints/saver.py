@@ -11,6 +11,7 @@ Nothing is published before the barrier has verified the copy.
 from __future__ import annotations
 
 import logging
+import math
 import os
 import sys
 import threading
@@ -44,6 +45,7 @@ KeepBest = int | tuple[int, Literal["max", "min"]]
 
 _LOG = logging.getLogger("penstock")
 _SIGNAL_LIMIT_S = 30.0
+_HISTORY = 2000
 
 
 class AsyncCheckpointSaver:
@@ -106,6 +108,7 @@ class AsyncCheckpointSaver:
             self.directory.mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise storage_error("create", self.directory, error) from error
+        self._where = str(self.directory)
         self._compress = compress
         self._verbose = verbose
         self._pid = os.getpid()
@@ -117,7 +120,7 @@ class AsyncCheckpointSaver:
         self._captures: deque[Capture] = deque()
         self._failures: deque[SaveHandle] = deque()
         self._queue = SaveQueue(max_queue_size, max_staging_bytes, on_full)
-        self._blocked = PerformanceMonitor(history=1000)
+        self._blocked: deque[tuple[str, float]] = deque(maxlen=_HISTORY)
         owners = [optimizers] if isinstance(optimizers, torch.optim.Optimizer) else [*optimizers]
         nets = [modules] if isinstance(modules, torch.nn.Module) else [*modules]
         self._owned = Owned(owners)
@@ -125,9 +128,9 @@ class AsyncCheckpointSaver:
         self._publisher = Publisher(
             compression_level, delta_every, keep_last, _checked_best(keep_best)
         )
-        self._copier = Background("penstock-copier", self._copy_one)
+        self._copier = Background("penstock-copier", self._copy_one, linger_s=60.0)
         self._writer = Background("penstock-writer", self._write_one)
-        self._hooks = hooks.install(self.barrier, owners, nets)
+        self._hooks = hooks.install(self.barrier, self._owned.forget, owners, nets)
         this = weakref.ref(self)
         self._signals = SignalGuard(lambda: _flush(this), install=handle_signals)
 
@@ -148,7 +151,7 @@ class AsyncCheckpointSaver:
             path: File name, relative to the saver's directory.
             compress: Overrides the saver's setting.
             metadata: Small values to keep beside the state (shown by `penstock info`).
-            metric: For `keep_best`.
+            metric: For `keep_best`; one that is not finite counts as none.
 
         Returns:
             A handle; `handle.wait()` returns when this checkpoint is durable.
@@ -170,14 +173,14 @@ class AsyncCheckpointSaver:
             if not self._queue.admit(size_bytes, handle):
                 return handle
             with self._signals:
-                capture = Capture(frozen, self._queue.staging(size_bytes))
+                capture = Capture(frozen, self._queue.staging(size_bytes), size_bytes)
                 squeeze = self._compress if compress is None else compress
-                score = None if metric is None else float(metric)
+                score = float(metric) if metric is not None and math.isfinite(metric) else None
                 self._active = capture
                 self._queue.put(Job(capture, handle, squeeze, notes, score))
                 self._captures.append(capture)
                 self._copier.poke()  # which pokes the writer: one thread to wake here, not two
-                self._blocked.record("call", time.perf_counter() - begin)
+                self._blocked.append(("call", time.perf_counter() - begin))
         return handle
 
     def barrier(self) -> None:
@@ -192,7 +195,7 @@ class AsyncCheckpointSaver:
         with self._signals:
             capture.finish()
             self._active = None
-            self._blocked.record("barrier", time.perf_counter() - begin)
+            self._blocked.append(("barrier", time.perf_counter() - begin))
             names = self._note_torn(capture)
         if names:
             warnings.warn(_torn_message(names), PenstockWarning, stacklevel=2)
@@ -251,6 +254,9 @@ class AsyncCheckpointSaver:
         iteration times with and without saving for that.
         """
         counts = self._queue.counts()
+        blocked = PerformanceMonitor(history=_HISTORY)
+        for name, blocked_s in list(self._blocked):
+            blocked.record(name, blocked_s)
         raw, stored = counts["raw_bytes"], counts["stored_bytes"]
         seconds = counts["write_us"] / 1e6
         return {
@@ -269,7 +275,7 @@ class AsyncCheckpointSaver:
             "write_mb_per_s": raw / 1e6 / seconds if seconds else 0.0,
             "eager_tensors": sorted(self._eager),
             "last_path": str(self._last) if self._last else None,
-            "blocked": self._blocked.get_stats(),
+            "blocked": blocked.get_stats(),
         }
 
     def __enter__(self) -> Self:
@@ -327,6 +333,8 @@ class AsyncCheckpointSaver:
         while not capture.copied:
             capture.help()
             time.sleep(0.0005)
+        if capture.failure is not None:
+            raise capture.failure
         begin = time.perf_counter()
         writer = self._publisher.write(job)
         try:
@@ -393,15 +401,17 @@ class AsyncCheckpointSaver:
                 handle.reported = True
                 raise handle.error
 
-    def _resolve(self, path: str | os.PathLike[str]) -> Path:
-        target = self.directory / path
-        if target.name in ("", folder.LATEST) or os.path.isdir(target):
+    def _resolve(self, path: str | os.PathLike[str]) -> str:
+        # Strings and os.path: pathlib takes ten times as long, and the training waits.
+        target = os.path.join(self._where, path)
+        where, name = os.path.split(target)
+        if name in ("", ".", "..", folder.LATEST):
             raise UsageError(f"path={str(path)!r} is no name for a checkpoint; give a file name")
-        if target.parent != self.directory:
+        if where != self._where:
             try:
-                target.parent.mkdir(parents=True, exist_ok=True)
+                os.makedirs(where, exist_ok=True)
             except OSError as error:
-                raise storage_error("create", target.parent, error) from error
+                raise storage_error("create", where, error) from error
         return target
 
     def _check_owner(self) -> None:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable
+from contextlib import suppress
+from queue import Empty, SimpleQueue
 
 _POLL_S = 0.1
 
@@ -27,14 +29,14 @@ class Background:
         self._work = work
         self._linger_s = linger_s
         self._lock = threading.Lock()
-        self._wake = threading.Event()
+        self._pokes: SimpleQueue[None] = SimpleQueue()  # in C: the cheapest way to wake a thread
         self._thread: threading.Thread | None = None
         self._closing = False
 
     def poke(self) -> None:
         """Say that there is work."""
         with self._lock:
-            self._wake.set()
+            self._pokes.put(None)
             if self._thread is None:
                 self._closing = False
                 self._thread = threading.Thread(target=self._run, name=self._name, daemon=False)
@@ -45,20 +47,28 @@ class Background:
         with self._lock:
             thread = self._thread
             self._closing = True
-            self._wake.set()
+            self._pokes.put(None)
         if thread is not None and thread is not threading.current_thread():
             thread.join()
 
     def _run(self) -> None:
         idle_since = time.monotonic()
         while True:
-            self._wake.clear()
+            self._hear()
             while self._work():
                 idle_since = time.monotonic()
             main_over = not threading.main_thread().is_alive()
             if self._closing or main_over or time.monotonic() - idle_since > self._linger_s:
                 with self._lock:
-                    if not self._wake.is_set():  # nobody poked since we looked for work
+                    if self._pokes.empty():  # nobody poked since we looked for work
                         self._thread = None
                         return
-            self._wake.wait(_POLL_S)
+            self._hear(_POLL_S)
+
+    def _hear(self, wait_s: float = 0.0) -> None:
+        """Take all pokes there are; wait for one, if there is none."""
+        with suppress(Empty):
+            if wait_s:
+                self._pokes.get(timeout=wait_s)
+            while True:
+                self._pokes.get_nowait()
