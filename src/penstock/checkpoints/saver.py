@@ -62,7 +62,7 @@ class AsyncCheckpointSaver:
         optimizers: Whose parameters and state are captured lazily.
         modules: Whose `load_state_dict` waits for a capture to finish.
         compress: Compress by default (lossless byte planes and zstd).
-        compression_level: 1 is fastest, 3 and above smallest.
+        compression_level: 1 is fastest, 2 balanced, 3 and above smallest.
         delta_every: Every so many saves a full checkpoint, differences to it between; 0 or 1 means
             full ones only. A difference needs its full checkpoint beside it to be loaded.
         keep_last: Keep so many of the newest; None keeps all.
@@ -86,7 +86,7 @@ class AsyncCheckpointSaver:
         optimizers: torch.optim.Optimizer | Iterable[torch.optim.Optimizer] = (),
         modules: torch.nn.Module | Iterable[torch.nn.Module] = (),
         compress: bool = True,
-        compression_level: int = 3,
+        compression_level: int = 2,
         delta_every: int = 0,
         keep_last: int | None = None,
         keep_best: KeepBest | None = None,

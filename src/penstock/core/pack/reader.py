@@ -11,6 +11,7 @@ import numpy as np
 from isal import isal_zlib
 from numpy.typing import NDArray
 
+from penstock.core.codecs import SCRATCH
 from penstock.core.flow import Flow
 from penstock.core.pack.format import Entry, Index, Limits, read_index
 from penstock.errors import CorruptFile, DataError, LimitExceeded, UsageError
@@ -103,15 +104,25 @@ class PackReader:
             if (low, high) == (begin, end):
                 self._decode(entry, block, target)
             else:
-                content = self.read_block(name, block)
+                content = self.read_block(name, block, "block")
                 target[:] = content[(low - begin) // width : (high - begin) // width]
         return out.reshape((stop - start, *shape[1:]))
 
-    def read_block(self, name: str, block: int) -> NDArray[Any]:
-        """Read one block as a flat array."""
+    def read_block(self, name: str, block: int, scratch: str | None = None) -> NDArray[Any]:
+        """Read one block as a flat array.
+
+        Args:
+            name: The tensor.
+            block: The number of the block.
+            scratch: A role of `codecs.SCRATCH`: the result lies there, instead of in fresh memory,
+                until this thread uses the role again.
+        """
         entry = self.entry(name)
         start, stop = entry.block_range(block)
-        out = np.empty((stop - start) // entry.words.itemsize, entry.words)
+        count = (stop - start) // entry.words.itemsize
+        out = (
+            SCRATCH.array(scratch, count, entry.words) if scratch else np.empty(count, entry.words)
+        )
         self._decode(entry, block, out)
         return out
 
@@ -142,7 +153,7 @@ class PackReader:
             try:
                 self._check_padding(entry)
                 for block in range(entry.blocks):
-                    self.read_block(name, block)
+                    self.read_block(name, block, "block")
             except DataError as error:
                 yield name, str(error)
 
@@ -215,10 +226,11 @@ class PackReader:
                 if os.preadv(self._descriptor, [target.data], at) != stop - start:
                     raise CorruptFile("cut off")
             else:
-                data = memoryview(self._pread(entry.sizes[block], at))
-                base = None
-                if entry.codec.needs_base:
-                    base = self._base_block(entry, block)
+                base = self._base_block(entry, block) if entry.codec.needs_base else None
+                size = entry.sizes[block]
+                data = SCRATCH.array("read", size, np.uint8).data
+                if os.preadv(self._descriptor, [data], at) != size:
+                    raise CorruptFile("cut off")
                 entry.codec.decode(data, out, base)
             if isal_zlib.crc32(target) != entry.crcs[block]:
                 raise CorruptFile("its checksum is wrong")
@@ -233,7 +245,7 @@ class PackReader:
         other = base.index.entries.get(entry.name)
         if other is None or not other.same_blocks(entry):
             raise CorruptFile(f"{base.path.name} does not hold its base")
-        return base.read_block(entry.name, block)
+        return base.read_block(entry.name, block, "base")
 
     def _check_padding(self, entry: Entry) -> None:
         used = sum(entry.sizes)
