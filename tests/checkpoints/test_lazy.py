@@ -226,8 +226,8 @@ def test_memory_that_is_swapped_away_in_the_middle(tmp_path, big, monkeypatch):
         weight.data = torch.zeros_like(expected)
         saver.wait()
         assert torch.equal(load_checkpoint(tmp_path / "view.pt")["w"], expected)
+    with make(tmp_path, big) as saver:
         # The parameter itself has forgotten its old memory: better no checkpoint than a wrong one.
-        big.step()
         handle = saver.save_async({"w": weight}, "itself.pt")
         weight.data = torch.zeros_like(expected)
         with pytest.warns(errors.PenstockWarning, match="w changed"):

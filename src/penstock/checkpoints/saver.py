@@ -1,9 +1,9 @@
-"""AsyncCheckpointSaver: the queue between the training thread and the disk.
+"""AsyncCheckpointSaver: what the training thread sees of saving.
 
-    training thread         copier thread            writer thread
-    save_async: plan,  ───► copies lazy tensors
-    copy small tensors ────────────────────────────► waits for the copy, encodes, fsyncs
-    optimizer.step: barrier (helps, verifies) ─────► publishes, moves `latest`, prunes
+    training thread                  copier thread            writer thread (pipeline.py)
+    save_async: freeze (freeze.py),
+    copy what is not owned  ───────► copies lazy tensors ───► waits for the copy, encodes, fsyncs
+    optimizer.step: barrier (helps, verifies; capture.py) ──► publishes, moves `latest`, prunes
 
 Nothing is published before the barrier has verified the copy.
 """
@@ -30,16 +30,15 @@ from penstock.checkpoints import folder, hooks
 from penstock.checkpoints.capture import Capture, staging_bytes
 from penstock.checkpoints.freeze import Owned, freeze
 from penstock.checkpoints.handle import SaveHandle, poll
+from penstock.checkpoints.pipeline import Pipeline
 from penstock.checkpoints.publish import Job, Publisher
 from penstock.checkpoints.queue import OnFull, SaveQueue
 from penstock.checkpoints.signals import SignalGuard
 from penstock.core import tree
-from penstock.core.background import Background
 from penstock.core.codecs import Planes
 from penstock.core.files import storage_error
-from penstock.core.memory import format_bytes
 from penstock.core.monitor import PerformanceMonitor
-from penstock.errors import PenstockError, PenstockWarning, SaverClosed, StorageError, UsageError
+from penstock.errors import PenstockError, PenstockWarning, SaverClosed, UsageError
 
 KeepBest = int | tuple[int, Literal["max", "min"]]
 
@@ -110,31 +109,24 @@ class AsyncCheckpointSaver:
             raise storage_error("create", self.directory, error) from error
         self._where = str(self.directory)
         self._compress = compress
-        self._verbose = verbose
         self._pid = os.getpid()
         self._closed = False
         self._flushing = False
-        self._last: Path | None = None
         self._calls = threading.Lock()  # one save_async at a time
         self._active: Capture | None = None
-        self._captures: deque[Capture] = deque()
-        self._failures: deque[SaveHandle] = deque()
         self._queue = SaveQueue(max_queue_size, max_staging_bytes, on_full)
         self._blocked: deque[tuple[str, float]] = deque(maxlen=_HISTORY)
         owners = [optimizers] if isinstance(optimizers, torch.optim.Optimizer) else [*optimizers]
         nets = [modules] if isinstance(modules, torch.nn.Module) else [*modules]
         self._owned = Owned(owners)
         self._eager: set[str] = set()  # tensors found changed past their optimizer
-        self._publisher = Publisher(
-            compression_level, delta_every, keep_last, _checked_best(keep_best)
-        )
-        self._copier = Background("penstock-copier", self._copy_one, linger_s=60.0)
-        self._writer = Background("penstock-writer", self._write_one)
         self._hooks = hooks.install(self.barrier, self._owned.forget, owners, nets)
         this = weakref.ref(self)
         self._signals = SignalGuard(lambda: _flush(this), install=handle_signals)
-
-    # ---- the training thread
+        publisher = Publisher(compression_level, delta_every, keep_last, _checked_best(keep_best))
+        self._pipeline = Pipeline(
+            self._queue, publisher, self._note_torn, self._signals.nudge, verbose=verbose
+        )
 
     def save_async(
         self,
@@ -177,9 +169,7 @@ class AsyncCheckpointSaver:
                 squeeze = self._compress if compress is None else compress
                 score = float(metric) if metric is not None and math.isfinite(metric) else None
                 self._active = capture
-                self._queue.put(Job(capture, handle, squeeze, notes, score))
-                self._captures.append(capture)
-                self._copier.poke()  # which pokes the writer: one thread to wake here, not two
+                self._pipeline.submit(Job(capture, handle, squeeze, notes, score))
                 self._blocked.append(("call", time.perf_counter() - begin))
         return handle
 
@@ -196,9 +186,9 @@ class AsyncCheckpointSaver:
             capture.finish()
             self._active = None
             self._blocked.append(("barrier", time.perf_counter() - begin))
-            names = self._note_torn(capture)
-        if names:
-            warnings.warn(_torn_message(names), PenstockWarning, stacklevel=2)
+            problem = self._note_torn(capture)
+        if problem:
+            warnings.warn(problem, PenstockWarning, stacklevel=2)
 
     def wait(self, timeout: float | None = None) -> bool:
         """Return True when all saves are durable, False after `timeout` seconds.
@@ -231,8 +221,7 @@ class AsyncCheckpointSaver:
             hook.remove()
         self._hooks = []
         if done:
-            self._copier.close()
-            self._writer.close()
+            self._pipeline.close()
             self._signals.close()
             self._queue.clear_memory()
         else:
@@ -274,7 +263,7 @@ class AsyncCheckpointSaver:
             "compression_ratio": raw / stored if stored else 1.0,
             "write_mb_per_s": raw / 1e6 / seconds if seconds else 0.0,
             "eager_tensors": sorted(self._eager),
-            "last_path": str(self._last) if self._last else None,
+            "last_path": self._pipeline.last_path,
             "blocked": blocked.get_stats(),
         }
 
@@ -297,109 +286,23 @@ class AsyncCheckpointSaver:
     def __reduce__(self) -> Any:
         raise UsageError("a saver belongs to its process; make a new one in the other process")
 
-    # ---- the copier and the writer thread
-
-    def _copy_one(self) -> bool:
-        try:
-            capture = self._captures.popleft()
-        except IndexError:
-            return False
-        self._writer.poke()
-        capture.help()
-        return True
-
-    def _write_one(self) -> bool:
-        self._signals.nudge()
-        job = self._queue.first()
-        if job is None:
-            return False
-        try:
-            self._write(job)
-        except PenstockError as error:
-            self._fail(job, error)
-        except OSError as error:
-            self._fail(job, storage_error("write", job.path, error))
-        except Exception as error:  # a defect of ours must reach the caller, too
-            _LOG.exception("saving %s failed", job.path)
-            failure = StorageError(f"cannot save {job.path}: {error!r}")
-            failure.__cause__ = error
-            self._fail(job, failure)
-        finally:
-            self._queue.remove(job)
-        return True
-
-    def _write(self, job: Job) -> None:
-        capture = job.capture
-        while not capture.copied:
-            capture.help()
-            time.sleep(0.0005)
-        if capture.failure is not None:
-            raise capture.failure
-        begin = time.perf_counter()
-        writer = self._publisher.write(job)
-        try:
-            written_s = time.perf_counter() - begin
-            poll(capture.settle, None)
-            if capture.verdict == "torn":
-                self._discard(job)
-                return
-            begin = time.perf_counter()
-            self._publisher.commit(job, writer)
-            written_s += time.perf_counter() - begin
-        finally:
-            writer.abandon()
-        stored = writer.index.header_bytes + writer.index.data_bytes
-        delta = writer.index.base is not None
-        job.handle.stats = {
-            "raw_bytes": capture.nbytes,
-            "stored_bytes": stored,
-            "delta": delta,
-            "write_s": written_s,
-        }
-        self._last = job.path
-        self._queue.count(
-            saved=1,
-            deltas=int(delta),
-            raw_bytes=capture.nbytes,
-            stored_bytes=stored,
-            write_us=int(written_s * 1e6),
-        )
-        job.handle.finish("saved")
-        self._say(
-            f"saved {job.path.name}: {format_bytes(stored)} of {format_bytes(capture.nbytes)}"
-            f"{' (delta)' if delta else ''} in {written_s:.2f} s"
-        )
-
-    def _discard(self, job: Job) -> None:
-        names = self._note_torn(job.capture)
-        if names:
-            _LOG.warning(_torn_message(names))
-        self._queue.count(discarded=1)
-        job.handle.finish("discarded")
-
-    def _fail(self, job: Job, error: PenstockError) -> None:
-        _LOG.error("%s", error)
-        self._queue.count(failed=1)
-        self._failures.append(job.handle)
-        job.handle.finish("failed", error)
-
-    # ---- shared
-
-    def _note_torn(self, capture: Capture) -> list[str]:
-        """Remember torn tensors; return those that were not named before."""
-        if not capture.torn:
-            return []
+    def _note_torn(self, capture: Capture) -> str | None:
+        """Remember torn tensors; return what to say of those that were not named before."""
         names = [name for name in capture.torn if name not in self._eager]
+        if not names:
+            return None
         self._eager.update(names)
         self._owned.exclude(capture.torn_addresses)
-        return names
+        shown = ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
+        return (
+            f"checkpoint discarded: {shown} changed outside the optimizer's step while being "
+            "copied; copied at once from now on (or call saver.barrier() before changing it)"
+        )
 
     def _raise_failure(self) -> None:
-        while self._failures:
-            handle = self._failures.popleft()
-            if not handle.reported and handle.error is not None:
-                handle.reported = True
-                raise handle.error
+        failure = self._pipeline.take_failure()
+        if failure is not None:
+            raise failure
 
     def _resolve(self, path: str | os.PathLike[str]) -> str:
         # Strings and os.path: pathlib takes ten times as long, and the training waits.
@@ -426,10 +329,6 @@ class AsyncCheckpointSaver:
         if self._closed:
             raise SaverClosed("this saver was shut down; make a new one")
 
-    def _say(self, text: str) -> None:
-        if self._verbose:
-            sys.stderr.write(f"[penstock] {text}\n")
-
 
 def _flush(reference: weakref.ref[AsyncCheckpointSaver]) -> None:
     """Finish what is pending, on a signal; a second signal does not wait again."""
@@ -443,14 +342,6 @@ def _flush(reference: weakref.ref[AsyncCheckpointSaver]) -> None:
         poll(lambda: not len(saver._queue), _SIGNAL_LIMIT_S)
     finally:
         saver._flushing = False
-
-
-def _torn_message(names: list[str]) -> str:
-    shown = ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
-    return (
-        f"checkpoint discarded: {shown} changed outside the optimizer's step while being copied; "
-        "copied at once from now on (or call saver.barrier() before changing it)"
-    )
 
 
 def _check_natural(name: str, value: Any, least: int) -> None:

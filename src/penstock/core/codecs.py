@@ -16,7 +16,6 @@ codec keeps state between calls, so that blocks may be coded by several threads.
 from __future__ import annotations
 
 import struct
-import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -27,42 +26,15 @@ import numpy as np
 import zstandard
 from numpy.typing import NDArray
 
+from penstock.core.planes import SCRATCH, SIGNED, UNSIGNED, join, looks_compressible, split
 from penstock.errors import CorruptFile, UnsupportedValue, UsageError
 
 Array = NDArray[Any]
 Buffer = bytes | bytearray | memoryview
 Config = dict[str, Any]
 
-_UNSIGNED = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64}
-_SIGNED = {1: np.int8, 2: np.int16, 4: np.int32, 8: np.int64}
 _LARGEST_EPSILON = 1e300  # twice that is still a number
 _GRID = 1.9375  # in epsilons; under 2, to leave room for the rounding of the float type itself
-
-
-class Scratch(threading.local):
-    """Memory that each thread keeps between blocks.
-
-    Fresh temporaries of a megabyte are mapped, touched and unmapped for every block: measured, that
-    took five times as long as the work on them. What it holds means nothing after the call.
-    """
-
-    def __init__(self) -> None:
-        self._buffers: dict[str, NDArray[np.uint8]] = {}
-
-    def array(self, role: str, count: int, dtype: Any) -> Array:
-        """Return an array of this role; it is valid until the same thread asks for it again."""
-        nbytes = count * np.dtype(dtype).itemsize
-        if nbytes > _MOST_SCRATCH_BYTES:
-            return np.empty(count, dtype)
-        buffer = self._buffers.get(role)
-        if buffer is None or buffer.nbytes < nbytes:
-            buffer = self._buffers[role] = np.empty(nbytes, np.uint8)
-        return buffer[:nbytes].view(dtype)
-
-
-_MOST_SCRATCH_BYTES = 4 << 20
-SCRATCH = Scratch()
-_scratch = SCRATCH.array
 
 
 class Codec(ABC):
@@ -177,8 +149,8 @@ class Planes(Codec):
         out = np.empty(4 * width + values.nbytes, np.uint8)
         at, lengths = 4 * width, []
         for k in range(width):
-            plane = _split(words, k)
-            packed = compress(plane) if _compressible(plane, compress) else b""
+            plane = split(words, k)
+            packed = compress(plane) if looks_compressible(plane, compress) else b""
             chosen = np.frombuffer(packed, np.uint8) if 0 < len(packed) < count else plane
             out[at : at + chosen.size] = chosen
             at += chosen.size
@@ -198,7 +170,7 @@ class Planes(Codec):
         for length in lengths:
             planes.append(self._plane(data[at : at + length], words.size))
             at += length
-        _join(planes, words)
+        join(planes, words)
 
     def _plane(self, part: memoryview, count: int) -> Array:
         if len(part) == count:
@@ -246,10 +218,10 @@ class Delta(Codec):
     def encode(self, values: Array, base: Array | None = None) -> list[Buffer]:
         """Encode the difference to `base`, which must have the same size."""
         current, reference = _as_unsigned(values), self._reference(values, base)
-        signed = _SIGNED[current.itemsize]
-        difference = _scratch("difference", current.size, current.dtype)
+        signed = SIGNED[current.itemsize]
+        difference = SCRATCH.array("difference", current.size, current.dtype)
         difference = np.subtract(current, reference, out=difference).view(signed)
-        sign = _scratch("sign", current.size, signed)
+        sign = SCRATCH.array("sign", current.size, signed)
         np.right_shift(difference, 8 * current.itemsize - 1, out=sign)
         np.left_shift(difference, 1, out=difference)
         np.bitwise_xor(difference, sign, out=difference)
@@ -259,7 +231,7 @@ class Delta(Codec):
         """Decode the difference and add it to `base`."""
         target, reference = _as_unsigned(out), self._reference(out, base)
         self.inner.decode(data, target)
-        negative = (target & target.dtype.type(1)).view(_SIGNED[target.itemsize])
+        negative = (target & target.dtype.type(1)).view(SIGNED[target.itemsize])
         np.right_shift(target, 1, out=target)
         np.bitwise_xor(target, np.negative(negative).view(target.dtype), out=target)
         np.add(target, reference, out=target)
@@ -318,7 +290,7 @@ class Quantize(Codec):
         """Decode the grid and scale it."""
         _expect(out.dtype.kind == "f", "a quantised block can only hold floats")
         _expect(len(data) > 0 and data[0] in (2, 4), "a quantised block has no grid width")
-        grid = np.empty(out.size, _SIGNED[data[0]])
+        grid = np.empty(out.size, SIGNED[data[0]])
         self.inner.decode(data[1:], grid)
         out[:] = self._values(grid, out.dtype)
 
@@ -395,50 +367,7 @@ def _bytes_array(values: Array) -> NDArray[np.uint8]:
 def _as_unsigned(values: Array) -> Array:
     """View as unsigned words; complex numbers become pairs of words."""
     width = values.itemsize // 2 if values.dtype.kind == "c" else values.itemsize
-    return values.reshape(-1).view(_UNSIGNED[width])
-
-
-def _split(words: Array, k: int) -> Array:
-    """Return the k-th bytes of all words, in scratch memory.
-
-    Shift and narrow: numpy does both with SIMD, twice as fast as a strided byte copy.
-    """
-    plane = _scratch("plane", words.size, np.uint8)
-    if k:
-        shifted = _scratch("shifted", words.size, words.dtype)
-        words = np.right_shift(words, 8 * k, out=shifted)
-    np.copyto(plane, words, casting="unsafe")
-    return plane
-
-
-def _compressible(plane: Array, compress: Callable[[Any], bytes]) -> bool:
-    """Try a sample: mantissa bytes are noise, and most of the time would go into finding out."""
-    third, piece = plane.size // 3, 2048
-    if plane.size < 16 * piece:
-        return True
-    sample = np.concatenate([plane[:piece], plane[third : third + piece], plane[-piece:]])
-    return len(compress(sample)) < sample.size
-
-
-def _join(planes: list[Array], out: Array) -> None:
-    """Join byte planes pairwise into ever wider words (SIMD), the last pair straight into `out`."""
-    while len(planes) > 2:
-        wide = _UNSIGNED[2 * planes[0].itemsize]
-        pairs = zip(planes[::2], planes[1::2], strict=True)
-        planes = [
-            _paired(low, high, _scratch(f"pair {i} {low.itemsize}", low.size, wide))
-            for i, (low, high) in enumerate(pairs)
-        ]
-    if len(planes) == 2:
-        _paired(planes[0], planes[1], out)
-    else:
-        out[:] = planes[0]
-
-
-def _paired(low: Array, high: Array, out: Array) -> Array:
-    np.copyto(out, high)
-    np.left_shift(out, 8 * low.itemsize, out=out)
-    return np.bitwise_or(out, low, out=out)
+    return values.reshape(-1).view(UNSIGNED[width])
 
 
 def _unzstd(data: Buffer, size_bytes: int) -> bytes:

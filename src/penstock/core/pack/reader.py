@@ -11,9 +11,9 @@ import numpy as np
 from isal import isal_zlib
 from numpy.typing import NDArray
 
-from penstock.core.codecs import SCRATCH
 from penstock.core.flow import Flow
 from penstock.core.pack.format import Entry, Index, Limits, read_index
+from penstock.core.planes import SCRATCH
 from penstock.errors import CorruptFile, DataError, LimitExceeded, UsageError
 
 _INLINE_BYTES = 4 << 20
@@ -114,7 +114,7 @@ class PackReader:
         Args:
             name: The tensor.
             block: The number of the block.
-            scratch: A role of `codecs.SCRATCH`: the result lies there, instead of in fresh memory,
+            scratch: A role of `planes.SCRATCH`: the result lies there, instead of in fresh memory,
                 until this thread uses the role again.
         """
         entry = self.entry(name)

@@ -5,6 +5,7 @@ The seed's way and Lightning's are written anew here, from their descriptions.
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import io
 import os
@@ -90,7 +91,7 @@ class SeedQueue(Method):
         self._work = work
         self._level = level
         self._queue: queue.Queue[Any] = queue.Queue(maxsize=3)
-        self._thread = threading.Thread(target=self._run, name="seed-writer", daemon=True)
+        self._thread = threading.Thread(target=self._run, name="seed-writer", daemon=False)
         self._thread.start()
 
     def save(self, state: Any) -> None:
@@ -107,11 +108,17 @@ class SeedQueue(Method):
         self._thread.join()
 
     def _run(self) -> None:
-        while (state := self._queue.get()) is not None:
+        while (state := self._next()) is not None:
             if self._work is not None:
                 seed_write(state, self._work / "seed.pt.lz4", self._level)
             del state
             self._queue.task_done()
+
+    def _next(self) -> Any:
+        while threading.main_thread().is_alive():  # a benchmark that failed must still end
+            with contextlib.suppress(queue.Empty):
+                return self._queue.get(timeout=0.5)
+        return None
 
 
 class Clone(Method):
