@@ -26,7 +26,7 @@ from penstock.errors import UnsupportedValue
 _TENSORS = frozenset({torch.Tensor, torch.nn.Parameter})
 _LARGE_BYTES = 1 << 20
 _SAMPLE_BYTES = 32
-_MOST_SAMPLES = 8  # each is a cold page: the dearest part of a save
+_MOST_SAMPLES = 4  # each is a cold page: the dearest part of a save
 _KEYS = frozenset({int, float, str, bool, type(None), complex, bytes})
 _IMMUTABLE = _KEYS | {torch.Size, torch.dtype, torch.device}
 
