@@ -21,7 +21,7 @@ from penstock.errors import DataError
 
 LATEST = "latest"
 KIND = "checkpoint"
-_BASE_SUFFIX = ".base"
+BASE_SUFFIX = ".base"
 
 
 @dataclass(frozen=True)
@@ -139,7 +139,7 @@ def prune(
                 removed.append(saved.path)
         everything = [saved for saved in everything if saved.path not in removed]
     needed = {saved.base for saved in everything}
-    for kept in folder.glob(f".*{_BASE_SUFFIX}"):
+    for kept in folder.glob(f".*{BASE_SUFFIX}"):
         if not any(digest and kept.name.endswith(_kept_tail(digest)) for digest in needed):
             kept.unlink(missing_ok=True)
             removed.append(kept)
@@ -163,7 +163,7 @@ def _kept(
 
 
 def _kept_tail(digest: str) -> str:
-    return f".{digest[:12]}{_BASE_SUFFIX}"
+    return f".{digest[:12]}{BASE_SUFFIX}"
 
 
 def _kept_name(folder: Path, name: str, digest: str) -> Path:

@@ -25,7 +25,7 @@ from typing import BinaryIO, Self
 
 from penstock.errors import LockHeld, StorageError, UsageError
 
-_TEMPORARY_PREFIX = ".penstock-tmp-"
+TEMPORARY_PREFIX = ".penstock-tmp-"
 _HINTS = {
     errno.ENOSPC: "free some space and try again",
     errno.EDQUOT: "free some space and try again",
@@ -87,14 +87,14 @@ def _start_ticks(pid: int) -> int:
 
 
 def _temporary_path(folder: Path) -> Path:
-    return folder / f"{_TEMPORARY_PREFIX}{process_owner()}-{secrets.token_hex(6)}"
+    return folder / f"{TEMPORARY_PREFIX}{process_owner()}-{secrets.token_hex(6)}"
 
 
 def sweep(folder: Path) -> list[Path]:
     """Remove the temporaries that dead processes left in a folder; return what was removed."""
     removed = []
-    for entry in folder.glob(f"{_TEMPORARY_PREFIX}*"):
-        owner = entry.name.removeprefix(_TEMPORARY_PREFIX).rpartition("-")[0]
+    for entry in folder.glob(f"{TEMPORARY_PREFIX}*"):
+        owner = entry.name.removeprefix(TEMPORARY_PREFIX).rpartition("-")[0]
         if not owner_is_dead(owner):
             continue
         with contextlib.suppress(OSError):

@@ -11,15 +11,12 @@ from pathlib import Path
 from typing import Any
 
 from penstock.checkpoints import folder
-from penstock.core.files import owner_is_dead, storage_error
+from penstock.core.files import TEMPORARY_PREFIX, owner_is_dead, storage_error
 from penstock.core.memory import format_bytes
 from penstock.core.pack import PackReader
 from penstock.core.progress import Progress
 from penstock.errors import PenstockError, UsageError
 from penstock.tools import inspect
-
-_TEMPORARY_PREFIX = ".penstock-tmp-"
-_BASE_ENDING = ".base"
 
 
 @dataclass(frozen=True)
@@ -108,14 +105,14 @@ def _folder_files(where: Path, result: Examination) -> list[Path]:
         result.findings.append(Finding(str(pointer), problem))
     files = inspect.checkpoint_files(where)
     for hidden in sorted(where.glob(".*")):
-        if hidden.name.startswith(_TEMPORARY_PREFIX):
-            owner = hidden.name.removeprefix(_TEMPORARY_PREFIX).rpartition("-")[0]
+        if hidden.name.startswith(TEMPORARY_PREFIX):
+            owner = hidden.name.removeprefix(TEMPORARY_PREFIX).rpartition("-")[0]
             if owner_is_dead(owner):
                 problem = "left behind by a process that died; the next save removes it"
                 result.findings.append(Finding(str(hidden), problem))
             else:
                 result.notes.append(f"{hidden}: being written")
-        elif hidden.name.endswith(_BASE_ENDING) and hidden.is_file():
+        elif hidden.name.endswith(folder.BASE_SUFFIX) and hidden.is_file():
             files.append(hidden)
     if not files:
         result.notes.append(f"{where}: no checkpoints")
