@@ -186,7 +186,7 @@ class Planes(Codec):
             return lambda plane: bytes(Lz4(0).encode(plane)[0])
         # Narrow words are worth more effort: half of their bytes compress, not a quarter.
         narrow = width <= 2
-        window_log = 17 if self.level < 2 else (12 if narrow else 14) if self.level == 2 else 11
+        window_log = 17 if self.level < 2 else 14 if self.level == 2 and not narrow else 11
         parameters = zstandard.ZstdCompressionParameters(
             strategy=zstandard.STRATEGY_FAST,
             hash_log=6,
