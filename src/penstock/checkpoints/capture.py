@@ -26,7 +26,7 @@ import torch
 from numpy.typing import NDArray
 
 from penstock.checkpoints import cuda
-from penstock.checkpoints.freeze import Frozen
+from penstock.checkpoints.freeze import Frozen, version_of
 from penstock.checkpoints.tensors import NAMES, store_torch_value
 from penstock.core import tree
 from penstock.core.pack import DTYPES
@@ -246,7 +246,7 @@ class Capture:
             out.view(source.shape).copy_(source.detach())
 
     def _changed_versions(self) -> list[Part]:
-        versions = [tensor._version for tensor in self._owners]
+        versions = list(map(version_of, self._owners))
         if versions == self._versions:
             return []
         pairs = zip(self._lazy, versions, self._versions, strict=True)
