@@ -14,6 +14,9 @@ from penstock import errors
 from penstock.checkpoints.load import load_checkpoint
 from penstock.checkpoints.saver import AsyncCheckpointSaver
 
+# Each starts processes that import torch: slow on a loaded machine.
+pytestmark = pytest.mark.timeout(500)
+
 PROLOGUE = """
 import os, signal, sys, threading, time
 import torch
@@ -194,8 +197,8 @@ def test_a_second_interrupt_does_not_wait(tmp_path):
         write = publish.Publisher.write
         publish.Publisher.write = lambda self, job: (time.sleep(3), write(self, job))[1]
         save(1)
-        ready()
         try:
+            ready()
             time.sleep(60)
         except KeyboardInterrupt:
             print("out", flush=True)

@@ -18,6 +18,9 @@ from penstock.checkpoints.saver import AsyncCheckpointSaver
 
 from .conftest import assert_equal
 
+# Each starts processes that import torch: slow on a loaded machine.
+pytestmark = pytest.mark.timeout(500)
+
 
 def leftovers(path):
     return [p.name for p in path.iterdir() if p.name.startswith(".")]

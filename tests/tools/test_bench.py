@@ -12,6 +12,9 @@ from penstock.tools.bench import Settings, runner
 from penstock.tools.bench.faults import DAMAGES
 from penstock.tools.bench.measure import Timing, interleave, time_rows
 
+# Each starts processes that import torch: slow on a loaded machine.
+pytestmark = pytest.mark.timeout(500)
+
 
 @pytest.fixture(scope="module")
 def result(tmp_path_factory):

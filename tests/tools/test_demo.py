@@ -7,6 +7,9 @@ import pytest
 from penstock.errors import UsageError
 from penstock.tools import demo
 
+# Each starts processes that import torch: slow on a loaded machine.
+pytestmark = pytest.mark.timeout(500)
+
 
 def test_demo_tells_its_story_and_may_run_again(tmp_path, capsys, monkeypatch):
     monkeypatch.setenv("PENSTOCK_PROGRESS", "quiet")
