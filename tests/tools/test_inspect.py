@@ -178,3 +178,17 @@ def test_doctor_verifies_kept_bases(tmp_path):
     assert doctor.check_all([tmp_path]).files == 3
     damage(kept[0], -1000)
     assert len(doctor.check(tmp_path)) == 2
+
+
+@pytest.mark.parametrize("at", [8, 9, 12, 20])
+def test_damage_to_the_first_bytes_is_a_finding(tmp_path, at):
+    """Such a file no longer looks like ours: doctor must not pass over what it was asked about."""
+    with AsyncCheckpointSaver(tmp_path, handle_signals=False) as saver:
+        saver.save_async({"x": torch.ones(100)}, "x.pt").wait()
+    data = bytearray((tmp_path / "x.pt").read_bytes())
+    data[at] ^= 4
+    (tmp_path / "x.pt").write_bytes(data)
+    assert doctor.check(tmp_path / "x.pt")
+    assert doctor.check(tmp_path)
+    (tmp_path / "note.txt").write_text("hello")
+    assert doctor.check(tmp_path / "note.txt")

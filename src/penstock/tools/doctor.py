@@ -80,18 +80,24 @@ def check_all(paths: Iterable[str | os.PathLike[str]]) -> Examination:
     begin = time.perf_counter()
     result = Examination()
     files: list[Path] = []
+    meant: set[Path] = set()  # what must be a checkpoint: named by the user, or by `latest`
     for path in map(Path, paths):
         if path.is_dir():
             files += _folder_files(path, result)
+            newest = folder.latest(path)
+            if newest is not None:
+                meant.add(newest)
+                files += [newest] if newest not in files else []
         elif path.exists() or path.is_symlink():
             files.append(path)
+            meant.add(path)
         else:
             raise UsageError(f"there is no file or folder {path}")
     total = sum(file.stat().st_size for file in files if file.exists())
     with Progress(total, "doctor", "bytes") as progress:
         for file in files:
             progress.note(file.name)
-            size_bytes = _check_file(file, result)
+            size_bytes = _check_file(file, result, meant=file in meant)
             progress.advance(size_bytes)
     result.seconds = time.perf_counter() - begin
     return result
@@ -119,8 +125,8 @@ def _folder_files(where: Path, result: Examination) -> list[Path]:
     return files
 
 
-def _check_file(path: Path, result: Examination) -> int:
-    """Verify one file; return its size on disk."""
+def _check_file(path: Path, result: Examination, *, meant: bool) -> int:
+    """Verify one file, which must be a checkpoint if it is `meant` as one; return its size."""
     try:
         size_bytes = path.stat().st_size
         kind = inspect.classify(path)
@@ -137,6 +143,8 @@ def _check_file(path: Path, result: Examination) -> int:
             return size_bytes
         elif kind == "damaged":
             problems = ["damaged: its beginning or end is not that of a checkpoint"]
+        elif meant:
+            problems = ["not a checkpoint, or its first bytes are damaged"]
         else:
             result.notes.append(f"{path}: not a checkpoint, passed over")
             return size_bytes
