@@ -22,13 +22,14 @@ EXIT_INTERRUPTED = 130
 
 _EXIT_CODES = """\
 exit codes:
-  0 ok            1 finding (doctor)   2 usage            3 unusable data
+  0 ok            1 finding, bag failed 2 usage            3 unusable data
   4 storage       5 missing extra      6 save discarded
   70 internal error                    130 interrupted
 
 examples:
-  penstock info runs/x
-  penstock doctor runs/x"""
+  penstock info flight.bag
+  penstock convert bags/ dataset --memory 512MB
+  penstock doctor dataset"""
 
 
 class _Parser(argparse.ArgumentParser):
@@ -115,13 +116,18 @@ def _build_parser() -> argparse.ArgumentParser:
     info = _verb(
         verbs,
         "info",
-        "show what is in checkpoints or folders of them",
-        "Sizes, codecs, base, metadata and the largest tensors, read from the header alone.\n"
-        "Nothing is unpickled, and torch is not needed.",
-        "penstock info runs/x/latest",
+        "show what is in recordings, datasets and checkpoints",
+        "A recording: topics, types, rates, gaps, sizes, and a guess of what a dataset would hold.\n"
+        "A dataset: features, episodes, codecs. A checkpoint: sizes, codecs, the largest tensors.\n"
+        "Read from indexes and headers alone; nothing is unpickled, and torch is not needed.",
+        "penstock info flight.bag --write-map map.yaml",
         _info,
     )
-    info.add_argument("paths", nargs="+", metavar="PATH", help="a checkpoint, or a folder of them")
+    info.add_argument(
+        "paths", nargs="+", metavar="PATH", help="a recording, dataset or checkpoint, or a folder"
+    )
+    info.add_argument("--write-map", metavar="FILE", help="write the guess for a bag, to edit it")
+    info.add_argument("--salvage", action="store_true", help="read what there is of a damaged bag")
     info.add_argument(
         "--top", type=_natural, default=10, metavar="N", help="largest tensors to list (default 10)"
     )
@@ -130,16 +136,22 @@ def _build_parser() -> argparse.ArgumentParser:
     doctor = _verb(
         verbs,
         "doctor",
-        "verify every byte of checkpoints or folders of them",
-        "Decodes every block, checks the bases of differences, the `latest` pointer and\n"
-        "left-over temporary files. Exit code 1 if anything is wrong.",
-        "penstock doctor runs/x --json",
+        "verify every byte of datasets and checkpoints",
+        "A dataset: schemas, counts, timestamps, statistics, and every picture is decoded.\n"
+        "A checkpoint: every block is decoded; bases of differences, the `latest` pointer and\n"
+        "left-over temporary files are checked. Exit code 1 if anything is wrong.",
+        "penstock doctor dataset --json",
         _doctor,
     )
     doctor.add_argument(
-        "paths", nargs="+", metavar="PATH", help="a checkpoint, or a folder of them"
+        "paths", nargs="+", metavar="PATH", help="a dataset or checkpoint, or a folder of them"
+    )
+    doctor.add_argument(
+        "--quick", action="store_true", help="of a dataset, decode only a sample of the pictures"
     )
     doctor.add_argument("--json", action="store_true", help="one JSON document on stdout")
+
+    _add_convert(verbs)
 
     bench = _verb(
         verbs,
@@ -167,6 +179,55 @@ def _build_parser() -> argparse.ArgumentParser:
 
     parser.set_defaults(verbs=list(verbs.choices))
     return parser
+
+
+def _add_convert(verbs: Any) -> None:
+    convert = _verb(
+        verbs,
+        "convert",
+        "turn ROS bags of any size into a LeRobot dataset, in bounded memory",
+        "Bags are .bag, .db3, .mcap, ROS 2 folders, or folders of them; the last path is the\n"
+        "dataset. Every bag is committed when it is done: after a crash, --resume goes on.\n"
+        "Without --map or --config the mapping is guessed from the first bag (see penstock info).\n"
+        "With --config both paths may be left out: the settings name them.",
+        "penstock convert bags/ dataset --config KuavoRosbag2Lerobot.yaml dataset.train_hz=20",
+        _convert,
+    )
+    convert.add_argument(
+        "words", nargs="*", metavar="BAGS OUT key=value", help="bags, the dataset, and settings"
+    )
+    which = convert.add_mutually_exclusive_group()
+    which.add_argument("--map", metavar="FILE", help="a mapping of topics to features (YAML)")
+    which.add_argument("--config", metavar="FILE", help="a Kuavo settings file (Hydra YAML)")
+    convert.add_argument("--fps", type=_natural, metavar="N", help="frames per second")
+    convert.add_argument("--codec", help="h264 (default), av1, copy (JPEG as recorded) or png")
+    convert.add_argument("--depth-codec", help="depth12 (default) or grey8")
+    convert.add_argument("--clock", help="bag (default) or header")
+    convert.add_argument("--task", metavar="TEXT", help="what the robot does")
+    convert.add_argument(
+        "--version", default="v3.0", help="of the dataset format: v3.0 (default) or v2.1"
+    )
+    convert.add_argument(
+        "--memory", default="512MB", metavar="SIZE", help="memory to stay below (default 512MB)"
+    )
+    convert.add_argument(
+        "--workers", type=_natural, default=1, metavar="N", help="bags at a time (default 1)"
+    )
+    mode = convert.add_mutually_exclusive_group()
+    mode.add_argument("--resume", action="store_true", help="go on; what is committed is skipped")
+    mode.add_argument("--append", action="store_true", help="add to a dataset that exists")
+    mode.add_argument("--overwrite", action="store_true", help="replace a dataset that exists")
+    convert.add_argument(
+        "--salvage", action="store_true", help="read what there is of damaged bags"
+    )
+    convert.add_argument(
+        "--dry-run",
+        action="store_true",
+        help="predict frames, size, time and memory; write nothing",
+    )
+    convert.add_argument("--no-check", action="store_true", help="do not verify the dataset")
+    convert.add_argument("--report", metavar="FILE", help="the HTML report (default OUT.html)")
+    convert.add_argument("--json", action="store_true", help="one JSON document on stdout")
 
 
 def _verb(
@@ -202,23 +263,36 @@ def _natural(text: str) -> int:
 def _info(arguments: argparse.Namespace) -> int:
     from penstock.tools import inspect
 
-    found = [inspect.describe(path) for path in arguments.paths]
+    found = [inspect.describe_any(path, arguments.salvage) for path in arguments.paths]
+    if arguments.write_map:
+        inspect.write_map(arguments.paths[0], arguments.write_map, arguments.salvage)
     if arguments.json:
         _print_json(found)
     else:
-        print("\n\n".join(inspect.describe_text(facts, arguments.top) for facts in found))
+        print("\n\n".join(inspect.any_text(facts, arguments.top) for facts in found))
     return 0
 
 
 def _doctor(arguments: argparse.Namespace) -> int:
     from penstock.tools import doctor
 
-    result = doctor.check_all(arguments.paths)
+    result = doctor.check_all(arguments.paths, quick=arguments.quick)
     if arguments.json:
         _print_json(result.to_json())
     else:
         print(result.text())
     return EXIT_FINDING if result.findings else 0
+
+
+def _convert(arguments: argparse.Namespace) -> int:
+    from penstock.tools import convert_command
+
+    report = convert_command.run(arguments)
+    if arguments.json:
+        _print_json(report.to_json())
+    else:
+        print(report.text())
+    return 0 if report.ok else EXIT_FINDING
 
 
 def _bench(arguments: argparse.Namespace) -> int:

@@ -23,7 +23,7 @@ from penstock.core.progress import Progress
 from penstock.errors import PenstockError, PenstockWarning, UsageError
 from penstock.tools import doctor, inspect
 from penstock.tools.bench.state import tensors
-from penstock.tools.report import Report, text_table
+from penstock.core.report import Report, text_table
 
 ITERATIONS = 120
 _MARKER = ".penstock-demo"

@@ -1,4 +1,4 @@
-"""Verify checkpoints and folders of them, byte by byte, without torch."""
+"""Verify datasets, checkpoints and folders of them, byte by byte, without torch."""
 
 from __future__ import annotations
 
@@ -16,7 +16,8 @@ from penstock.core.memory import format_bytes
 from penstock.core.pack import PackReader
 from penstock.core.progress import Progress
 from penstock.errors import PenstockError, UsageError
-from penstock.tools import inspect
+from penstock.lerobot import doctor as lerobot_doctor
+from penstock.tools import inspect, inspect_dataset
 
 
 @dataclass(frozen=True)
@@ -71,8 +72,12 @@ def check(path: str | os.PathLike[str]) -> list[Finding]:
     return check_all([path]).findings
 
 
-def check_all(paths: Iterable[str | os.PathLike[str]]) -> Examination:
+def check_all(paths: Iterable[str | os.PathLike[str]], quick: bool = False) -> Examination:
     """Verify several files and folders.
+
+    Args:
+        paths: Datasets, checkpoints, folders of checkpoints.
+        quick: Of a dataset, decode only a sample of the pictures.
 
     Raises:
         UsageError: There is nothing under a name.
@@ -82,7 +87,9 @@ def check_all(paths: Iterable[str | os.PathLike[str]]) -> Examination:
     files: list[Path] = []
     meant: set[Path] = set()  # what must be a checkpoint: named by the user, or by `latest`
     for path in map(Path, paths):
-        if path.is_dir():
+        if inspect_dataset.is_dataset(path):
+            _check_dataset(path, result, quick)
+        elif path.is_dir():
             files += _folder_files(path, result)
             newest = folder.latest(path)
             if newest is not None:
@@ -101,6 +108,23 @@ def check_all(paths: Iterable[str | os.PathLike[str]]) -> Examination:
             progress.advance(size_bytes)
     result.seconds = time.perf_counter() - begin
     return result
+
+
+def _check_dataset(path: Path, result: Examination, quick: bool) -> None:
+    """Verify a LeRobot dataset; what can be used all the same becomes a note."""
+    size_bytes = sum(file.stat().st_size for file in path.rglob("*") if file.is_file())
+    with Progress(size_bytes, "doctor", "bytes") as progress:
+        checkup = lerobot_doctor.check(path, "sample" if quick else "all", progress)
+    for found in checkup.findings:
+        problem = f"{found.what}; {found.todo}"
+        if found.severity == "error":
+            result.findings.append(Finding(str(path / found.where), problem))
+        else:
+            result.notes.append(f"{path / found.where}: {problem}")
+    covered = ", ".join(f"{count} {name}" for name, count in checkup.checked.items())
+    result.notes.append(f"{path}: checked {covered}")
+    result.files += checkup.checked.get("files", 0)
+    result.size_bytes += size_bytes
 
 
 def _folder_files(where: Path, result: Examination) -> list[Path]:

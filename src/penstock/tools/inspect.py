@@ -18,7 +18,8 @@ from penstock.core.files import storage_error
 from penstock.core.memory import format_bytes
 from penstock.core.pack import Entry, Limits, PackReader, is_pack
 from penstock.errors import CorruptFile, DataError, UnknownFormat, UsageError
-from penstock.tools.report import text_table
+from penstock.tools import inspect_bag, inspect_dataset
+from penstock.core.report import text_table
 
 FileKind = Literal["pack", "torch", "pickle", "lz4", "safetensors", "damaged", "unknown"]
 Facts = dict[str, Any]
@@ -83,6 +84,34 @@ def open_pack(path: Path) -> PackReader:
         return PackReader(path, find_base=folder.find_base)
     except OSError as error:
         raise storage_error("read", path, error) from error
+
+
+def describe_any(path: str | os.PathLike[str], salvage: bool = False) -> Facts:
+    """Say what is in a recording, a dataset, a checkpoint, or a folder of checkpoints."""
+    where = Path(path)
+    if inspect_dataset.is_dataset(where):
+        return inspect_dataset.describe(where)
+    if inspect_bag.is_bag(where):
+        return inspect_bag.describe(where, salvage)
+    return describe(where)
+
+
+def any_text(facts: Facts, top: int = 10) -> str:
+    """Lay out what `describe_any` found for the terminal."""
+    if "topics" in facts:
+        return inspect_bag.describe_text(facts)
+    if "episodes" in facts:
+        return inspect_dataset.describe_text(facts)
+    return describe_text(facts, top)
+
+
+def write_map(path: str, target: str, salvage: bool) -> None:
+    """Write the guessed mapping of a bag as a YAML file; never over an existing one."""
+    if not inspect_bag.is_bag(Path(path)):
+        raise UsageError(f"{path} is no recording: --write-map needs one")
+    if Path(target).exists():
+        raise UsageError(f"{target} exists already; remove it or choose another name")
+    inspect_bag.write_map(Path(path), Path(target), salvage)
 
 
 def describe(path: str | os.PathLike[str]) -> Facts:

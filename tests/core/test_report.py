@@ -8,8 +8,8 @@ from html.parser import HTMLParser
 import pytest
 
 from penstock.errors import UsageError
-from penstock.tools.plot import draw
-from penstock.tools.report import Report, text_table
+from penstock.core.plot import draw
+from penstock.core.report import Report, text_table
 
 NASTY = "<script>alert('&')</script>"
 

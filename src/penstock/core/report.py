@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from penstock.core.files import publish_bytes
-from penstock.tools.plot import Kind, Series, draw
+from penstock.core.plot import Kind, Series, draw
 
 _STYLE = """
 :root { color-scheme: light dark; --fg: #1b1f24; --soft: #5b6570; --bg: #ffffff; --card: #f4f6f8;
@@ -45,6 +45,9 @@ td.n, th.n { text-align: right; white-space: nowrap; }
 pre { background: var(--card); border: 1px solid var(--line); border-radius: 8px;
   padding: .7rem .9rem; font-size: .85rem; white-space: pre-wrap; overflow-wrap: anywhere; }
 figure { margin: 1rem 0; }
+.pictures { display: flex; flex-wrap: wrap; gap: .75rem; }
+.pictures figure { margin: .5rem 0; max-width: 100%; }
+.pictures img { display: block; max-width: 100%; border-radius: 6px; }
 figcaption { color: var(--soft); font-size: .9rem; }
 .plot text { font: 13px system-ui, sans-serif; fill: var(--soft); }
 .plot { width: 100%; max-width: 620px; height: auto; display: block; }
@@ -128,6 +131,15 @@ class Report:
         note = f"<figcaption>{escape(caption)}</figcaption>" if caption else ""
         picture = draw(series, x_label, y_label, kind)
         self._parts.append(f'<figure><div class="scroll">{picture}</div>{note}</figure>')
+
+    def pictures(self, items: Sequence[tuple[str, str]]) -> None:
+        """Add pictures side by side: (data URL, caption)."""
+        cells = (
+            f'<figure><img src="{escape(source)}" alt="{escape(caption)}">'
+            f"<figcaption>{escape(caption)}</figcaption></figure>"
+            for source, caption in items
+        )
+        self._parts.append(f'<div class="pictures">{"".join(cells)}</div>')
 
     def html(self) -> str:
         """Return the page."""

@@ -1,0 +1,278 @@
+"""Message definitions: parsed, and refused if hostile, before anything is made from them.
+
+Names are matched against an allow-list; constants and default values are dropped; types must be
+defined, must not contain themselves, and must stay within the limits.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from typing import Any, Final
+
+from penstock.bags.limits import Limits
+from penstock.errors import DataError, LimitExceeded
+
+_NAME: Final = r"[A-Za-z][A-Za-z0-9_]*"
+_FIELD: Final = re.compile(
+    rf"({_NAME}(?:/{_NAME}){{0,3}})(?:<=[0-9]{{1,10}})?(?:\[((?:<=)?[0-9]{{0,10}})\])?"
+    rf"[ \t]+({_NAME})(?:[ \t]+[^\n]*)?"
+)
+_CONSTANT: Final = re.compile(rf"[A-Za-z0-9]+(?:<=[0-9]{{1,10}})?[ \t]+{_NAME}[ \t]*=[^\n]*")
+_SEPARATOR: Final = re.compile(r"={3,}")
+_TYPE_NAME: Final = re.compile(rf"{_NAME}(?:/{_NAME}){{1,3}}")
+_LONGEST_NAME: Final = 255
+# Fields of a type with all its sub-messages laid out; no real message comes near.
+_MOST_LEAVES: Final = 20_000
+_MOST_ARRAY: Final = 2**31
+
+NUMBERS: Final = {
+    "bool": "u1",
+    "byte": "u1",
+    "octet": "u1",
+    "char": "u1",
+    "int8": "i1",
+    "uint8": "u1",
+    "int16": "i2",
+    "uint16": "u2",
+    "int32": "i4",
+    "uint32": "u4",
+    "int64": "i8",
+    "uint64": "u8",
+    "float32": "f4",
+    "float64": "f8",
+}
+_OTHERS: Final = {"string", "wstring", "wchar", "float128", "fixed"}
+_SHORT: Final = {
+    "Header": "std_msgs/msg/Header",
+    "time": "builtin_interfaces/msg/Time",
+    "duration": "builtin_interfaces/msg/Duration",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Field:
+    """A field of a message type.
+
+    Attributes:
+        name: Its name.
+        type: A base type such as "float64", or the full name of a message type.
+        size: None for one value, -1 for a sequence, otherwise the length of an array.
+    """
+
+    name: str
+    type: str
+    size: int | None = None
+
+    @property
+    def is_base(self) -> bool:
+        """Whether it holds no message."""
+        return self.type in NUMBERS or self.type in _OTHERS
+
+    @property
+    def text(self) -> str:
+        """The type as people write it."""
+        suffix = "" if self.size is None else "[]" if self.size < 0 else f"[{self.size}]"
+        return self.type + suffix
+
+
+Types = dict[str, tuple[Field, ...]]
+
+
+def load_types(type_name: str, definition: str, encoding: str, limits: Limits) -> Types:
+    """Return a message type and all that it contains.
+
+    Args:
+        type_name: In ROS 2 spelling.
+        definition: From the bag: a .msg text with its dependencies, or IDL. "" takes the type
+            from the common ones of ROS.
+        encoding: "ros1" or "cdr": which ROS the common types are of.
+        limits: Of its size and nesting.
+
+    Raises:
+        DataError: It is not understood, incomplete or hostile.
+    """
+    if len(definition) > limits.definition_bytes:
+        raise LimitExceeded(
+            f"the definition of {type_name[:80]!r} has {len(definition)} bytes, more than "
+            f"{limits.definition_bytes}"
+        )
+    _check_type_name(type_name)
+    if not definition.strip():
+        found: Types = {}
+    elif _is_idl(definition):
+        found = _parse_idl(definition)
+    else:
+        found = _parse_msg(definition, type_name)
+    types = _Collector(found, encoding, limits).collect(type_name)
+    _count_leaves(type_name, types, {})
+    return types
+
+
+def _parse_msg(text: str, type_name: str) -> Types:
+    types: Types = {}
+    name = type_name
+    fields: list[Field] = []
+    lines = iter(text.replace("\r", "").split("\n"))
+    for line in lines:
+        line = line.strip()
+        if _SEPARATOR.fullmatch(line):
+            types.setdefault(name, tuple(fields))
+            head = next(lines, "").strip()
+            if not head.startswith("MSG: "):
+                raise DataError(f"the definition of {type_name} has a part without a name")
+            name = full_name(head.removeprefix("MSG: ").strip(), "")
+            _check_type_name(name)
+            fields = []
+            continue
+        if not line or line.startswith("#") or line.startswith("@") or _CONSTANT.match(line):
+            continue
+        match = _FIELD.fullmatch(line.partition("#")[0].strip())
+        if match is None:
+            raise DataError(f"the definition of {name} has a line that is no field: {line[:80]!r}")
+        kind, size, field_name = match.groups()
+        fields.append(_field(field_name, kind, size, name))
+    types.setdefault(name, tuple(fields))
+    return types
+
+
+def _field(name: str, kind: str, size: str | None, owner: str) -> Field:
+    if len(name) > _LONGEST_NAME:
+        raise DataError(f"the definition of {owner} has a field with a name that is too long")
+    if kind not in NUMBERS and kind not in _OTHERS:
+        kind = full_name(kind, owner)
+        _check_type_name(kind)
+    if size is None:
+        return Field(name, kind)
+    if size == "" or size.startswith("<="):
+        return Field(name, kind, -1)
+    if int(size) >= _MOST_ARRAY:
+        raise LimitExceeded(f"the field {name} of {owner} is an array of {size} items")
+    return Field(name, kind, int(size))
+
+
+def full_name(name: str, owner: str) -> str:
+    """Return the full name of a type as it is written in the definition of another."""
+    if name in _SHORT:
+        return _SHORT[name]
+    parts = name.split("/")
+    if len(parts) == 1:
+        parts = [*owner.split("/")[:-1], name]
+    elif len(parts) == 2:
+        parts = [parts[0], "msg", parts[1]]
+    return "/".join(parts)
+
+
+def _is_idl(text: str) -> bool:
+    head = text.lstrip().partition("\n")
+    return (_SEPARATOR.fullmatch(head[0].strip()) is not None and head[2].startswith("IDL: ")) or (
+        re.search(r"^\s*module\s+\w+", text, re.MULTILINE) is not None
+    )
+
+
+def _parse_idl(text: str) -> Types:
+    from rosbags.typesys import get_types_from_idl
+
+    try:
+        parsed: Any = get_types_from_idl(text)
+        return _from_rosbags(parsed)
+    except DataError:
+        raise
+    except Exception as error:  # a parser written for honest input fails in many ways
+        reason = " ".join(str(error).split())[:120]
+        raise DataError(f"an IDL definition is not understood ({reason})") from error
+
+
+def _from_rosbags(parsed: Any) -> Types:
+    """Convert the types of rosbags; their names are checked like all others."""
+    from rosbags.interfaces import Nodetype
+
+    types: Types = {}
+    for name, (_, fields) in parsed.items():
+        found = []
+        for field_name, (node, detail) in fields:
+            size = None
+            if node in (Nodetype.ARRAY, Nodetype.SEQUENCE):
+                size = -1 if node == Nodetype.SEQUENCE else detail[1]
+                node, detail = detail[0]
+            found.append((field_name, node, detail, size))
+        types[name] = tuple(
+            Field(field_name, detail if node == Nodetype.NAME else detail[0], size)
+            for field_name, node, detail, size in found
+            if field_name != "structure_needs_at_least_one_member"
+        )
+    return types
+
+
+def _common_types(encoding: str) -> Types:
+    from rosbags.typesys import Stores, get_typestore
+
+    store = get_typestore(Stores.ROS1_NOETIC if encoding == "ros1" else Stores.ROS2_HUMBLE)
+    return _from_rosbags(store.fielddefs)
+
+
+class _Collector:
+    """Gathers a type and what it contains, from the bag and else from the common types."""
+
+    def __init__(self, found: Types, encoding: str, limits: Limits) -> None:
+        self._found, self._encoding, self._limits = found, encoding, limits
+        self._common: Types | None = None
+        self._types: Types = {}
+
+    def collect(self, name: str) -> Types:
+        """Return the types; none may contain itself."""
+        self._visit(name, ())
+        return self._types
+
+    def _visit(self, name: str, above: tuple[str, ...]) -> None:
+        if name in above:
+            raise DataError(f"the message type {name} contains itself")
+        if len(above) >= self._limits.nesting:
+            raise LimitExceeded(
+                f"the message type {above[0]} is nested deeper than {self._limits.nesting}"
+            )
+        if name in self._types:
+            return
+        if len(self._types) > _MOST_LEAVES:
+            raise LimitExceeded(f"the message type {above[0]} contains too many others")
+        fields = self._fields(name)
+        seen: set[str] = set()
+        for field in fields:
+            if not re.fullmatch(_NAME, field.name) or field.name in seen:
+                raise DataError(f"the message type {name} has a bad field name {field.name[:80]!r}")
+            seen.add(field.name)
+            if not field.is_base:
+                _check_type_name(field.type)
+                self._visit(field.type, (*above, name))
+        self._types[name] = fields
+
+    def _fields(self, name: str) -> tuple[Field, ...]:
+        if name in self._found:
+            return self._found[name]
+        if self._common is None:
+            self._common = _common_types(self._encoding)
+        if name not in self._common:
+            raise DataError(
+                f"the message type {name} is not defined in the bag and is no common one; its "
+                "messages can be copied, but not decoded"
+            )
+        return self._common[name]
+
+
+def _count_leaves(name: str, types: Types, known: dict[str, int]) -> int:
+    """Count the values of a type laid out; the codes made from it grow with them."""
+    if name not in known:
+        total = 1
+        for field in types[name]:
+            each = 1 if field.is_base else _count_leaves(field.type, types, known)
+            numeric = field.type in NUMBERS
+            total += each * (1 if numeric or field.size is None else max(field.size, 1))
+            if total > _MOST_LEAVES:
+                raise LimitExceeded(f"the message type {name} has more than {_MOST_LEAVES} fields")
+        known[name] = total
+    return known[name]
+
+
+def _check_type_name(name: str) -> None:
+    if len(name) > _LONGEST_NAME or _TYPE_NAME.fullmatch(name) is None:
+        raise DataError(f"a message type has the bad name {name[:80]!r}")

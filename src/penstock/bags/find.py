@@ -1,0 +1,110 @@
+"""Which files are bags, and which reader opens them."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+from penstock.bags.limits import Limits
+from penstock.bags.reader import Bag
+from penstock.core.files import storage_error
+from penstock.errors import DataError, UnknownFormat
+
+_MAGICS = {b"#ROSBAG": "bag", b"\x89MCAP": "mcap", b"SQLite format 3\0": "db3"}
+_ZSTD_MAGIC = b"\x28\xb5\x2f\xfd"
+_FILE_NAME = re.compile(r".*\.(bag|bag\.active|db3|mcap|db3\.zstd|mcap\.zstd)")
+_PART_NAME = re.compile(r".*\.(db3|mcap|db3\.zstd|mcap\.zstd)")
+METADATA = "metadata.yaml"
+
+
+def natural_key(path: Path) -> list[tuple[bool, int, str]]:
+    """Order names as people do: take_2 before take_10."""
+    parts = re.split(r"(\d+)", str(path))
+    return [(part.isdigit(), int(part) if part.isdigit() else 0, part) for part in parts]
+
+
+def open_any(path: Path, salvage: bool, limits: Limits) -> Bag:
+    """Open a file by its first bytes, or a folder as a ROS 2 bag."""
+    if path.is_dir():
+        from penstock.bags.folder import FolderBag
+
+        return FolderBag(path, limits, salvage)
+    kind = _kind(path)
+    if kind == "bag":
+        from penstock.bags.ros1 import Ros1Bag
+
+        return Ros1Bag(path, limits, salvage)
+    if kind == "mcap":
+        from penstock.bags.mcap_bag import McapBag
+
+        return McapBag(path, limits, salvage)
+    if kind == "db3":
+        from penstock.bags.sqlite import SqliteBag
+
+        return SqliteBag(path, limits, salvage)
+    from penstock.bags.folder import CompressedFile
+
+    return CompressedFile(path, limits, salvage)
+
+
+def find_all(paths: list[Path]) -> list[Path]:
+    """Return all bags of some files and folders."""
+    found: dict[Path, Path] = {}
+    for path in paths:
+        here = _bags_in(path)
+        if not here:
+            raise DataError(f"{path} holds no bag (.bag, .db3, .mcap or a ROS 2 bag folder)")
+        for bag in here:
+            found.setdefault(bag.resolve(), bag)
+    if not found:
+        raise DataError("no bag was given; pass files or folders of .bag, .db3 or .mcap")
+    return sorted(found.values(), key=natural_key)
+
+
+def parts_of(folder: Path) -> list[Path]:
+    """Return the database files in a folder, in natural order; the uncompressed of twins."""
+    names = [p for p in _entries(folder) if p.is_file() and _PART_NAME.fullmatch(p.name)]
+    plain = {p.name for p in names}
+    return [p for p in names if p.suffix != ".zstd" or p.stem not in plain]
+
+
+def _bags_in(path: Path) -> list[Path]:
+    try:
+        if path.is_file():
+            return [path]
+        if not path.is_dir():
+            raise DataError(f"{path} does not exist; check the path")
+    except OSError as error:
+        raise storage_error("read", path, error) from error
+    if (path / METADATA).is_file():
+        return [path]
+    return [
+        entry
+        for entry in _entries(path)
+        if (entry.is_file() and _FILE_NAME.fullmatch(entry.name) and not entry.name.startswith("."))
+        or (entry.is_dir() and ((entry / METADATA).is_file() or parts_of(entry)))
+    ]
+
+
+def _entries(folder: Path) -> list[Path]:
+    try:
+        return sorted(folder.iterdir(), key=natural_key)
+    except OSError as error:
+        raise storage_error("read", folder, error) from error
+
+
+def _kind(path: Path) -> str:
+    try:
+        with path.open("rb") as file:
+            head = file.read(16)
+    except FileNotFoundError:
+        raise DataError(f"{path} does not exist; check the path") from None
+    except OSError as error:
+        raise storage_error("read", path, error) from error
+    for magic, kind in _MAGICS.items():
+        if head.startswith(magic):
+            return kind
+    if head.startswith(_ZSTD_MAGIC) and path.suffix == ".zstd":
+        return "zstd"
+    what = "is empty" if not head else "is not a bag"
+    raise UnknownFormat(f"{path} {what}; .bag (2.0), .db3 and .mcap files can be read")

@@ -1,0 +1,183 @@
+"""ROS 2 bag folders: one or several files, in the order of their metadata.yaml, as one bag."""
+
+from __future__ import annotations
+
+import shutil
+import tempfile
+from collections.abc import Iterator, Sequence
+from pathlib import Path, PurePosixPath
+from typing import Any, Final
+
+import numpy as np
+import zstandard
+from numpy.typing import NDArray
+
+from penstock.bags.find import METADATA, open_any, parts_of
+from penstock.bags.limits import Limits
+from penstock.bags.reader import Bag, Message, SalvageReport, join_topics
+from penstock.core.files import storage_error
+from penstock.errors import CorruptFile, DataError, LimitExceeded
+
+_METADATA_BYTES: Final = 16 * 10**6
+_PIECE_BYTES: Final = 1 << 20
+
+
+class JoinedBag(Bag):
+    """Several files that are one recording; ordinals go on from file to file.
+
+    Files compressed as a whole are decompressed into a temporary folder, for as long as the bag
+    is open.
+    """
+
+    def __init__(self, path: Path, parts: Sequence[Path], limits: Limits, salvage: bool) -> None:
+        self.path, self.limits = path, limits
+        self._temporary: Path | None = None
+        self._parts: list[Bag] = []
+        self._compressed = any(part.suffix == ".zstd" for part in parts)
+        try:
+            for part in parts:
+                plain = self._decompress(part) if part.suffix == ".zstd" else part
+                self._parts.append(open_any(plain, salvage, limits))
+        except BaseException:
+            self.close()
+            raise
+        self.size_bytes = sum(part.stat().st_size for part in parts)
+        self.kind = self._parts[0].kind
+        self.topics = join_topics(topic for bag in self._parts for topic in bag.topics.values())
+        used = [bag for bag in self._parts if bag.message_count]
+        self.start_ns = min((bag.start_ns for bag in used), default=0)
+        self.end_ns = max((bag.end_ns for bag in used), default=0)
+        names = {name for bag in self._parts for name in bag.compression.split("+")}
+        self.compression = "zstd" if self._compressed else "+".join(sorted(names))
+        self.salvage = _join_reports([bag.salvage for bag in self._parts])
+
+    def times(self, topic: str) -> NDArray[np.int64]:
+        """Return the log times of a topic, in file order."""
+        self.topic(topic)
+        parts = [bag.times(topic) for bag in self._parts if topic in bag.topics]
+        return np.concatenate(parts)
+
+    def close(self) -> None:
+        """Close the files and remove the temporary ones; safe to call twice."""
+        for bag in self._parts:
+            bag.close()
+        if self._temporary is not None:
+            shutil.rmtree(self._temporary, ignore_errors=True)
+            self._temporary = None
+
+    def _read(self, topics: Sequence[str]) -> Iterator[Message]:
+        before = dict.fromkeys(topics, 0)
+        for bag in self._parts:
+            here = [topic for topic in topics if topic in bag.topics]
+            for message in bag.read(here):
+                if before[message.topic]:
+                    message = message._replace(ordinal=message.ordinal + before[message.topic])
+                yield message
+            for topic in here:
+                before[topic] += bag.topics[topic].count
+
+    def _decompress(self, path: Path) -> Path:
+        """Write the decompressed file into the temporary folder; its growth is bounded."""
+        try:
+            if self._temporary is None:
+                self._temporary = Path(tempfile.mkdtemp(prefix="penstock-"))
+            stored_bytes = path.stat().st_size
+            most_bytes = max(self.limits.ratio_from_bytes, stored_bytes * self.limits.ratio)
+            target = self._temporary / path.stem
+            size_bytes = 0
+            with path.open("rb") as file, target.open("xb") as out:
+                reader = zstandard.ZstdDecompressor().stream_reader(file, read_across_frames=True)
+                while piece := reader.read(_PIECE_BYTES):
+                    size_bytes += len(piece)
+                    if size_bytes > most_bytes:
+                        raise LimitExceeded(
+                            f"{path}: it grows more than {self.limits.ratio}:1 when decompressed; "
+                            "raise Limits.ratio if it is meant"
+                        )
+                    out.write(piece)
+        except zstandard.ZstdError as error:
+            raise CorruptFile(f"{path} cannot be decompressed ({error})") from error
+        except OSError as error:
+            raise storage_error("decompress into a temporary folder", path, error) from error
+        return target
+
+
+class FolderBag(JoinedBag):
+    """The folder of a ROS 2 bag, with or without a metadata.yaml."""
+
+    def __init__(self, path: Path, limits: Limits, salvage: bool = False) -> None:
+        parts = _listed_parts(path, salvage) if (path / METADATA).is_file() else parts_of(path)
+        if not parts:
+            raise DataError(f"{path} is not a ROS 2 bag folder: it holds no .db3 or .mcap file")
+        kinds = {part.name.removesuffix(".zstd").rpartition(".")[2] for part in parts}
+        if len(kinds) > 1:
+            raise DataError(f"{path} holds both .db3 and .mcap files; pass one of them")
+        super().__init__(path, parts, limits, salvage)
+
+
+class CompressedFile(JoinedBag):
+    """One .db3 or .mcap file that is compressed as a whole."""
+
+    def __init__(self, path: Path, limits: Limits, salvage: bool = False) -> None:
+        super().__init__(path, [path], limits, salvage)
+
+
+def _listed_parts(folder: Path, salvage: bool) -> list[Path]:
+    """Return the files that metadata.yaml names, in its order."""
+    try:
+        names = _file_names(folder / METADATA)
+        parts = [_find_part(folder, name) for name in names]
+    except CorruptFile:
+        if not salvage:
+            raise
+        return parts_of(folder)
+    missing = [name for name, part in zip(names, parts, strict=True) if part is None]
+    if missing and not salvage:
+        raise CorruptFile(
+            f"{folder}: {METADATA} names the file {missing[0]!r}, which is missing; pass --salvage "
+            "to read the others"
+        )
+    return [part for part in parts if part is not None]
+
+
+def _find_part(folder: Path, name: str) -> Path | None:
+    # Old versions wrote the folder in front; whatever stands there, only this folder is read.
+    base = PurePosixPath(name).name
+    for candidate in (base, f"{base}.zstd", base.removesuffix(".zstd")):
+        if candidate and (folder / candidate).is_file():
+            return folder / candidate
+    return None
+
+
+def _file_names(path: Path) -> list[str]:
+    from ruamel.yaml import YAML
+
+    try:
+        if path.stat().st_size > _METADATA_BYTES:
+            raise LimitExceeded(f"{path} is larger than {_METADATA_BYTES} bytes")
+        found: Any = YAML(typ="safe").load(path.read_bytes())
+        names = found["rosbag2_bagfile_information"]["relative_file_paths"]
+        good = isinstance(names, list) and all(isinstance(n, str) and "\0" not in n for n in names)
+    except OSError as error:
+        raise storage_error("read", path, error) from error
+    except LimitExceeded:
+        raise
+    except Exception as error:  # a YAML parser fails in many ways
+        reason = " ".join(str(error).split())[:120]
+        raise CorruptFile(f"{path} cannot be understood ({reason}); pass --salvage") from error
+    if not good or not names:
+        raise CorruptFile(f"{path} names no files; pass --salvage to read those there are")
+    return list(dict.fromkeys(names))
+
+
+def _join_reports(reports: Sequence[SalvageReport | None]) -> SalvageReport | None:
+    found = [report for report in reports if report is not None]
+    if not found:
+        return None
+    return SalvageReport(
+        "; ".join(dict.fromkeys(report.reason for report in found)),
+        sum(report.messages for report in found),
+        sum(report.chunks for report in found),
+        sum(report.damaged_chunks for report in found),
+        sum(report.skipped_bytes for report in found),
+    )

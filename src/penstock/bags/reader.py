@@ -1,0 +1,265 @@
+"""Any recording by one interface: ROS 1 .bag, ROS 2 .db3 and .mcap, alone or in a folder.
+
+    with open_bag("flight.bag") as bag:
+        bag.topics, bag.start_ns                    # cheap, from the index
+        stamps = bag.times("/cam_h/color/image_raw/compressed")
+        decoder = bag.decoder("/joint_cmd")
+        for message in bag.read(["/joint_cmd"]):    # raw bytes; decoding is its own step
+            decoder.vector(message.data, "joint_q")
+
+Memory is bounded by the largest chunk, never by the length of the recording.
+"""
+
+from __future__ import annotations
+
+import difflib
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Literal, NamedTuple, Self
+
+import numpy as np
+from numpy.typing import NDArray
+
+from penstock.bags.limits import Limits
+from penstock.errors import CorruptFile, DataError, UsageError
+
+if TYPE_CHECKING:
+    from penstock.bags.messages import Decoder
+
+Kind = Literal["bag", "db3", "mcap"]
+Encoding = Literal["ros1", "cdr"]
+
+
+@dataclass(frozen=True, slots=True)
+class Topic:
+    """One topic of a bag.
+
+    Attributes:
+        name: Such as "/joint_cmd".
+        type: The message type in ROS 2 spelling, such as "sensor_msgs/msg/JointState".
+        count: Number of messages.
+        size_bytes: Their bytes, added up; None where the index does not tell.
+        definition: The definition of the type as the bag holds it; "" if it holds none.
+        encoding: How messages are serialised: "ros1" or "cdr"; another name is kept as it is,
+            and such messages can be read but not decoded.
+        mixed: The topic was recorded with more than one type or definition.
+    """
+
+    name: str
+    type: str
+    count: int
+    size_bytes: int | None
+    definition: str
+    encoding: str = "cdr"
+    mixed: bool = False
+
+
+class Message(NamedTuple):
+    """One message, not decoded.
+
+    Attributes:
+        topic: Its topic.
+        ordinal: Its number within the topic, in file order, from 0.
+        t_ns: When it was received (log time).
+        data: Its bytes. They stay valid for as long as they are held; a memoryview keeps the
+            whole chunk that it lies in alive (about 1 MB), so copy what is kept for long.
+    """
+
+    topic: str
+    ordinal: int
+    t_ns: int
+    data: bytes | memoryview
+
+
+@dataclass(frozen=True, slots=True)
+class SalvageReport:
+    """What was recovered from a damaged bag.
+
+    Attributes:
+        reason: What was wrong with it.
+        messages: Messages recovered.
+        chunks: Chunks (in a database: runs of rows) from which something was recovered.
+        damaged_chunks: Chunks that are lost in part or as a whole.
+        skipped_bytes: Bytes of the file that could not be understood; 0 where that is unknown.
+    """
+
+    reason: str
+    messages: int
+    chunks: int
+    damaged_chunks: int
+    skipped_bytes: int
+
+    def __str__(self) -> str:
+        return (
+            f"{self.reason}: {self.messages} messages recovered from {self.chunks} chunks, "
+            f"{self.damaged_chunks} chunks damaged, {self.skipped_bytes} bytes skipped"
+        )
+
+
+def join_topics(topics: Iterable[Topic]) -> dict[str, Topic]:
+    """Join the entries of each topic: counts add up, the first type and definition stay."""
+    joined: dict[str, Topic] = {}
+    for topic in topics:
+        known = joined.get(topic.name)
+        if known is not None:
+            same = (known.type, known.definition, known.encoding) == (
+                topic.type,
+                topic.definition,
+                topic.encoding,
+            )
+            topic = replace(known, count=known.count + topic.count, mixed=known.mixed or not same)
+        joined[topic.name] = topic
+    return joined
+
+
+class Bag(ABC):
+    """A recording that is open for reading; use it in a `with` block.
+
+    Every reading has its own position: several may be under way at once, also in threads.
+
+    Attributes:
+        path: The file or folder.
+        kind: Its container.
+        size_bytes: The size of its files.
+        topics: By name, in the order of their first appearance in the index.
+        start_ns: The earliest log time; 0 in an empty bag.
+        end_ns: The latest log time; 0 in an empty bag.
+        compression: "none", "lz4", "bz2", "zstd", or several joined by "+".
+        salvage: What was recovered; None if the bag was whole.
+    """
+
+    path: Path
+    kind: Kind
+    size_bytes: int
+    topics: dict[str, Topic]
+    start_ns: int
+    end_ns: int
+    compression: str
+    limits: Limits
+    salvage: SalvageReport | None = None
+
+    @property
+    def message_count(self) -> int:
+        """Number of messages of all topics."""
+        return sum(topic.count for topic in self.topics.values())
+
+    @property
+    def duration_s(self) -> float:
+        """Seconds between the earliest and the latest message."""
+        return (self.end_ns - self.start_ns) / 1e9
+
+    def topic(self, name: str) -> Topic:
+        """Return a topic; a UsageError names the nearest one there is."""
+        found = self.topics.get(name)
+        if found is None:
+            near = difflib.get_close_matches(name, self.topics, n=1, cutoff=0.4)
+            hint = f"did you mean {near[0]}?" if near else "see `penstock info`"
+            raise UsageError(f"{self.path} has no topic {name!r}; {hint}")
+        return found
+
+    @abstractmethod
+    def times(self, topic: str) -> NDArray[np.int64]:
+        """Return the log times of a topic in nanoseconds, in file order.
+
+        They come from the index: no chunk is decompressed, and the memory is 8 bytes for each
+        message of this one topic. (A file without an index is read once from end to end.)
+        """
+
+    def read(self, topics: Iterable[str] | None = None) -> Iterator[Message]:
+        """Read the messages of some topics, or of all, in one pass in file order.
+
+        Raises:
+            CorruptFile: The data is damaged, or is not what the index promises.
+        """
+        names = list(self.topics) if topics is None else list(dict.fromkeys(topics))
+        expected = {name: self.topic(name).count for name in names}
+        return self._checked(self._read(names), expected)
+
+    def stamps(self, topic: str) -> NDArray[np.int64]:
+        """Return the header stamps of a topic in nanoseconds, in file order.
+
+        Reads the messages of the topic, but decodes no more of them than the stamp.
+
+        Raises:
+            DataError: Messages of this type carry no header.
+        """
+        decoder = self.decoder(topic)
+        stamp_ns = decoder.stamp_reader()
+        if stamp_ns is None:
+            raise DataError(
+                f"{self.path}: {topic} ({self.topic(topic).type}) has no header stamp; use the "
+                "log times"
+            )
+        found = np.empty(self.topic(topic).count, np.int64)
+        for message in self.read([topic]):
+            found[message.ordinal] = stamp_ns(message.data)
+        return found
+
+    def decoder(self, topic: str) -> Decoder:
+        """Return the decoder of a topic's messages, made from the definitions in the bag."""
+        from penstock.bags.messages import Decoder
+
+        return Decoder(self.topic(topic), str(self.path), self.limits)
+
+    @abstractmethod
+    def close(self) -> None:
+        """Close the files; safe to call twice."""
+
+    @abstractmethod
+    def _read(self, topics: Sequence[str]) -> Iterator[Message]:
+        """Yield the messages of the topics in file order, each topic's ordinals from 0."""
+
+    def _checked(self, messages: Iterator[Message], expected: dict[str, int]) -> Iterator[Message]:
+        """Pass messages on, and make sure at the end that there were as many as promised."""
+        found = dict.fromkeys(expected, 0)
+        for message in messages:
+            found[message.topic] += 1
+            yield message
+        for name, count in expected.items():
+            if found[name] != count:
+                raise CorruptFile(
+                    f"{self.path}: the index promises {count} messages of {name}, the data holds "
+                    f"{found[name]}; pass --salvage to read what there is"
+                )
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+def open_bag(path: Path | str, *, salvage: bool = False, limits: Limits | None = None) -> Bag:
+    """Open a recording of any kind.
+
+    Args:
+        path: A .bag, .bag.active, .db3 or .mcap file, one of the latter two compressed as .zstd,
+            or the folder of a ROS 2 bag, with or without its metadata.yaml. Several split files
+            are one bag.
+        salvage: Read what can be read of a damaged bag; see `Bag.salvage` for what was found.
+        limits: What the bag may ask for; None for the defaults.
+
+    Raises:
+        UnknownFormat: It is no bag.
+        CorruptFile: It is damaged; the message says whether `salvage` may help.
+        LimitExceeded: It asks for more than the limits.
+    """
+    from penstock.bags.find import open_any
+
+    return open_any(Path(path), salvage, limits or Limits())
+
+
+def find_bags(paths: Sequence[Path | str]) -> list[Path]:
+    """Return the bags among files and folders, in natural order, each once.
+
+    A folder is either a ROS 2 bag or a folder of bags (files and ROS 2 bag folders); it is not
+    searched any deeper.
+
+    Raises:
+        DataError: A path does not exist, or holds no bag.
+    """
+    from penstock.bags.find import find_all
+
+    return find_all([Path(path) for path in paths])

@@ -1,0 +1,135 @@
+"""Bytes of a file by position, and chunks decompressed within their declared size."""
+
+from __future__ import annotations
+
+import bz2
+import os
+from pathlib import Path
+from typing import Any
+
+import lz4.frame
+import zstandard
+
+from penstock.bags.limits import Limits, expect
+from penstock.core.files import storage_error
+from penstock.errors import CorruptFile, DataError, UnknownFormat, UsageError
+
+_PIECE_BYTES = 1 << 16
+
+
+class Source:
+    """A file that is read by position, from any thread; its end is known before it is read."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._descriptor: int | None = None
+        try:
+            self._descriptor = os.open(path, os.O_RDONLY)
+            self.size_bytes = os.fstat(self._descriptor).st_size
+        except FileNotFoundError:
+            raise DataError(f"{path} does not exist; check the path") from None
+        except OSError as error:
+            raise storage_error("read", path, error) from error
+
+    def read(self, pos: int, size_bytes: int, what: str = "a record") -> bytes:
+        """Return exactly so many bytes; nothing is allocated for bytes that the file has not."""
+        if self._descriptor is None:
+            raise UsageError(f"{self.path} was closed; read it inside of its `with` block")
+        expect(
+            pos >= 0 and 0 <= size_bytes <= self.size_bytes - pos,
+            self.path,
+            f"{what} at {pos} wants {size_bytes} bytes, but the file has {self.size_bytes}; "
+            "pass --salvage to read what there is",
+        )
+        try:
+            data = os.pread(self._descriptor, size_bytes, pos)
+            while len(data) < size_bytes:  # a read of more than 2 GB, or an interrupted one
+                more = os.pread(self._descriptor, size_bytes - len(data), pos + len(data))
+                expect(bool(more), self.path, f"the file was cut while it was read, at {pos}")
+                data += more
+        except OSError as error:
+            raise storage_error("read", self.path, error) from error
+        return data
+
+    def close(self) -> None:
+        """Close the file; safe to call twice."""
+        if self._descriptor is not None:
+            os.close(self._descriptor)
+            self._descriptor = None
+
+    def __del__(self) -> None:
+        self.close()
+
+
+def inflate(path: Path, compression: str, data: bytes, size_bytes: int, limits: Limits) -> bytes:
+    """Return the decompressed bytes of a chunk, exactly as many as it declares.
+
+    Args:
+        path: For the errors.
+        compression: "none" or "", "lz4", "bz2" or "zstd".
+        data: The stored bytes.
+        size_bytes: The declared size, checked against the limits before anything is allocated.
+        limits: What a chunk may ask for.
+    """
+    limits.check_chunk(path, len(data), size_bytes)
+    try:
+        match compression:
+            case "none" | "":
+                plain = data
+            case "lz4":
+                decompressor = lz4.frame.LZ4FrameDecompressor()
+                plain = decompressor.decompress(data, max_length=size_bytes + 1)
+            case "bz2":
+                plain = bz2.BZ2Decompressor().decompress(data, max_length=size_bytes + 1)
+            case "zstd":
+                # A known size is allocated as it is declared: it must be the one just checked.
+                known = zstandard.frame_content_size(data)
+                expect(known in (-1, size_bytes), path, "a zstd chunk has another size")
+                plain = zstandard.ZstdDecompressor().decompress(data, max_output_size=size_bytes)
+            case _:
+                raise UnknownFormat(f"{path}: unknown compression {compression[:40]!r}")
+    except (RuntimeError, OSError, ValueError, EOFError, zstandard.ZstdError) as error:
+        raise CorruptFile(
+            f"{path}: a {compression} chunk cannot be decompressed ({error}); pass --salvage to "
+            "read the rest"
+        ) from error
+    expect(
+        len(plain) == size_bytes,
+        path,
+        f"a chunk holds another number of bytes than the {size_bytes} that it declares; pass "
+        "--salvage to read the rest",
+    )
+    return plain
+
+
+def inflate_prefix(
+    path: Path, compression: str, data: bytes, size_bytes: int, limits: Limits
+) -> bytes:
+    """Return as much of a damaged chunk as can be decompressed; possibly nothing."""
+    limits.check_chunk(path, len(data), size_bytes)
+    if compression in ("none", ""):
+        return data[:size_bytes]
+    decompressor: Any
+    match compression:
+        case "lz4":
+            decompressor = lz4.frame.LZ4FrameDecompressor()
+        case "bz2":
+            decompressor = bz2.BZ2Decompressor()
+        case "zstd":
+            decompressor = zstandard.ZstdDecompressor().decompressobj()
+        case _:
+            return b""
+    found = bytearray()
+    try:
+        for start in range(0, len(data), _PIECE_BYTES):
+            piece = data[start : start + _PIECE_BYTES]
+            room = size_bytes - len(found)
+            if room <= 0 or decompressor.eof:
+                break
+            if compression == "zstd":  # its pieces grow by at most its window
+                found += decompressor.decompress(piece)[:room]
+            else:
+                found += decompressor.decompress(piece, max_length=room)
+    except (RuntimeError, OSError, ValueError, EOFError, zstandard.ZstdError):
+        pass
+    return bytes(found)

@@ -1,0 +1,256 @@
+"""ROS 2 bags in SQLite databases (.db3).
+
+Every reading has its own connection, so that readings may run in several threads. Messages that
+were compressed one by one (zstd) are recognised by their first bytes: CDR data never begins so.
+"""
+
+from __future__ import annotations
+
+import sqlite3
+from collections.abc import Iterator, Sequence
+from contextlib import closing, contextmanager
+from pathlib import Path
+from typing import Any, Final
+
+import numpy as np
+import zstandard
+from numpy.typing import NDArray
+
+from penstock.bags.limits import Limits, expect
+from penstock.bags.reader import Bag, Message, SalvageReport, Topic, join_topics
+from penstock.errors import CorruptFile, DataError, LimitExceeded, UnknownFormat
+
+ZSTD_MAGIC: Final = b"\x28\xb5\x2f\xfd"
+_BATCH: Final = 4096
+_LAST_ID: Final = 2**63 - 1
+_NEEDED: Final = {
+    "topics": {"id", "name", "type", "serialization_format"},
+    "messages": {"id", "topic_id", "timestamp", "data"},
+}
+# Rows of one reading: all of them, or the runs of rows that a salvage found readable.
+Runs = Sequence[tuple[int, int]]
+_EVERY_ROW: Final[Runs] = ((-_LAST_ID - 1, _LAST_ID),)
+
+
+class SqliteBag(Bag):
+    """One .db3 file."""
+
+    kind = "db3"
+
+    def __init__(self, path: Path, limits: Limits, salvage: bool = False) -> None:
+        self.path, self.limits = path, limits
+        self.size_bytes = path.stat().st_size
+        self.compression = "none"
+        self.start_ns = self.end_ns = 0
+        self._runs: Runs = _EVERY_ROW
+        self._names: dict[int, str] = {}
+        with closing(self._connect()) as database:
+            with self._errors():
+                rows = self._topic_rows(database)
+            try:
+                with self._errors():
+                    counts = self._count(database)
+            except CorruptFile as error:
+                if not salvage:
+                    raise
+                counts = self._salvage(database, str(error))
+            self.topics = join_topics(
+                Topic(name, kind, counts.get(key, 0), None, definition, encoding)
+                for key, name, kind, encoding, definition in rows
+            )
+            with self._errors():
+                self._detect_compression(database)
+
+    def times(self, topic: str) -> NDArray[np.int64]:
+        """Return the log times of a topic, in file order."""
+        found = np.empty(self.topic(topic).count, np.int64)
+        at = 0
+        for rows in self._rows("timestamp", [topic]):
+            times = self._numbers([row[0] for row in rows])
+            expect(at + len(times) <= len(found), self.path, "the database changed while read")
+            found[at : at + len(times)] = times
+            at += len(times)
+        expect(at == len(found), self.path, "the database changed while it was read")
+        return found
+
+    def close(self) -> None:
+        """Nothing stays open between readings."""
+
+    def _read(self, topics: Sequence[str]) -> Iterator[Message]:
+        ordinals = dict.fromkeys(topics, 0)
+        for rows in self._rows("topic_id, timestamp, data", topics, batch=16):
+            for key, t_ns, data in rows:
+                if not isinstance(data, bytes) or not isinstance(t_ns, int):
+                    raise CorruptFile(f"{self.path}: a row of messages holds no message")
+                topic = self._names[key]
+                ordinal = ordinals[topic]
+                ordinals[topic] = ordinal + 1
+                if data.startswith(ZSTD_MAGIC):
+                    data = self._inflate(data)
+                yield Message(topic, ordinal, t_ns, data)
+
+    def _rows(
+        self, columns: str, topics: Sequence[str], batch: int = _BATCH
+    ) -> Iterator[list[Any]]:
+        """Yield rows of messages in file order, in batches."""
+        wanted = set(topics)
+        ids = [key for key, name in self._names.items() if name in wanted]
+        marks = ",".join("?" * len(ids))
+        if len(ids) == len(self._names):
+            marks, ids, where = "", [], ""
+        else:
+            where = f"topic_id IN ({marks}) AND"
+        query = (
+            f"SELECT {columns} FROM messages WHERE {where} id BETWEEN ? AND ? "  # noqa: S608
+            "ORDER BY id"
+        )
+        with closing(self._connect()) as database, self._errors():
+            for run in self._runs:
+                cursor = database.execute(query, [*ids, *run])
+                while rows := cursor.fetchmany(batch):
+                    yield rows
+
+    def _connect(self) -> sqlite3.Connection:
+        # A recorder that was killed leaves a log beside the database, which must be read with it.
+        log = self.path.with_name(self.path.name + "-wal")
+        immutable = "" if log.exists() and log.stat().st_size else "&immutable=1"
+        with self._errors():
+            database = sqlite3.connect(
+                f"{self.path.resolve().as_uri()}?mode=ro{immutable}",
+                uri=True,
+                check_same_thread=False,
+            )
+            database.text_factory = lambda data: data.decode("utf-8", "replace")
+            database.setlimit(sqlite3.SQLITE_LIMIT_LENGTH, self.limits.record_bytes)
+            for setting in ("trusted_schema=OFF", "cell_size_check=ON", "mmap_size=0"):
+                database.execute(f"PRAGMA {setting}")
+        return database
+
+    @contextmanager
+    def _errors(self) -> Iterator[None]:
+        try:
+            yield
+        except sqlite3.Error as error:
+            if "too big" in str(error):
+                raise LimitExceeded(
+                    f"{self.path}: a message is above the limit of {self.limits.record_bytes} "
+                    "bytes; raise Limits.record_bytes if it is meant"
+                ) from error
+            raise CorruptFile(
+                f"{self.path}: the database cannot be read ({error}); pass --salvage to read "
+                "what there is"
+            ) from error
+
+    def _topic_rows(self, database: sqlite3.Connection) -> list[tuple[int, str, str, str, str]]:
+        """Return number, name, type, encoding and definition of every topic."""
+        for table, needed in _NEEDED.items():
+            self._check_table(database, table, needed)
+        definitions = self._definitions(database)
+        rows = database.execute(
+            "SELECT id, name, type, serialization_format FROM topics ORDER BY id LIMIT ?",
+            [self.limits.topics + 1],
+        ).fetchall()
+        self.limits.check_count(self.path, "topics", len(rows), self.limits.topics)
+        found = []
+        for key, name, kind, encoding in rows:
+            good = isinstance(key, int) and all(isinstance(x, str) for x in (name, kind, encoding))
+            expect(good, self.path, "the table of topics is damaged")
+            parts = kind.split("/")
+            kind = f"{parts[0]}/msg/{parts[1]}" if len(parts) == 2 else kind
+            found.append((key, name, kind, encoding, definitions.get(kind, "")))
+            self._names[key] = name
+        return found
+
+    def _check_table(self, database: sqlite3.Connection, table: str, needed: set[str]) -> None:
+        """Make sure that it is a plain table: a view could run any query, and for ever."""
+        row = database.execute(
+            "SELECT sql FROM sqlite_master WHERE type = 'table' AND name = ?", [table]
+        ).fetchone()
+        if row is None:
+            raise UnknownFormat(f"{self.path} has no table {table!r}: it is not a ROS 2 bag")
+        plain = {c[1] for c in database.execute(f"PRAGMA table_xinfo({table})") if c[6] == 0}
+        if "VIRTUAL" in str(row[0]).upper().split()[:3] or not needed <= plain:
+            raise UnknownFormat(f"{self.path}: the table {table!r} is not that of a ROS 2 bag")
+
+    def _definitions(self, database: sqlite3.Connection) -> dict[str, str]:
+        row = database.execute(
+            "SELECT 1 FROM sqlite_master WHERE type = 'table' AND name = 'message_definitions'"
+        ).fetchone()
+        if row is None:
+            return {}
+        self._check_table(
+            database, "message_definitions", {"topic_type", "encoded_message_definition"}
+        )
+        found = {}
+        for name, text in database.execute(
+            "SELECT topic_type, encoded_message_definition FROM message_definitions LIMIT ?",
+            [self.limits.topics],
+        ):
+            good = isinstance(name, str) and isinstance(text, str)
+            expect(good, self.path, "the table of message definitions is damaged")
+            if len(text) > self.limits.definition_bytes:
+                raise LimitExceeded(f"{self.path}: the definition of {name[:80]} is too long")
+            found[name] = text
+        return found
+
+    def _count(self, database: sqlite3.Connection) -> dict[int, int]:
+        """Count the messages of each topic, and find the first and the last time."""
+        counts: dict[int, int] = {}
+        ends: list[int] = []
+        cursor = database.execute("SELECT topic_id, timestamp FROM messages")
+        while rows := cursor.fetchmany(_BATCH):
+            self._add(counts, ends, rows)
+        self.start_ns, self.end_ns = ends or (0, 0)
+        return counts
+
+    def _add(self, counts: dict[int, int], ends: list[int], rows: list[Any]) -> None:
+        ids, times = (
+            self._numbers([row[0] for row in rows]),
+            self._numbers([row[1] for row in rows]),
+        )
+        for key, count in zip(
+            *(column.tolist() for column in np.unique(ids, return_counts=True)), strict=True
+        ):
+            expect(key in self._names, self.path, f"messages of the unknown topic {key}")
+            counts[key] = counts.get(key, 0) + count
+        ends[:] = [min([*ends[:1], int(times.min())]), max([*ends[1:], int(times.max())])]
+
+    def _numbers(self, values: list[Any]) -> NDArray[np.int64]:
+        if not all(type(value) is int for value in values):
+            raise CorruptFile(f"{self.path}: a row of messages holds no number where one must be")
+        return np.array(values, np.int64)
+
+    def _detect_compression(self, database: sqlite3.Connection) -> None:
+        if self.message_count:
+            query = "SELECT data FROM messages WHERE id BETWEEN ? AND ? ORDER BY id LIMIT 1"
+            row = database.execute(query, self._runs[0]).fetchone()
+            if row is not None and isinstance(row[0], bytes) and row[0].startswith(ZSTD_MAGIC):
+                self.compression = "zstd"
+
+    def _inflate(self, data: bytes) -> bytes:
+        try:
+            size_bytes = zstandard.frame_content_size(data)
+            if size_bytes < 0:
+                with zstandard.ZstdDecompressor().stream_reader(data) as reader:
+                    plain = reader.read(self.limits.record_bytes + 1)
+                self.limits.check_record(self.path, len(plain))
+                return bytes(plain)
+            self.limits.check_record(self.path, size_bytes)
+            self.limits.check_chunk(self.path, len(data), size_bytes)
+            return zstandard.ZstdDecompressor().decompress(data)
+        except (zstandard.ZstdError, MemoryError) as error:
+            raise CorruptFile(f"{self.path}: a message cannot be decompressed ({error})") from error
+
+    def _salvage(self, database: sqlite3.Connection, reason: str) -> dict[int, int]:
+        from penstock.bags.sqlite_salvage import find_runs
+
+        found = find_runs(database, set(self._names))
+        if not found.runs:
+            raise DataError(f"{self.path}: nothing could be salvaged ({reason})")
+        self._runs = found.runs
+        self.start_ns, self.end_ns = found.start_ns, found.end_ns
+        text = reason.removeprefix(f"{self.path}: ").partition("; pass")[0]
+        self.salvage = SalvageReport(
+            text, sum(found.counts.values()), len(found.runs), found.holes, 0
+        )
+        return found.counts

@@ -1,0 +1,285 @@
+"""Finding one field in serialised messages, without decoding the rest.
+
+ROS 1 packs values one after the other. CDR (ROS 2) starts with four bytes that tell the byte order,
+and aligns every value to its size, counted from behind those four bytes.
+"""
+
+from __future__ import annotations
+
+import re
+import struct
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from struct import unpack_from
+from typing import Final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from penstock.bags.definitions import NUMBERS, Field, Types
+from penstock.errors import DataError
+
+TIMES: Final = {
+    "builtin_interfaces/msg/Time": "time",
+    "builtin_interfaces/msg/Duration": "duration",
+}
+_STEP: Final = re.compile(r"([A-Za-z][A-Za-z0-9_]*)(?:\[([0-9]{1,9})\])?")
+_MOST_LISTED: Final = 2000
+
+# Moves a position in a message behind a value.
+Skip = Callable[["Reader", int], int]
+
+
+class Reader:
+    """The bytes of one message."""
+
+    __slots__ = ("aligned", "order", "size", "view")
+
+    def __init__(self, data: bytes | memoryview, cdr: bool) -> None:
+        view = memoryview(data)
+        self.aligned = cdr
+        self.order = "<"
+        if cdr:
+            if len(view) < 4 or view[0] != 0 or view[1] > 1:
+                raise DataError("the message is not plain CDR")
+            self.order = "<" if view[1] else ">"
+            view = view[4:]
+        self.view = view
+        self.size = len(view)
+
+    def align(self, pos: int, size: int) -> int:
+        """Move to where a value of a size may begin."""
+        return (pos + size - 1) & -size if self.aligned else pos
+
+    def count(self, pos: int) -> tuple[int, int]:
+        """Return a length, and the position behind it."""
+        pos = self.align(pos, 4)
+        (found,) = unpack_from(self.order + "I", self.view, pos)
+        return found, pos + 4
+
+
+@dataclass(frozen=True, slots=True)
+class _Node:
+    """A value in a message: how to pass over it, and the least bytes that it takes."""
+
+    field: Field
+    skip: Skip
+    least_bytes: int
+
+
+class Layout:
+    """The fields of a message type, as they lie in its serialised messages."""
+
+    def __init__(self, types: Types, root: str, encoding: str) -> None:
+        self.types, self.root, self.cdr = types, root, encoding == "cdr"
+        self._skips: dict[str, tuple[Skip, int]] = {}
+
+    def reader(self, data: bytes | memoryview) -> Reader:
+        """Make a reader of one message."""
+        return Reader(data, self.cdr)
+
+    def check(self, data: bytes | memoryview) -> None:
+        """Make sure that every length in a message stays within it."""
+        skip, _ = self._message(self.root)
+        reader = self.reader(data)
+        if skip(reader, 0) > reader.size:
+            raise DataError("the message is cut")
+
+    def leaves(self, root: str | None = None, prefix: str = "") -> Iterator[tuple[str, str]]:
+        """Yield the paths of all numbers and times, and the text of their types."""
+        for field in self.types[root or self.root]:
+            path = prefix + field.name
+            if field.type in TIMES:
+                yield path, field.text.replace(field.type, TIMES[field.type])
+            elif field.type in NUMBERS:
+                yield path, field.text
+            elif not field.is_base:
+                if field.size is not None:
+                    path += "[0]"
+                yield from self.leaves(field.type, path + ".")
+
+    def find(self, path: str) -> Callable[[bytes | memoryview], NDArray[np.float64]]:
+        """Return a function from a message to the numbers at a path.
+
+        Raises:
+            DataError: There are no numbers at that path; the message names those there are.
+        """
+        steps, field = self._plan(path)
+        read = self._numbers(field, path)
+
+        def vector(data: bytes | memoryview) -> NDArray[np.float64]:
+            reader = Reader(data, self.cdr)
+            pos = 0
+            try:
+                for step in steps:
+                    pos = step(reader, pos)
+                found: list[NDArray[np.float64]] = []
+                if read(reader, pos, found) > reader.size:
+                    raise DataError("the message is cut")
+            except struct.error:
+                raise DataError("the message is cut") from None
+            return found[0] if len(found) == 1 else np.concatenate(found or [np.empty(0)])
+
+        return vector
+
+    def _plan(self, path: str) -> tuple[list[Skip], Field]:
+        """Return the moves that lead to the value at a path, and what it is."""
+        steps: list[Skip] = []
+        kind, field = self.root, Field("", self.root)
+        for part in path.split("."):
+            match = _STEP.fullmatch(part)
+            names = {f.name: f for f in self.types.get(kind, ())}
+            if match is None or match[1] not in names:
+                raise DataError(f"there is no field {path!r}")
+            for before in self.types[kind]:
+                if before.name == match[1]:
+                    break
+                steps.append(self._node(before).skip)
+            field = names[match[1]]
+            if match[2] is not None:
+                steps.append(self._item(field, int(match[2]), path))
+                field = Field(field.name, field.type)
+            kind = "" if field.is_base or field.size is not None else field.type
+        return steps, field
+
+    def _item(self, field: Field, index: int, path: str) -> Skip:
+        """Return the move to one item of an array."""
+        if field.size is None or 0 <= field.size <= index:
+            raise DataError(f"there is no item {index} in {path!r} ({field.text})")
+        node = self._node(Field(field.name, field.type))
+        width = np.dtype(NUMBERS[field.type]).itemsize if field.type in NUMBERS else 0
+
+        def move(reader: Reader, pos: int) -> int:
+            count = field.size or 0
+            if count < 0:
+                count, pos = reader.count(pos)
+            if index >= count:
+                raise DataError(f"{path!r} has only {count} items")
+            if width:
+                return reader.align(pos, width) + index * width
+            for _ in range(index):
+                pos = node.skip(reader, pos)
+                if pos > reader.size:
+                    raise DataError("the message is cut")
+            return pos
+
+        return move
+
+    def _node(self, field: Field) -> _Node:
+        one, least_bytes = self._one(field.type)
+        if field.size is None:
+            return _Node(field, one, least_bytes)
+        fixed = field.size
+        width = np.dtype(NUMBERS[field.type]).itemsize if field.type in NUMBERS else 0
+
+        def skip(reader: Reader, pos: int) -> int:
+            count = fixed
+            if fixed < 0:
+                count, pos = reader.count(pos)
+            if width:
+                return reader.align(pos, width) + count * width if count else pos
+            if least_bytes == 0:  # items without a byte: there is nothing to pass over
+                return pos
+            if count * least_bytes > reader.size - pos:
+                raise DataError("the message is cut")
+            for _ in range(count):
+                pos = one(reader, pos)
+                if pos > reader.size:
+                    raise DataError("the message is cut")
+            return pos
+
+        return _Node(field, skip, 4 if fixed < 0 else fixed * (width or least_bytes))
+
+    def _one(self, kind: str) -> tuple[Skip, int]:
+        """Return the move behind one value of a type, and the least bytes that it takes."""
+        if kind in NUMBERS:
+            width = np.dtype(NUMBERS[kind]).itemsize
+            return lambda reader, pos: reader.align(pos, width) + width, width
+        if kind == "string":
+            return _skip_string, 4
+        if kind not in self.types:
+            raise DataError(f"values of type {kind} cannot be read")
+        return self._message(kind)
+
+    def _message(self, kind: str) -> tuple[Skip, int]:
+        if kind not in self._skips:
+            nodes = [self._node(field) for field in self.types[kind]]
+            skips = [node.skip for node in nodes]
+            least_bytes = sum(node.least_bytes for node in nodes)
+            empty_bytes = 1 if self.cdr and not nodes else 0  # an empty CDR struct is one byte
+
+            def skip(reader: Reader, pos: int) -> int:
+                for one in skips:
+                    pos = one(reader, pos)
+                return pos + empty_bytes
+
+            self._skips[kind] = skip, least_bytes + empty_bytes
+        return self._skips[kind]
+
+    def _numbers(
+        self, field: Field, path: str
+    ) -> Callable[[Reader, int, list[NDArray[np.float64]]], int]:
+        """Return a function that appends the numbers of a value, and moves behind it."""
+        if field.type in NUMBERS:
+            return _read_numbers(field)
+        if field.type == "string" or field.is_base:
+            raise DataError(f"{path!r} is {field.text}, not numbers")
+        inner = [self._numbers(f, f"{path}.{f.name}") for f in self.types[field.type]]
+        seconds = field.type in TIMES
+        least_bytes = self._one(field.type)[1]
+
+        def one(reader: Reader, pos: int, found: list[NDArray[np.float64]]) -> int:
+            if seconds:
+                pos = reader.align(pos, 4)
+                sec, nsec = unpack_from(reader.order + "iI", reader.view, pos)
+                found.append(np.array([sec + nsec * 1e-9]))
+                return pos + 8
+            for read in inner:
+                pos = read(reader, pos, found)
+            return pos
+
+        if field.size is None:
+            return one
+        fixed = field.size
+
+        def many(reader: Reader, pos: int, found: list[NDArray[np.float64]]) -> int:
+            count = fixed
+            if fixed < 0:
+                count, pos = reader.count(pos)
+            if least_bytes == 0:
+                return pos
+            if count * least_bytes > reader.size - pos:
+                raise DataError("the message is cut")
+            for _ in range(count):
+                pos = one(reader, pos, found)
+            return pos
+
+        return many
+
+
+def _read_numbers(field: Field) -> Callable[[Reader, int, list[NDArray[np.float64]]], int]:
+    code = NUMBERS[field.type]
+    width = np.dtype(code).itemsize
+    fixed = 1 if field.size is None else field.size
+
+    def read(reader: Reader, pos: int, found: list[NDArray[np.float64]]) -> int:
+        count = fixed
+        if fixed < 0:
+            count, pos = reader.count(pos)
+        if count == 0:
+            found.append(np.empty(0))
+            return pos
+        pos = reader.align(pos, width)
+        stop = pos + count * width
+        if stop > reader.size:
+            raise DataError("the message is cut")
+        values = np.frombuffer(reader.view, reader.order + code, count, pos)
+        found.append(values.astype(np.float64))
+        return stop
+
+    return read
+
+
+def _skip_string(reader: Reader, pos: int) -> int:
+    length, pos = reader.count(pos)
+    return pos + length

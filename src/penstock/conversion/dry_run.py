@@ -1,0 +1,123 @@
+"""What a conversion will give and cost, before it is done: planned frames, and a trial of a few.
+
+The frames are exact: they come from the same plan. Size, time and memory are measured on the
+first frames of the first bag and scaled.
+"""
+
+from __future__ import annotations
+
+import shutil
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from penstock.bags import open_bag
+from penstock.conversion.account import Account
+from penstock.conversion.features import describe
+from penstock.conversion.one_bag import Job, convert_bag
+from penstock.conversion.plan import plan_bag
+from penstock.conversion.run import Request, queue_bytes
+from penstock.core.memory import format_bytes
+from penstock.errors import DataError
+
+_TRIAL_FRAMES = 90
+
+
+@dataclass(slots=True)
+class Prediction:
+    """What a conversion will give and cost.
+
+    Attributes:
+        account: Where the frames will go, exactly.
+        episodes: How many there will be.
+        failed: Bags that cannot be converted, and why.
+        size_bytes: Of the dataset, about.
+        seconds: Time it will take, about.
+        memory_bytes: Largest resident memory, about.
+        trial_frames: Frames on which the last three were measured.
+    """
+
+    account: Account
+    episodes: int
+    failed: dict[Path, str]
+    size_bytes: int
+    seconds: float
+    memory_bytes: int
+    trial_frames: int
+
+    @property
+    def ok(self) -> bool:
+        """Whether every bag can be planned."""
+        return not self.failed
+
+    def to_json(self) -> dict[str, Any]:
+        """Return it as JSON values."""
+        return {
+            **self.account.to_json(),
+            "episodes": self.episodes,
+            "failed": {str(path): reason for path, reason in self.failed.items()},
+            "size_bytes": self.size_bytes,
+            "seconds": round(self.seconds, 1),
+            "memory_bytes": self.memory_bytes,
+            "trial_frames": self.trial_frames,
+        }
+
+    def text(self) -> str:
+        """Return the prediction for the terminal."""
+        account = self.account
+        lines = [
+            f"frames         {account.frames_out} in {self.episodes} episodes "
+            f"({account.frames_in} recorded, {account.frames_dropped} dropped)",
+            f"size           about {format_bytes(self.size_bytes)}",
+            f"time           about {self.seconds:.0f} s",
+            f"memory         about {format_bytes(self.memory_bytes)}",
+            f"measured on    {self.trial_frames} frames; nothing was written",
+        ]
+        lines += [f"dropped        {n} x {why}" for why, n in account.dropped.most_common()]
+        lines += [f"CANNOT         {path}: {reason}" for path, reason in self.failed.items()]
+        return "\n".join(lines)
+
+
+def predict(request: Request) -> Prediction:
+    """Plan every bag, and convert the beginning of the first into a temporary folder."""
+    account, failed, episodes = Account(), {}, 0
+    trial: Path | None = None
+    features: dict[str, Any] = {}
+    for path in request.bags:
+        try:
+            with open_bag(path, salvage=request.salvage) as bag:
+                plan = plan_bag(bag, request.mapping)
+                if trial is None:
+                    found = describe(bag, request.mapping, plan)
+                    features = {name: feature.to_json() for name, feature in found.items()}
+                    trial = path
+        except DataError as error:
+            failed[path] = str(error)
+            continue
+        account.add(plan.account)
+        episodes += len(plan.episodes)
+    if trial is None:
+        raise DataError(next(iter(failed.values())))
+    folder = Path(tempfile.mkdtemp(prefix="penstock-trial-"))
+    try:
+        job = Job(
+            trial, request.mapping.to_json(), features, folder, queue_bytes(request, 1), None,
+            request.salvage, max_frames=_TRIAL_FRAMES,
+        )  # fmt: skip
+        done = convert_bag(job, lambda size_bytes, frames: None)
+        size_bytes = sum(file.stat().st_size for file in folder.rglob("*") if file.is_file())
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+    frames = done.account.frames_out
+    scale = account.frames_out / max(frames, 1)
+    workers = min(request.workers, len(request.bags))
+    return Prediction(
+        account,
+        episodes,
+        failed,
+        int(size_bytes * scale),
+        done.wall_s * scale / workers,
+        done.peak_bytes * workers,
+        frames,
+    )

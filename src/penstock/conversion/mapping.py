@@ -1,0 +1,445 @@
+"""What a dataset is made of: topics and fields to features, as data and as a YAML file.
+
+    fps: 30
+    timeline: /cam_h/color/image_raw/compressed     # or a rate: 30
+    features:
+      observation.state:
+        topic: /joint_states
+        field: position
+      observation.images.head:
+        topic: /cam_h/color/image_raw/compressed
+        kind: color
+
+A mapping holds no code and no path of a file; `to_json` is all of it, and a run that resumes
+compares it with that of the first one.
+"""
+
+from __future__ import annotations
+
+import difflib
+import re
+from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Mapping as AnyMapping
+from dataclasses import MISSING as NO_DEFAULT
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+from typing import Any, Final, Literal, get_args, get_type_hints
+
+from penstock.conversion.align import Align
+from penstock.core.files import storage_error
+from penstock.errors import UsageError
+
+Clock = Literal["bag", "header"]
+GapPolicy = Literal["drop", "split", "hold", "flag"]
+Missing = Literal["drop", "hold", "fail"]
+NonFinite = Literal["keep", "hold", "fail"]
+BadPictures = Literal["hold", "fail"]
+Kind = Literal["color", "depth"]
+Codec = Literal["h264", "av1", "copy", "png", "depth12", "grey8"]
+
+COLOR_CODECS: Final = ("h264", "av1", "copy", "png")
+DEPTH_CODECS: Final = ("depth12", "grey8")
+AUTO_NAMES: Final = frozenset(
+    ("timestamp", "frame_index", "episode_index", "index", "task_index", "task")
+)
+GAP_FLAG: Final = "observation.gap"
+_FEATURE_NAME: Final = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,99}")
+_MAX_YAML_BYTES: Final = 4 * 2**20
+
+
+@dataclass(frozen=True, slots=True)
+class Source:
+    """Some numbers of one topic.
+
+    Attributes:
+        topics: Names to try; the first one that the bag has messages of is taken.
+        field: Path of the field within the message, such as "position" or "joint_data.joint_q".
+        select: First and one-past-last place within the field; None takes all.
+        scale: Factor.
+        threshold: Instead of a factor: 1 above this value, 0 otherwise.
+        relative_start: Subtract the value of the episode's first frame.
+        delta: Subtract what `Vector.delta_from` has at the same place.
+        fill_gaps: (longest usual time between two messages in s, value) - frames within a longer
+            hole of the topic get the value.
+        flag_gaps: Instead of numbers: 1.0 within a hole of the topic longer than this many
+            seconds, 0.0 elsewhere.
+        tolerance_s: Instead of that of the vector.
+        otherwise: What to take from a bag that has no message of any of the topics.
+    """
+
+    topics: tuple[str, ...]
+    field: str = ""
+    select: tuple[int, int] | None = None
+    scale: float = 1.0
+    threshold: float | None = None
+    relative_start: bool = False
+    delta: bool = False
+    fill_gaps: tuple[float, float] | None = None
+    flag_gaps: float | None = None
+    tolerance_s: float | None = None
+    otherwise: Source | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Vector:
+    """A feature of numbers, joined from its sources in their order.
+
+    Attributes:
+        sources: Where the numbers come from.
+        names: One per number; None leaves them unnamed.
+        names_key: Puts the names under a key, as {"motors": [...]}.
+        align: How a frame finds its message.
+        tolerance_s: How far a message may lie from its frame; None is 1.5 periods of the topic or
+            one of the frames, whichever is longer; 0 is no limit within the recording.
+        missing: What a frame without a message does: "drop" the frame, "hold" the last value, or
+            "fail" the bag.
+        delta_from: The feature that sources with `delta` are relative to.
+    """
+
+    sources: tuple[Source, ...]
+    names: tuple[str, ...] | None = None
+    names_key: str | None = None
+    align: Align = "nearest"
+    tolerance_s: float | None = None
+    missing: Missing = "drop"
+    delta_from: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Camera:
+    """A feature of pictures.
+
+    Attributes:
+        topics: Names to try; the first one that the bag has messages of is taken.
+        kind: "color" or "depth".
+        resize: Width and height; None keeps those of the first picture.
+        codec: Instead of the mapping's.
+        depth_range_mm: What black and white mean with the codec grey8.
+        align: "nearest" or "hold".
+        tolerance_s: As for a vector.
+        missing: As for a vector.
+    """
+
+    topics: tuple[str, ...]
+    kind: Kind = "color"
+    resize: tuple[int, int] | None = None
+    codec: Codec | None = None
+    depth_range_mm: tuple[float, float] = (0.0, 1500.0)
+    align: Align = "nearest"
+    tolerance_s: float | None = None
+    missing: Missing = "drop"
+
+
+@dataclass(frozen=True, slots=True)
+class Mapping:
+    """Everything that decides what the dataset holds.
+
+    Attributes:
+        fps: Frames per second of the dataset.
+        features: By name, in the order of the dataset.
+        timeline: The topic whose messages are the frames; None takes the camera with the most
+            pictures, or a fixed rate where there is no camera; "rate" is a fixed rate, `fps`.
+        timeline_hz: Nominal rate of that topic; None measures it.
+        clock: "bag" (when the recorder received a message) or "header" (its stamp).
+        gap: What a hole of the timeline longer than `hold_s` does: "drop" its frames, "split" the
+            episode, "hold" the last picture, or hold and "flag" it in `observation.gap`.
+        hold_s: A hole of the timeline up to this is bridged by the last picture.
+        drop_ends: Messages of the timeline to leave out at both ends.
+        split_frames: Longest episode; a longer one is split.
+        codec: For colour pictures: h264, av1, copy or png.
+        depth_codec: For depth pictures: depth12 or grey8.
+        task: What the robot does, for the learner.
+        robot_type: Name of the robot.
+        window_frames: Frames that are put together before they are written.
+        nonfinite: What NaN and infinity do: "keep" them and say so, "hold" the last finite value
+            of the field, or "fail" the bag.
+        bad_pictures: What a picture that cannot be decoded does: "hold" the one before, or "fail"
+            the bag.
+    """
+
+    fps: int
+    features: dict[str, Vector | Camera]
+    timeline: str | None = None
+    timeline_hz: float | None = None
+    clock: Clock = "bag"
+    gap: GapPolicy = "drop"
+    hold_s: float = 0.2
+    drop_ends: int = 0
+    split_frames: int | None = None
+    codec: Codec = "h264"
+    depth_codec: Codec = "depth12"
+    task: str = "task"
+    robot_type: str = "unknown"
+    window_frames: int = 1000
+    nonfinite: NonFinite = "keep"
+    bad_pictures: BadPictures = "hold"
+
+    def __post_init__(self) -> None:
+        _check(self)
+
+    @property
+    def vectors(self) -> dict[str, Vector]:
+        """The features of numbers."""
+        return {k: v for k, v in self.features.items() if isinstance(v, Vector)}
+
+    @property
+    def cameras(self) -> dict[str, Camera]:
+        """The features of pictures."""
+        return {k: v for k, v in self.features.items() if isinstance(v, Camera)}
+
+    def codec_of(self, camera: Camera) -> Codec:
+        """Return the codec of a camera: its own, or that of its kind."""
+        if camera.codec is not None:
+            return camera.codec
+        return self.depth_codec if camera.kind == "depth" else self.codec
+
+    def to_json(self) -> dict[str, Any]:
+        """Return all of it as JSON values."""
+        content: dict[str, Any] = _plain(asdict(self))
+        for name, feature in self.features.items():
+            content["features"][name]["feature"] = (
+                "camera" if isinstance(feature, Camera) else "vector"
+            )
+        return content
+
+
+def from_json(content: AnyMapping[str, Any], where: str = "mapping") -> Mapping:
+    """Build a mapping from JSON or YAML values.
+
+    Raises:
+        UsageError: A key or value is wrong; says which, where, and what was probably meant.
+    """
+    values = dict(content)
+    described = values.pop("features", None)
+    if not isinstance(described, AnyMapping) or not described:
+        raise UsageError(f"{where} has no features: list at least one under `features:`")
+    features = {
+        str(name): _feature(entry, f"{where}: feature {name!r}")
+        for name, entry in described.items()
+    }
+    if _is_number(values.get("timeline"), float):  # a fixed rate, which is that of the frames
+        if values["timeline"] != values.get("fps"):
+            raise UsageError(f"{where}: timeline is {values['timeline']}, and fps is not: set fps")
+        values["timeline"] = "rate"
+    return Mapping(features=features, **_fit(Mapping, values, where, skip={"features"}))
+
+
+def _feature(entry: Any, where: str) -> Vector | Camera:
+    if not isinstance(entry, AnyMapping):
+        raise UsageError(f"{where} is {entry!r}: describe it by topic and field")
+    values = dict(entry)
+    kind = values.pop("feature", None)
+    if kind == "camera" or (kind is None and "kind" in values):
+        if "topic" in values:
+            values["topics"] = (values.pop("topic"),)
+        return Camera(**_fit(Camera, values, where))
+    if "sources" not in values:  # the short form: one source, its keys beside the feature's
+        wide = {f.name for f in fields(Vector)}
+        own = ({f.name for f in fields(Source)} | {"topic"}) - wide
+        unknown = next((key for key in values if key not in own | wide), None)
+        if unknown is not None:
+            hint = did_you_mean(unknown, own | wide)
+            raise UsageError(f"{where} has an unknown key {unknown!r}: {hint}")
+        values["sources"] = [{key: values.pop(key) for key in list(values) if key in own}]
+    if not isinstance(values["sources"], Sequence) or isinstance(values["sources"], str):
+        raise UsageError(f"{where}: sources is {values['sources']!r}: give a list")
+    values["sources"] = tuple(
+        _source(source, f"{where}, source {number}")
+        for number, source in enumerate(values["sources"], 1)
+    )
+    return Vector(**_fit(Vector, values, where, skip={"sources"}))
+
+
+def _source(entry: Any, where: str, depth: int = 0) -> Source:
+    if not isinstance(entry, AnyMapping) or depth > 8:
+        raise UsageError(f"{where} is {str(entry)[:80]!r}: give topic and field")
+    values = dict(entry)
+    if "topic" in values:
+        values["topics"] = (values.pop("topic"),)
+    if values.get("otherwise") is not None:
+        values["otherwise"] = _source(values["otherwise"], f"{where}, otherwise", depth + 1)
+    return Source(**_fit(Source, values, where, skip={"otherwise"}))
+
+
+def _fit(
+    kind: type, values: dict[str, Any], where: str, skip: Collection[str] = ()
+) -> dict[str, Any]:
+    """Check keys and types against a dataclass; turn lists into tuples."""
+    hints = get_type_hints(kind)
+    known = {f.name: f for f in fields(kind)}
+    fitted: dict[str, Any] = {}
+    for key, value in values.items():
+        if key not in known:
+            raise UsageError(f"{where} has an unknown key {key!r}: {did_you_mean(key, known)}")
+        fitted[key] = value if key in skip else _convert(value, hints[key], f"{where}: {key}")
+    for name, entry in known.items():
+        required = entry.default is NO_DEFAULT and entry.default_factory is NO_DEFAULT
+        if required and name not in fitted and name not in skip:
+            label = "topic" if name == "topics" else name
+            raise UsageError(f"{where} lacks {label!r}: add it")
+    return fitted
+
+
+def _convert(value: Any, hint: Any, where: str) -> Any:
+    """Return the value as its type hint wants it, or say what is wrong with it."""
+    options = get_args(hint)
+    if value is None and type(None) in options:
+        return None
+    text = str(hint)
+    if text.startswith("typing.Literal") or (options and str(options[0]).startswith("typing.Lit")):
+        choices = get_args(options[0]) if type(None) in options else options
+        if value not in choices:
+            raise UsageError(f"{where} is {value!r}: {did_you_mean(value, choices)}")
+        return value
+    if "tuple[str" in text:
+        items = [value] if isinstance(value, str) else value
+        if not isinstance(items, Sequence) or not all(isinstance(v, str) for v in items):
+            raise UsageError(f"{where} is {value!r}: give a list of names")
+        return tuple(items)
+    if "tuple[int" in text or "tuple[float" in text:
+        number = int if "tuple[int" in text else float
+        if (
+            not isinstance(value, Sequence)
+            or len(value) != 2
+            or not all(_is_number(v, number) for v in value)
+        ):
+            raise UsageError(f"{where} is {value!r}: give two numbers, such as [0, 10]")
+        return tuple(number(v) for v in value)
+    for kind, words in ((bool, "true or false"), (int, "a whole number"), (float, "a number")):
+        if hint is kind or (kind in options):
+            if not _is_number(value, kind):
+                raise UsageError(f"{where} is {value!r}: give {words}")
+            return kind(value)
+    if not isinstance(value, str):
+        raise UsageError(f"{where} is {value!r}: give a text")
+    return value
+
+
+def _is_number(value: Any, kind: type) -> bool:
+    if kind is bool or isinstance(value, bool):
+        return kind is bool and isinstance(value, bool)
+    if kind is int:
+        return isinstance(value, int)
+    return isinstance(value, int | float) and value == value and abs(value) != float("inf")
+
+
+def options(source: Source) -> Iterator[Source]:
+    """Yield a source and those that stand in for it, in the order they are tried."""
+    option: Source | None = source
+    while option is not None:
+        yield option
+        option = option.otherwise
+
+
+def did_you_mean(word: Any, known: Any) -> str:
+    """Return a hint for a word that is not one of those known."""
+    choices = sorted(map(str, known))
+    close = difflib.get_close_matches(str(word), choices, n=1, cutoff=0.5)
+    return f"did you mean {close[0]!r}?" if close else f"use one of {', '.join(choices)}"
+
+
+def load_map(path: Path) -> Mapping:
+    """Read a mapping from a YAML file."""
+    return from_json(load_yaml(path), str(path))
+
+
+def load_yaml(path: Path) -> dict[str, Any]:
+    """Read a YAML file of settings; tags that would build objects are refused."""
+    from ruamel.yaml import YAML
+    from ruamel.yaml.error import YAMLError
+
+    try:
+        if path.stat().st_size > _MAX_YAML_BYTES:
+            raise UsageError(f"{path} is larger than {_MAX_YAML_BYTES} bytes: not a settings file")
+        text = path.read_text(encoding="utf-8")
+    except OSError as error:
+        raise storage_error("read", path, error) from error
+    except UnicodeDecodeError as error:
+        raise UsageError(f"{path} is not a text file: {error.reason}") from error
+    try:
+        content = YAML(typ="safe", pure=True).load(text)
+    except (YAMLError, ValueError, RecursionError) as error:
+        reason = " ".join(str(error).split())
+        raise UsageError(f"{path} is not YAML: {reason}") from error
+    if not isinstance(content, dict):
+        raise UsageError(f"{path} holds no settings: write `key: value` lines")
+    return content
+
+
+def parse_value(text: str) -> Any:
+    """Read the value of a `key=value` word as YAML: 10, true, null, [0, 1500], text."""
+    from ruamel.yaml import YAML
+    from ruamel.yaml.error import YAMLError
+
+    try:
+        return YAML(typ="safe", pure=True).load(text)
+    except (YAMLError, ValueError, RecursionError):
+        return text
+
+
+def _check(mapping: Mapping) -> None:
+    if mapping.fps < 1:
+        raise UsageError(f"fps is {mapping.fps}: give at least 1")
+    for name in ("split_frames", "window_frames"):
+        value = getattr(mapping, name)
+        if value is not None and value < 1:
+            raise UsageError(f"{name} is {value}: give at least 1")
+    for name in ("hold_s", "drop_ends"):
+        if getattr(mapping, name) < 0:
+            raise UsageError(f"{name} is {getattr(mapping, name)}: give 0 or more")
+    if mapping.timeline_hz is not None and mapping.timeline_hz <= 0:
+        raise UsageError(f"timeline_hz is {mapping.timeline_hz}: give more than 0")
+    if mapping.codec not in COLOR_CODECS:
+        raise UsageError(f"codec is {mapping.codec!r}: {did_you_mean(mapping.codec, COLOR_CODECS)}")
+    if mapping.depth_codec not in DEPTH_CODECS:
+        hint = did_you_mean(mapping.depth_codec, DEPTH_CODECS)
+        raise UsageError(f"depth_codec is {mapping.depth_codec!r}: {hint}")
+    for name, feature in mapping.features.items():
+        _check_feature(mapping, name, feature)
+
+
+def _check_feature(mapping: Mapping, name: str, feature: Vector | Camera) -> None:
+    where = f"feature {name!r}"
+    if not _FEATURE_NAME.fullmatch(name) or ".." in name:
+        raise UsageError(f"{where}: use letters, digits, '_', '-' and single '.', 100 at most")
+    if name in AUTO_NAMES or name == GAP_FLAG:
+        raise UsageError(f"{where}: this name is made by penstock itself; choose another")
+    if feature.tolerance_s is not None and feature.tolerance_s < 0:
+        raise UsageError(f"{where}: tolerance_s is {feature.tolerance_s}: give 0 or more")
+    if isinstance(feature, Camera):
+        codecs = DEPTH_CODECS if feature.kind == "depth" else COLOR_CODECS
+        codec = mapping.codec_of(feature)
+        if codec not in codecs:
+            raise UsageError(f"{where}: codec {codec!r}: {did_you_mean(codec, codecs)}")
+        if feature.align not in ("nearest", "hold"):
+            raise UsageError(f"{where}: pictures cannot be aligned {feature.align!r}: use nearest")
+        if feature.resize and not all(2 <= side <= 16384 for side in feature.resize):
+            raise UsageError(f"{where}: resize is {list(feature.resize)}: give 2 to 16384")
+        if codec == "copy" and feature.resize:
+            raise UsageError(
+                f"{where}: codec copy keeps the recorded pictures: drop resize, or use h264"
+            )
+        low, high = feature.depth_range_mm
+        if not low < high:
+            raise UsageError(f"{where}: depth_range_mm is [{low}, {high}]: give [low, high]")
+        return
+    for source in (option for first in feature.sources for option in options(first)):
+        if not source.topics:
+            raise UsageError(f"{where}: a source has no topic: add it")
+        if source.select is not None and not 0 <= source.select[0] < source.select[1]:
+            raise UsageError(f"{where}: select is {list(source.select)}: give [first, after last]")
+        if source.delta and feature.delta_from not in mapping.features:
+            raise UsageError(
+                f"{where}: delta_from is {feature.delta_from!r}: "
+                f"{did_you_mean(feature.delta_from, mapping.vectors)}"
+            )
+    if feature.align == "slerp" and len(feature.sources) != 1:
+        raise UsageError(f"{where}: slerp takes one source of quaternions: split the feature")
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _plain(entry) for key, entry in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(entry) for entry in value]
+    return value

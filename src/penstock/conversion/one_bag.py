@@ -1,0 +1,355 @@
+"""One bag: plan it, read it once, and leave its episodes in a staging folder.
+
+    read ──┬── camera lanes (decode → encode → mp4)
+           └── rows (decode → align → parquet)
+
+The lanes share one budget in bytes; the reader waits when they are full. Nothing is dropped, and
+nothing outside the staging folder is touched.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from penstock.bags import Bag, Message, open_bag
+from penstock.conversion import mapping as maps
+from penstock.conversion.account import Account
+from penstock.conversion.features import describe
+from penstock.conversion.pictures import Pictures, Shown
+from penstock.conversion.plan import Plan, plan_bag, summary
+from penstock.conversion.rows import Rows
+from penstock.core.lanes import Lanes
+from penstock.core.memory import MemoryWatch
+from penstock.errors import DataError
+from penstock.lerobot.episode import EpisodeWriter
+from penstock.lerobot.layout import Feature
+from penstock.lerobot.video import Codec as VideoCodec
+from penstock.lerobot.video import VideoSettings
+
+Advance = Callable[[int, int], None]  # bytes read, frames written, since the last call
+_REPORT_EVERY_S = 0.2
+
+
+@dataclass(slots=True)
+class Job:
+    """What a worker needs to convert one bag; crosses to another process as JSON values.
+
+    Attributes:
+        bag: The recording.
+        mapping: `Mapping.to_json()`.
+        features: The features of the dataset, which this bag must have too.
+        staging: A folder of its own for the episodes.
+        queue_bytes: What may wait between reading and encoding.
+        memory_bytes: Resident memory to stay below; None only measures.
+        salvage: Read what can be read of a damaged bag.
+        max_frames: Convert only the beginning.
+    """
+
+    bag: Path
+    mapping: dict[str, Any]
+    features: dict[str, Any]
+    staging: Path
+    queue_bytes: int
+    memory_bytes: int | None
+    salvage: bool
+    max_frames: int | None = None
+
+
+@dataclass(slots=True)
+class Converted:
+    """What came of one bag.
+
+    Attributes:
+        folders: A staged episode each.
+        account: Where the frames went.
+        skew: Time errors per feature.
+        skew_ms: A sample of the time errors per feature, for the picture in the report.
+        timeline: What the frames follow.
+        salvage: What was recovered of a damaged bag; None if it was whole.
+        previews: A small JPEG per camera.
+        wall_s: Time it took.
+        cpu_s: Processor time of all threads.
+        peak_bytes: Largest resident memory while it ran.
+        memory: Resident memory over time.
+    """
+
+    folders: list[Path]
+    account: Account
+    skew: dict[str, Any]
+    skew_ms: dict[str, list[float]]
+    timeline: str
+    salvage: str | None
+    previews: dict[str, bytes]
+    wall_s: float
+    cpu_s: float
+    peak_bytes: int
+    memory: list[tuple[float, int]]
+
+
+def convert_bag(job: Job, advance: Advance) -> Converted:
+    """Convert one bag into staged episodes.
+
+    Raises:
+        PenstockError: The bag cannot be converted; the staging folder holds nothing of use.
+    """
+    mapping = maps.from_json(job.mapping)
+    features = {name: Feature.from_json(name, value) for name, value in job.features.items()}
+    start_s, start_cpu_s = time.perf_counter(), time.process_time()
+    with open_bag(job.bag, salvage=job.salvage) as bag:
+        plan = plan_bag(bag, mapping)
+        if job.max_frames is not None:
+            plan = plan.head(job.max_frames)
+        _check_features(bag, features, describe(bag, mapping, plan))
+        run = _Run(bag, plan, mapping, features, job, advance)
+        with MemoryWatch(job.memory_bytes, run.budgets) as watch:
+            folders = run.run()
+    return Converted(
+        folders,
+        plan.account,
+        summary(plan),
+        {name: _thin(skew / 1e6) for name, skew in plan.skew_ns.items()},
+        f"{plan.timeline} at {plan.timeline_hz:g} Hz",
+        None if bag.salvage is None else str(bag.salvage),
+        run.previews,
+        time.perf_counter() - start_s,
+        time.process_time() - start_cpu_s,
+        watch.peak_bytes,
+        watch.samples,
+    )
+
+
+def _thin(values: Any, count: int = 2000) -> list[float]:
+    step = -(-len(values) // count)
+    return [float(v) for v in values[:: max(step, 1)]]
+
+
+def _check_features(bag: Bag, wanted: Mapping[str, Feature], found: Mapping[str, Feature]) -> None:
+    for name, feature in found.items():
+        expected = wanted[name]
+        if expected.shape != feature.shape or expected.dtype != feature.dtype:
+            raise DataError(
+                f"{bag.path}: {name} is {feature.dtype} {list(feature.shape)}, and the dataset has "
+                f"{expected.dtype} {list(expected.shape)}: convert it into a dataset of its own"
+            )
+
+
+@dataclass(slots=True)
+class _Episode:
+    """An episode under way; finished by whoever is the last to be done with it."""
+
+    writer: EpisodeWriter
+    left: int
+    lock: threading.Lock = field(default_factory=threading.Lock)
+
+
+class _Run:
+    """The reading pass over one bag."""
+
+    def __init__(
+        self,
+        bag: Bag,
+        plan: Plan,
+        mapping: maps.Mapping,
+        features: Mapping[str, Feature],
+        job: Job,
+        advance: Advance,
+    ) -> None:
+        self._bag = bag
+        self._plan = plan
+        self._mapping = mapping
+        self._features = features
+        self._job = job
+        self._advance = advance
+        self._lock = threading.Lock()
+        self._episodes: dict[int, _Episode] = {}
+        self._starts = np.array([first for first, _ in plan.episodes])
+        self._lanes = Lanes("convert", job.queue_bytes)
+        self.budgets = [self._lanes.budget]
+        self.previews: dict[str, bytes] = {}
+        self._finished: dict[int, Path] = {}
+        self._parts = len(plan.cameras) + 1
+        self._rows_written = 0
+
+    def run(self) -> list[Path]:
+        try:
+            self._read()
+        except BaseException:
+            for episode in self._episodes.values():
+                episode.writer.abandon()
+            raise
+        return [self._finished[number] for number in sorted(self._finished)]
+
+    def _read(self) -> None:
+        rows = Rows(self._bag, self._plan, self._mapping)
+        cameras = {name: _Camera(self, name) for name in self._plan.cameras}
+        by_topic: dict[str, list[_Camera]] = {}
+        for camera in cameras.values():
+            by_topic.setdefault(camera.plan.topic, []).append(camera)
+        vector_topics = frozenset(rows.topics)
+        topics = list(dict.fromkeys([*by_topic, *vector_topics]))
+        read_bytes = frames = 0
+        told_s = time.monotonic()
+        with self._lanes as lanes:
+            for name, camera in cameras.items():
+                lanes.open(name, camera.work)
+            for message in self._bag.read(topics):
+                read_bytes += len(message.data)
+                for camera in by_topic.get(message.topic, ()):
+                    for shown in camera.shown(message):
+                        lanes.put(camera.name, shown, len(shown[0]))
+                if message.topic in vector_topics:
+                    for episode, count, columns in rows.take(message):
+                        frames += self._write(episode, count, columns)
+                if rows.is_done and all(camera.is_done for camera in cameras.values()):
+                    break  # what follows makes no frame
+                if time.monotonic() - told_s > _REPORT_EVERY_S:
+                    self._advance(read_bytes, frames)
+                    read_bytes = frames = 0
+                    told_s = time.monotonic()
+            for episode, count, columns in rows.finish():
+                frames += self._write(episode, count, columns)
+        for camera in cameras.values():
+            camera.finish()
+        self._advance(read_bytes, frames)
+
+    def _write(self, number: int, count: int, columns: dict[str, Any]) -> int:
+        """Write a window of rows; tell the episode when it was the last."""
+        episode = self.episode(number)
+        episode.writer.add_rows(columns)
+        after = self._plan.episodes[number][1]
+        self._rows_written += count
+        if self._rows_written == after:
+            self.done(number)
+        return count
+
+    def episode(self, number: int) -> _Episode:
+        """Return an episode, begun by the first who needs it."""
+        with self._lock:
+            if number not in self._episodes:
+                first, after = self._plan.episodes[number]
+                folder = self._job.staging / f"part-{number:05d}"
+                settings = {
+                    name: VideoSettings(codec=_video_codec(self._mapping.codec_of(camera.camera)))
+                    for name, camera in self._plan.cameras.items()
+                }
+                writer = EpisodeWriter(
+                    folder, self._features, self._mapping.fps, after - first, settings
+                )
+                self._episodes[number] = _Episode(writer, self._parts)
+            return self._episodes[number]
+
+    def done(self, number: int) -> None:
+        """Say that one camera, or the rows, are through with an episode."""
+        episode = self._episodes[number]
+        with episode.lock:
+            episode.left -= 1
+            last = episode.left == 0
+        if last:
+            staged = episode.writer.finish(self._mapping.task)
+            with self._lock:
+                self._finished[number] = staged.folder
+                del self._episodes[number]
+
+    def episode_of(self, frame: int) -> int:
+        """Return the number of the episode that a frame is in."""
+        return int(np.searchsorted(self._starts, frame, side="right")) - 1
+
+
+class _Camera:
+    """One camera's lane: which messages it wants, and where its pictures go."""
+
+    def __init__(self, run: _Run, name: str) -> None:
+        self.name = name
+        self.plan = run._plan.cameras[name]
+        self._run = run
+        _, height, width = run._features[name].picture_size
+        self._pictures = Pictures(
+            run._bag,
+            self.plan,
+            run._mapping.codec_of(self.plan.camera),
+            (width, height),
+            run._mapping.bad_pictures,
+            self._sink,
+        )
+        # The frames change their picture here; the ordinals rise, but for pictures that were
+        # written late into the file: those that come before their turn wait.
+        changes = np.flatnonzero(np.diff(self.plan.ordinals)) + 1
+        self._firsts = np.concatenate(([0], changes, [len(self.plan.ordinals)]))
+        self._wanted = self.plan.ordinals[self._firsts[:-1]]
+        self._turns = (
+            {int(o): k for k, o in enumerate(self._wanted)} if _mixed(self._wanted) else None
+        )
+        self._early: dict[int, Any] = {}
+        self._next = 0
+        self._open = -1
+        self._video: Any = None
+
+    @property
+    def is_done(self) -> bool:
+        """Whether no further message is wanted."""
+        return self._next == len(self._wanted)
+
+    def shown(self, message: Message) -> Iterator[Shown]:
+        """Yield the pictures whose turn a message makes, with their frames.
+
+        Called for every message of the topic, in file order.
+        """
+        if self._turns is not None:
+            turn = self._turns.get(message.ordinal)
+            if turn is None:
+                return
+            self._early[turn] = bytes(message.data)
+            while self._next in self._early:
+                yield self._take(self._early.pop(self._next))
+        elif self._next < len(self._wanted) and message.ordinal == self._wanted[self._next]:
+            yield self._take(message.data)
+
+    def _take(self, data: bytes | memoryview) -> Shown:
+        first, after = self._firsts[self._next : self._next + 2].tolist()
+        self._next += 1
+        return data, first, after
+
+    def work(self, item: Shown) -> None:
+        """Show one picture; runs in the lane's thread."""
+        self._pictures.show(item)
+        if item[2] == len(self.plan.ordinals):
+            self._close()
+
+    def finish(self) -> None:
+        """Check that every frame got its picture."""
+        self._pictures.finish()
+        self._run._plan.account.notes.update(self._pictures.notes)
+        if self._pictures.preview is not None:
+            self._run.previews[self.name] = self._pictures.preview
+        if self._next < len(self._wanted):
+            raise DataError(f"{self._run._bag.path}: pictures of {self.plan.topic} are missing")
+
+    def _sink(self, frame: int) -> Any:
+        number = self._run.episode_of(frame)
+        if number != self._open:
+            self._close()
+            self._open = number
+            self._video = self._run.episode(number).writer.video(self.name)
+        return self._video
+
+    def _close(self) -> None:
+        if self._video is not None:
+            self._video.close()
+            self._video = None
+            self._run.done(self._open)
+
+
+def _video_codec(codec: maps.Codec) -> VideoCodec:
+    """Return how the video is stored: a grey picture is a picture like others."""
+    return "h264" if codec == "grey8" else codec
+
+
+def _mixed(ordinals: Any) -> bool:
+    return bool(np.any(np.diff(ordinals) < 0))

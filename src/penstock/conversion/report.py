@@ -1,0 +1,284 @@
+"""What a conversion did: numbers for a program, a summary for the terminal, a page for people."""
+
+from __future__ import annotations
+
+from base64 import b64encode
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from penstock.conversion.account import Account
+from penstock.conversion.mapping import Mapping
+from penstock.core.memory import format_bytes
+from penstock.core.report import Report as Page
+from penstock.lerobot.findings import Finding
+
+
+@dataclass(slots=True)
+class BagReport:
+    """What came of one bag; see `one_bag.Converted`."""
+
+    path: Path
+    size_bytes: int
+    episodes: int
+    account: Account
+    skew: dict[str, Any]
+    skew_ms: dict[str, list[float]]
+    timeline: str
+    salvage: str | None
+    previews: dict[str, bytes]
+    wall_s: float
+    cpu_s: float
+
+    def to_json(self) -> dict[str, Any]:
+        """Return it as JSON values, without the pictures."""
+        return {
+            "bag": str(self.path),
+            "size_bytes": self.size_bytes,
+            "episodes": self.episodes,
+            **self.account.to_json(),
+            "skew": self.skew,
+            "timeline": self.timeline,
+            "salvage": self.salvage,
+            "wall_s": round(self.wall_s, 3),
+            "cpu_s": round(self.cpu_s, 3),
+        }
+
+
+@dataclass(slots=True)
+class Report:
+    """What a conversion did.
+
+    Attributes:
+        out: The dataset.
+        mapping: What was asked for.
+        bags: The bags converted in this run.
+        skipped: Bags that were committed before.
+        failed: Bags that could not be converted, and why.
+        account: Where all frames went.
+        peak_bytes: Largest resident memory, workers included.
+        findings: What the check found wrong; None if nobody checked.
+    """
+
+    out: Path
+    mapping: Mapping
+    bags: list[BagReport] = field(default_factory=list)
+    skipped: list[Path] = field(default_factory=list)
+    failed: dict[Path, str] = field(default_factory=dict)
+    account: Account = field(default_factory=Account)
+    peak_bytes: int = 0
+    memory: list[tuple[float, int]] = field(default_factory=list)
+    memory_limit_bytes: int = 0
+    workers: int = 1
+    total_episodes: int = 0
+    total_frames: int = 0
+    wall_s: float = 0.0
+    findings: list[Finding] | None = None
+    checked: dict[str, int] = field(default_factory=dict)
+    page: Path | None = None
+
+    @property
+    def frames_in(self) -> int:
+        """Frames that were recorded."""
+        return self.account.frames_in
+
+    @property
+    def frames_out(self) -> int:
+        """Frames of this run in the dataset."""
+        return self.account.frames_out
+
+    @property
+    def dropped(self) -> dict[str, int]:
+        """Frames that are not in the dataset, by reason."""
+        return dict(self.account.dropped)
+
+    @property
+    def ok(self) -> bool:
+        """Whether every bag was converted and the check found nothing wrong."""
+        errors = [f for f in self.findings or () if f.severity == "error"]
+        return not self.failed and not errors
+
+    def add(self, bag: BagReport) -> None:
+        """Add a bag."""
+        self.bags.append(bag)
+        self.account.add(bag.account)
+
+    def to_json(self) -> dict[str, Any]:
+        """Return it as JSON values."""
+        return {
+            "out": str(self.out),
+            "episodes": self.total_episodes,
+            "frames": self.total_frames,
+            **self.account.to_json(),
+            "bags": [bag.to_json() for bag in self.bags],
+            "skipped": [str(path) for path in self.skipped],
+            "failed": {str(path): reason for path, reason in self.failed.items()},
+            "peak_memory_bytes": self.peak_bytes,
+            "memory_limit_bytes": self.memory_limit_bytes,
+            "workers": self.workers,
+            "wall_s": round(self.wall_s, 3),
+            "cpu_s": round(sum(bag.cpu_s for bag in self.bags), 3),
+            "checked": self.checked,
+            "findings": None
+            if self.findings is None
+            else [f"{f.where}: {f.what}" for f in self.findings],
+            "report": None if self.page is None else str(self.page),
+        }
+
+    def text(self) -> str:
+        """Return the summary for the terminal."""
+        size_bytes = sum(bag.size_bytes for bag in self.bags)
+        speed = size_bytes / self.wall_s if self.wall_s else 0.0
+        rate = self.frames_out / self.wall_s if self.wall_s else 0.0
+        lines = [
+            f"dataset        {self.out}: {self.total_episodes} episodes, "
+            f"{self.total_frames} frames at {self.mapping.fps} fps",
+            f"bags           {len(self.bags)} converted, {len(self.skipped)} done before, "
+            f"{len(self.failed)} failed",
+            f"frames         {self._balance()}",
+            f"memory         peak {format_bytes(self.peak_bytes)} of "
+            f"{format_bytes(self.memory_limit_bytes)}",
+            f"time           {self.wall_s:.1f} s, {format_bytes(speed)}/s, {rate:.0f} frames/s",
+        ]
+        if self.findings is not None:
+            lines.append(f"check          {self._check_text()}")
+        if self.page is not None:
+            lines.append(f"report         {self.page}")
+        lines += [f"dropped        {n} x {why}" for why, n in self.account.dropped.most_common()]
+        lines += [f"note           {n} x {what}" for what, n in self.account.notes.most_common()]
+        lines += [
+            f"salvaged       {bag.path.name}: {bag.salvage}" for bag in self.bags if bag.salvage
+        ]
+        lines += [f"FAILED         {path}: {reason}" for path, reason in self.failed.items()]
+        for finding in self.findings or ():
+            lines.append(f"{finding.severity.upper():<14} {finding.where}: {finding.what}")
+        return "\n".join(lines)
+
+    def _balance(self) -> str:
+        account = self.account
+        repeated = f" + {account.frames_repeated} repeated" if account.frames_repeated else ""
+        return (
+            f"{account.frames_in} in{repeated} = {account.frames_out} out + "
+            f"{account.frames_dropped} dropped"
+        )
+
+    def _check_text(self) -> str:
+        findings = self.findings or []
+        if not findings:
+            counts = ", ".join(f"{n} {what}" for what, n in self.checked.items())
+            return f"ok ({counts})" if counts else "ok"
+        return f"{len(findings)} findings"
+
+    def write_page(self, path: Path) -> Path:
+        """Write the report as one HTML file."""
+        page = Page(f"Conversion into {self.out.name}")
+        page.figures(
+            [
+                ("episodes", str(self.total_episodes), f"{self.total_frames} frames"),
+                ("frames in", str(self.account.frames_in), self.mapping_text()),
+                ("frames out", str(self.account.frames_out), f"{self.mapping.fps} fps"),
+                ("dropped", str(self.account.frames_dropped), "each with its reason"),
+                (
+                    "peak memory",
+                    format_bytes(self.peak_bytes),
+                    f"limit {format_bytes(self.memory_limit_bytes)}",
+                ),
+                ("time", f"{self.wall_s:.1f} s", f"{len(self.bags)} bags"),
+            ]
+        )
+        page.text(f"Frames: {self._balance()}.")
+        if self.findings is not None:
+            page.text(f"Check of the dataset: {self._check_text()}.")
+        if self.account.dropped:
+            page.heading("Dropped frames")
+            page.table(("reason", "frames"), self.account.dropped.most_common())
+        if self.account.notes:
+            page.heading("Notes")
+            page.table(("what", "count"), self.account.notes.most_common())
+        if self.failed:
+            page.heading("Bags that failed")
+            page.table(("bag", "reason"), [(str(p), why) for p, why in self.failed.items()])
+        self._bags_part(page)
+        self._pictures_part(page)
+        self._skew_part(page)
+        if len(self.memory) > 1:
+            page.heading("Memory over time")
+            megabytes = [size / 1e6 for _, size in self.memory]
+            span_s = self.memory[-1][0]
+            page.plot({"resident": megabytes}, f"samples over {span_s:.1f} s", "MB")
+        if self.findings:
+            page.heading("Findings of the check")
+            rows = [(f.severity, f.where, f.what, f.todo) for f in self.findings]
+            page.table(("severity", "where", "what", "what to do"), rows)
+        self.page = page.write(path)
+        return self.page
+
+    def mapping_text(self) -> str:
+        """Say what the frames follow."""
+        return self.bags[0].timeline if self.bags else "-"
+
+    def _bags_part(self, page: Page) -> None:
+        if not self.bags:
+            return
+        page.heading("Bags")
+        page.table(
+            ("bag", "size", "episodes", "in", "repeated", "out", "dropped", "seconds", "CPU s"),
+            [
+                (
+                    bag.path.name,
+                    format_bytes(bag.size_bytes),
+                    bag.episodes,
+                    bag.account.frames_in,
+                    bag.account.frames_repeated,
+                    bag.account.frames_out,
+                    bag.account.frames_dropped,
+                    f"{bag.wall_s:.1f}",
+                    f"{bag.cpu_s:.1f}",
+                )
+                for bag in self.bags
+            ],
+        )
+        for bag in self.bags:
+            if bag.salvage:
+                page.text(f"{bag.path.name} was damaged. {bag.salvage}.")
+
+    def _pictures_part(self, page: Page) -> None:
+        shown = [(bag, bag.previews) for bag in self.bags if bag.previews][:12]
+        if not shown:
+            return
+        page.heading("First pictures")
+        for bag, previews in shown:
+            page.pictures(
+                [
+                    (
+                        f"data:image/jpeg;base64,{b64encode(data).decode()}",
+                        f"{bag.path.name}: {key}",
+                    )
+                    for key, data in previews.items()
+                ]
+            )
+
+    def _skew_part(self, page: Page) -> None:
+        if not self.bags:
+            return
+        page.heading("Time errors")
+        page.text("Stamp of the message that a frame took, minus the time of the frame.")
+        rows = []
+        for name in self.bags[0].skew:
+            facts = [bag.skew[name] for bag in self.bags if name in bag.skew]
+            rows.append(
+                (
+                    name,
+                    f"{sum(f['p50_ms'] for f in facts) / len(facts):.2f}",
+                    f"{max(f['p95_ms'] for f in facts):.2f}",
+                    f"{max(f['max_ms'] for f in facts):.2f}",
+                )
+            )
+        page.table(("feature", "median ms", "p95 ms", "largest ms"), rows)
+        series: dict[str, list[float]] = {}
+        for bag in self.bags:
+            for name, values in bag.skew_ms.items():
+                if any(values):
+                    series.setdefault(name, []).extend(values)
+        if series:
+            page.plot(series, "ms", "frames", "histogram", "time errors of all bags")

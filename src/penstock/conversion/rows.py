@@ -1,0 +1,331 @@
+"""The numbers of the frames: messages in, finished rows out, window by window.
+
+Only messages that a frame needs are decoded. A window of frames is put together once the last
+message it needs has passed, and its messages are forgotten; so the memory depends on the window,
+not on the recording.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from penstock.bags import Bag, Decoder, Message
+from penstock.conversion.mapping import GAP_FLAG, Source, Vector
+from penstock.conversion.mapping import Mapping as Settings
+from penstock.conversion.plan import Plan, SourcePlan
+from penstock.errors import CorruptFile, DataError
+
+Array = NDArray[np.float64]
+Window = tuple[int, int, dict[str, Any]]  # number of the episode, frames, columns
+
+
+@dataclass(slots=True)
+class _Topic:
+    """The decoded values of one topic that some frame still needs."""
+
+    name: str
+    decoder: Decoder
+    wanted: NDArray[np.int64]  # ordinals that some frame needs, rising
+    paths: tuple[str, ...]
+    next_wanted: int = 0  # place in `wanted` of the next message to decode
+    forgotten: int = 0  # how many of `wanted` were dropped from `values`
+    values: dict[str, list[Array]] = field(default_factory=dict)
+
+    def take(self, message: Message) -> bool:
+        """Decode the message if a frame needs it."""
+        if self.next_wanted >= len(self.wanted):
+            return False
+        if message.ordinal != self.wanted[self.next_wanted]:
+            return False
+        for path in self.paths:
+            self.values[path].append(self.decoder.vector(message.data, path))
+        self.next_wanted += 1
+        return True
+
+    def rows(self, ordinals: NDArray[np.int64], path: str) -> Array:
+        """Return the values of some messages, one row each."""
+        places = np.searchsorted(self.wanted, ordinals) - self.forgotten
+        first, after = int(places.min()), int(places.max()) + 1
+        block = self.values[path][first:after]
+        length = len(block[0])
+        for number, values in enumerate(block):
+            if len(values) != length:
+                at = int(self.wanted[self.forgotten + first + number])
+                raise DataError(
+                    f"{self.name}: {path} has {len(values)} numbers in message {at}, and {length} "
+                    "before: the recording changes its shape"
+                )
+        return np.stack(block)[places - first]
+
+    def forget(self, before: int) -> None:
+        """Drop what no frame needs any more: messages before an ordinal."""
+        count = int(np.searchsorted(self.wanted, before)) - self.forgotten
+        if count > 0:
+            for values in self.values.values():
+                del values[:count]
+            self.forgotten += count
+
+
+class Rows:
+    """Puts the numbers of a bag's frames together.
+
+    Args:
+        bag: Where the messages come from; its decoders are used.
+        plan: Which message makes which frame.
+        settings: The mapping.
+
+    Attributes:
+        topics: The topics whose messages `take` wants.
+    """
+
+    def __init__(self, bag: Bag, plan: Plan, settings: Settings) -> None:
+        self._plan = plan
+        self._settings = settings
+        self._where = str(bag.path)
+        self._topics = {
+            name: _Topic(name, bag.decoder(name), *_needs(plan, name)) for name in _used(plan)
+        }
+        for topic in self._topics.values():
+            topic.values = {path: [] for path in topic.paths}
+        self._windows = list(_windows(plan.episodes, settings.window_frames))
+        self._next = 0
+        self._bases: dict[tuple[str, int], Array] = {}
+        self._last_finite: dict[tuple[str, int], Array] = {}
+        self._oldest = {name: _oldest(plan, name) for name in self._topics}
+        self._need = self._needed()
+
+    @property
+    def topics(self) -> list[str]:
+        """The topics whose messages are wanted."""
+        return list(self._topics)
+
+    @property
+    def is_done(self) -> bool:
+        """Whether no further message is wanted."""
+        return self._next == len(self._windows)
+
+    def take(self, message: Message) -> Iterator[Window]:
+        """Take a message in; yield the windows that it completes."""
+        topic = self._topics[message.topic]
+        if topic.take(message) and message.ordinal == self._need.get(message.topic):
+            yield from self._complete()
+
+    def finish(self) -> Iterator[Window]:
+        """Yield what is left; every message has passed."""
+        yield from self._complete()
+        if self._next < len(self._windows):
+            short = [t.name for t in self._topics.values() if t.next_wanted < len(t.wanted)]
+            raise CorruptFile(
+                f"{self._where}: messages of {', '.join(short) or 'a topic'} that the index "
+                "promises are not there: pass --salvage to read what there is"
+            )
+
+    def _complete(self) -> Iterator[Window]:
+        while self._next < len(self._windows) and self._is_complete():
+            episode, first, after = self._windows[self._next]
+            if first == self._plan.episodes[episode][0]:
+                self._bases.clear()
+            columns = self._columns(first, after)
+            self._next += 1
+            self._need = self._needed()
+            self._forget()
+            yield episode, after - first, columns
+
+    def _is_complete(self) -> bool:
+        return all(
+            topic.next_wanted > 0 and topic.wanted[topic.next_wanted - 1] >= self._need[name]
+            for name, topic in self._topics.items()
+        )
+
+    def _needed(self) -> dict[str, int]:
+        """Return the last message of each topic that the next window needs."""
+        if self._next >= len(self._windows):
+            return {}
+        _, first, after = self._windows[self._next]
+        need = dict.fromkeys(self._topics, -1)
+        for plan in _sources(self._plan):
+            match = plan.match
+            last = max(match.after[first:after].max(), match.before[first:after].max())
+            need[plan.topic] = max(need[plan.topic], int(last))
+        return need
+
+    def _forget(self) -> None:
+        if self._next >= len(self._windows):
+            return
+        first = self._windows[self._next][1]
+        for name, oldest in self._oldest.items():
+            self._topics[name].forget(int(oldest[first]))
+
+    def _columns(self, first: int, after: int) -> dict[str, Any]:
+        """Return the values of every feature for the frames [first, after)."""
+        parts: dict[str, list[Array]] = {}
+        for name, plans in self._plan.vectors.items():
+            feature = self._settings.features[name]
+            assert isinstance(feature, Vector)
+            parts[name] = [
+                self._part(name, place, plan, feature, first, after)
+                for place, plan in enumerate(plans)
+            ]
+        columns: dict[str, Any] = {}
+        for name, plans in self._plan.vectors.items():
+            feature = self._settings.features[name]
+            assert isinstance(feature, Vector)
+            joined = np.concatenate(parts[name], axis=1)
+            if any(plan.source.delta for plan in plans):
+                self._subtract(name, joined, parts, plans, feature.delta_from or "")
+            at = 0
+            for plan, part in zip(plans, parts[name], strict=True):
+                if plan.source.fill_gaps is not None and plan.gap is not None:
+                    joined[plan.gap[first:after], at : at + part.shape[1]] = plan.source.fill_gaps[
+                        1
+                    ]
+                at += part.shape[1]
+            columns[name] = joined.astype(np.float32)
+        if self._plan.flags is not None:
+            columns[GAP_FLAG] = self._plan.flags[first:after, None].astype(np.float32)
+        return columns
+
+    def _part(
+        self, name: str, place: int, plan: SourcePlan, feature: Vector, first: int, after: int
+    ) -> Array:
+        """Return the values of one source, before differences and fillings."""
+        source = plan.source
+        if source.flag_gaps is not None:
+            assert plan.gap is not None
+            return plan.gap[first:after, None].astype(np.float64)
+        topic, match = self._topics[plan.topic], plan.match
+        values = self._selected(topic.rows(match.before[first:after], source.field), source, topic)
+        if feature.align in ("linear", "slerp"):
+            later = self._selected(
+                topic.rows(match.after[first:after], source.field), source, topic
+            )
+            weight = match.weight[first:after, None]
+            blend = _slerp if feature.align == "slerp" else _lerp
+            values = blend(values, later, weight)
+        values = self._finite(name, place, topic.name, values)
+        if source.threshold is not None:
+            values = (values > source.threshold).astype(np.float64)
+        else:
+            values = values * source.scale
+        if source.relative_start:
+            usable = np.ones(len(values), bool) if plan.gap is None else ~plan.gap[first:after]
+            if (name, place) not in self._bases and usable.any():
+                self._bases[name, place] = values[usable][0]
+            values = values - self._bases.get((name, place), 0.0)
+        return values
+
+    def _selected(self, values: Array, source: Source, topic: _Topic) -> Array:
+        if source.select is None:
+            return values
+        first, after = source.select
+        if after > values.shape[1]:
+            raise DataError(
+                f"{self._where}: {topic.name}: {source.field} has {values.shape[1]} numbers, and "
+                f"[{first}, {after}] was asked for: check the robot's platform or the mapping"
+            )
+        return values[:, first:after]
+
+    def _finite(self, name: str, place: int, topic: str, values: Array) -> Array:
+        """Apply the policy for NaN and infinity."""
+        good = np.isfinite(values)
+        policy = self._settings.nonfinite
+        if not good.all():
+            count = int((~good).sum())
+            if policy == "fail":
+                raise DataError(
+                    f"{self._where}: {name} has {count} values that are not finite, from {topic}: "
+                    "set nonfinite to keep or hold"
+                )
+            self._plan.account.note(f"{name}: values that are not finite ({policy})", count)
+        if policy != "hold":
+            return values
+        start = self._last_finite.get((name, place))
+        rows = np.where(good, np.arange(len(values))[:, None], -1)
+        rows = np.maximum.accumulate(rows, axis=0)
+        held = np.take_along_axis(values, np.maximum(rows, 0), axis=0)
+        held = np.where(rows < 0, 0.0 if start is None else start, held)
+        self._last_finite[name, place] = held[-1]
+        return held
+
+    def _subtract(
+        self,
+        name: str,
+        joined: Array,
+        parts: Mapping[str, list[Array]],
+        plans: list[SourcePlan],
+        reference: str,
+    ) -> None:
+        """Make the sources with `delta` relative to the reference, at the same places."""
+        base = np.concatenate(parts[reference], axis=1)
+        at = 0
+        for plan, part in zip(plans, parts[name], strict=True):
+            after = at + part.shape[1]
+            if plan.source.delta:
+                if after > base.shape[1]:
+                    raise DataError(
+                        f"{name}: {reference} has no numbers {at} to {after} to subtract"
+                    )
+                joined[:, at:after] -= base[:, at:after]
+            at = after
+
+
+def _used(plan: Plan) -> list[str]:
+    return list(dict.fromkeys(source.topic for source in _sources(plan)))
+
+
+def _sources(plan: Plan) -> Iterator[SourcePlan]:
+    for plans in plan.vectors.values():
+        yield from (source for source in plans if source.source.flag_gaps is None)
+
+
+def _needs(plan: Plan, topic: str) -> tuple[NDArray[np.int64], tuple[str, ...]]:
+    """Return the messages of a topic that some frame needs, and their fields."""
+    sources = [source for source in _sources(plan) if source.topic == topic]
+    arrays = {id(a): a for s in sources for a in (s.match.before, s.match.after)}
+    wanted = np.unique(np.concatenate(list(arrays.values())))
+    return wanted, tuple(dict.fromkeys(source.source.field for source in sources))
+
+
+def _oldest(plan: Plan, topic: str) -> NDArray[np.int64]:
+    """Return, for each frame, the oldest message of a topic that it or a later frame needs."""
+    arrays = [s.match.before for s in _sources(plan) if s.topic == topic]
+    arrays += [s.match.after for s in _sources(plan) if s.topic == topic]
+    unique = {id(array): array for array in arrays}.values()
+    oldest = np.minimum.reduce(list(unique))
+    return np.asarray(np.minimum.accumulate(oldest[::-1])[::-1])
+
+
+def _windows(episodes: list[tuple[int, int]], longest: int) -> Iterator[tuple[int, int, int]]:
+    """Yield (episode, first frame, after last frame) of each window; none spans two episodes."""
+    for number, (first, after) in enumerate(episodes):
+        for start in range(first, after, longest):
+            yield number, start, min(start + longest, after)
+
+
+def _lerp(before: Array, after: Array, weight: Array) -> Array:
+    return before + (after - before) * weight
+
+
+def _slerp(before: Array, after: Array, weight: Array) -> Array:
+    """Interpolate unit quaternions on the shorter way; near-equal ones linearly."""
+    if before.shape[1] != 4:
+        raise DataError(f"slerp needs 4 numbers per frame, not {before.shape[1]}")
+    before = before / np.maximum(np.linalg.norm(before, axis=1, keepdims=True), 1e-12)
+    after = after / np.maximum(np.linalg.norm(after, axis=1, keepdims=True), 1e-12)
+    cosine = (before * after).sum(axis=1, keepdims=True)
+    after = np.where(cosine < 0, -after, after)
+    cosine = np.minimum(np.abs(cosine), 1.0)
+    angle = np.arccos(cosine)
+    sine = np.sin(angle)
+    close = sine < 1e-6
+    safe = np.where(close, 1.0, sine)
+    left = np.where(close, 1 - weight, np.sin((1 - weight) * angle) / safe)
+    right = np.where(close, weight, np.sin(weight * angle) / safe)
+    blended = left * before + right * after
+    norm = np.maximum(np.linalg.norm(blended, axis=1, keepdims=True), 1e-12)
+    return np.asarray(blended / norm)

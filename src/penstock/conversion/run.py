@@ -1,0 +1,394 @@
+"""The whole conversion: bags in, one LeRobot dataset out, committed bag by bag."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import shutil
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final, Literal
+
+from penstock.lerobot.writer import DatasetWriter
+
+from penstock.bags import find_bags, open_bag
+from penstock.conversion import kuavo
+from penstock.conversion.features import describe
+from penstock.conversion.guess import guess_mapping
+from penstock.conversion.mapping import (
+    Mapping,
+    did_you_mean,
+    from_json,
+    load_map,
+    parse_value,
+)
+from penstock.conversion.one_bag import Converted, Job
+from penstock.conversion.plan import plan_bag
+from penstock.conversion.report import BagReport, Report
+from penstock.conversion.workers import Outcome, run_jobs
+from penstock.core.files import storage_error
+from penstock.core.memory import MemoryWatch, parse_bytes, rss_bytes
+from penstock.core.progress import Mode, Progress
+from penstock.errors import DataError, PenstockError, StorageError, UsageError
+from penstock.lerobot import doctor
+from penstock.lerobot.layout import VERSIONS, Feature, Version
+
+DEFAULT_MEMORY: Final = "512MB"
+# What one worker needs beside its queue: the interpreter, the codecs, the parquet writer.
+_BASE_BYTES: Final = 220 * 10**6
+_QUEUE_BYTES: Final = 64 * 2**20
+_LEAST_QUEUE_BYTES: Final = 4 * 2**20
+
+
+_LEAST_MEMORY: Final = 200 * 10**6
+_LEAST_MEMORY_TEXT: Final = "200MB"
+
+Paths = str | os.PathLike[str] | Sequence[str | os.PathLike[str]]
+OpenMode = Literal["create", "resume", "append", "overwrite"]
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """What a user asks for, checked; see `make_request`."""
+
+    bags: list[Path]
+    out: Path
+    mapping: Mapping
+    version: Version = "v3.0"
+    memory_bytes: int = 512 * 10**6
+    workers: int = 1
+    mode: OpenMode = "create"
+    salvage: bool = False
+    check: bool = True
+    progress: Mode | None = None
+
+
+def convert(
+    bags: Paths,
+    out: str | os.PathLike[str],
+    map: str | os.PathLike[str] | Mapping | None = None,
+    **settings: Any,
+) -> Report:
+    """Convert recordings into a LeRobot dataset, in bounded memory.
+
+    Args:
+        bags: Bags (.bag, .db3, .mcap, ROS 2 folders) or folders of them.
+        out: The folder of the dataset.
+        map: A mapping, or its YAML file; None guesses one from the first bag.
+        settings: See `make_request`: memory, workers, progress, resume, codec, ….
+
+    Raises:
+        PenstockError: Nothing could be converted; bags that fail one by one are in the report.
+
+    Example:
+        report = penstock.convert("bags/", "dataset", memory="512MB")
+        print(report.frames_out, report.failed)
+    """
+    return carry_out(make_request(bags, out, map, **settings))
+
+
+def make_request(
+    bags: Paths,
+    out: str | os.PathLike[str],
+    map: str | os.PathLike[str] | Mapping | None = None,
+    *,
+    config: str | os.PathLike[str] | None = None,
+    overrides: Sequence[str] = (),
+    memory: str | int = DEFAULT_MEMORY,
+    workers: int = 1,
+    resume: bool = False,
+    append: bool = False,
+    overwrite: bool = False,
+    salvage: bool = False,
+    version: Version = "v3.0",
+    check: bool = True,
+    progress: Mode | None = None,
+    **settings: Any,
+) -> Request:
+    """Check what a user asks for, and find the bags.
+
+    Args:
+        bags: As for `convert`.
+        out: As for `convert`.
+        map: As for `convert`.
+        config: A Kuavo settings file, instead of `map`.
+        overrides: `key=value` words: settings of `config`, or of the mapping.
+        memory: Resident memory to stay below, all workers together.
+        workers: Bags converted at a time; the dataset does not depend on it.
+        resume: Go on with a conversion that was interrupted; what is committed is skipped.
+        append: Add episodes to a dataset that exists.
+        overwrite: Replace a dataset that exists.
+        salvage: Read what can be read of damaged bags.
+        version: Of the dataset format: "v3.0" or "v2.1".
+        check: Verify the dataset when it is done.
+        progress: "rich", "plain" or "quiet"; None chooses by the terminal.
+        settings: Of the mapping, instead of its own: fps, codec, depth_codec, clock, task, gap,
+            split_frames, …; None leaves one alone.
+
+    Raises:
+        UsageError: Something is wrong with a setting; nothing was touched.
+        DataError: There is no bag, or none that can be opened.
+    """
+    if sum((resume, append, overwrite)) > 1:
+        raise UsageError("resume, append and overwrite exclude each other: choose one")
+    if workers < 1:
+        raise UsageError(f"workers is {workers}: give at least 1")
+    if version not in VERSIONS:
+        raise UsageError(f"version is {version!r}: {did_you_mean(version, VERSIONS)}")
+    memory_bytes = parse_bytes(memory)
+    if memory_bytes < _LEAST_MEMORY:
+        raise UsageError(f"memory is {memory!r}: the codecs alone need {_LEAST_MEMORY_TEXT}")
+    paths = [bags] if isinstance(bags, str | os.PathLike) else list(bags)
+    used = find_bags([Path(path) for path in paths])
+    own = kuavo.own_settings(overrides) if config is not None else []
+    for word in overrides:
+        if word not in own:
+            key, _, text = word.partition("=")
+            settings[key] = parse_value(text)
+    if config is not None:
+        if map is not None:
+            raise UsageError("map and config exclude each other: choose one")
+        asked = kuavo.load_kuavo(Path(config), own)
+        mapping = asked.mapping
+        used = kuavo.choose_used(used, asked.num_used)
+    elif map is not None:
+        mapping = map if isinstance(map, Mapping) else load_map(Path(map))
+    else:
+        mapping = _guess(used, salvage)
+    given = {name: value for name, value in settings.items() if value is not None}
+    if given:
+        mapping = from_json({**mapping.to_json(), **given}, "the settings")
+    mode: OpenMode = "create"
+    if resume or append or overwrite:
+        mode = "resume" if resume else "append" if append else "overwrite"
+    return Request(
+        used, Path(out), mapping, version, memory_bytes, workers, mode, salvage, check, progress
+    )
+
+
+def _guess(bags: Sequence[Path], salvage: bool) -> Mapping:
+    """Guess the mapping from the first bag that can be opened."""
+    error: PenstockError | None = None
+    for path in bags:
+        try:
+            with open_bag(path, salvage=salvage) as bag:
+                return guess_mapping(bag)
+        except DataError as problem:
+            error = error or problem
+    assert error is not None  # find_bags returns at least one
+    raise error
+
+
+def carry_out(request: Request) -> Report:
+    """Carry a conversion out."""
+    start_s = time.perf_counter()
+    report = Report(request.out, request.mapping)
+    report.memory_limit_bytes = request.memory_bytes
+    prints = {path: fingerprint(path) for path in request.bags}
+    features = _features(request, report)
+    with (
+        MemoryWatch() as watch,
+        DatasetWriter(
+            request.out,
+            features,
+            request.mapping.fps,
+            request.mapping.robot_type,
+            version=request.version,
+            mode=request.mode,
+            settings={"mapping": request.mapping.to_json(), "salvage": request.salvage},
+        ) as writer,
+    ):
+        _convert_all(request, writer, features, prints, report)
+        writer.finalize()
+        report.total_episodes, report.total_frames = writer.total_episodes, writer.total_frames
+    report.peak_bytes, report.memory = watch.peak_bytes, watch.samples
+    report.wall_s = time.perf_counter() - start_s
+    if request.check:
+        checkup = doctor.check(request.out, progress=request.progress)
+        report.findings, report.checked = checkup.findings, checkup.checked
+    return report
+
+
+def _features(request: Request, report: Report) -> dict[str, Feature]:
+    """Return the features that the first usable bag gives; unusable ones are noted."""
+    first: PenstockError | None = None
+    for path in request.bags:
+        try:
+            with open_bag(path, salvage=request.salvage) as bag:
+                return describe(bag, request.mapping, plan_bag(bag, request.mapping))
+        except DataError as error:
+            first = first or error
+    assert first is not None
+    raise first
+
+
+def _convert_all(
+    request: Request,
+    writer: DatasetWriter,
+    features: dict[str, Feature],
+    prints: dict[Path, str],
+    report: Report,
+) -> None:
+    committed: dict[str, set[int]] = {}
+    complete: set[str] = set()
+    for source in writer.committed:
+        committed.setdefault(source["fingerprint"], set()).add(source["part"])
+        if len(committed[source["fingerprint"]]) == source["parts"]:
+            complete.add(source["fingerprint"])
+    todo = []
+    for path in request.bags:
+        if prints[path] in complete:
+            report.skipped.append(path)
+        else:
+            todo.append(path)
+    workers = report.workers = _fitting_workers(request, len(todo))
+    total_bytes = sum(_size(path) for path in todo)
+    with Progress(total_bytes, "convert", "bytes", request.progress) as progress:
+        meter = _Meter(progress)
+        for job, outcome in run_jobs(
+            _jobs(request, writer, features, todo, workers), workers, meter
+        ):
+            _commit(job, outcome, writer, prints[job.bag], committed, report)
+            meter.finished(_size(job.bag))
+
+
+def _jobs(
+    request: Request,
+    writer: DatasetWriter,
+    features: dict[str, Feature],
+    todo: Sequence[Path],
+    workers: int,
+) -> Iterator[Job]:
+    described = {name: feature.to_json() for name, feature in features.items()}
+    for number, path in enumerate(todo):
+        yield Job(
+            path,
+            request.mapping.to_json(),
+            described,
+            writer.staging(f"bag-{number:05d}"),
+            queue_bytes(request, workers),
+            request.memory_bytes // workers,
+            request.salvage,
+        )
+
+
+def queue_bytes(request: Request, workers: int) -> int:
+    """Return what may wait between reading and encoding in each worker."""
+    spare = request.memory_bytes // workers - _BASE_BYTES
+    return max(min(spare, _QUEUE_BYTES), _LEAST_QUEUE_BYTES)
+
+
+def _fitting_workers(request: Request, bags: int) -> int:
+    """Return how many workers fit the memory; the parent process counts as well."""
+    wanted = min(request.workers, max(bags, 1))
+    fitting = max(int((request.memory_bytes - rss_bytes()) // _BASE_BYTES), 1)
+    return min(wanted, fitting) if wanted > 1 else 1
+
+
+def _commit(
+    job: Job,
+    outcome: Outcome,
+    writer: DatasetWriter,
+    print_: str,
+    committed: dict[str, set[int]],
+    report: Report,
+) -> None:
+    """Commit the episodes of one bag, or note why there are none."""
+    try:
+        if isinstance(outcome, StorageError):
+            raise outcome  # the disk is full: no other bag will fare better
+        if isinstance(outcome, PenstockError):
+            writer.failed({"bag": job.bag.name, "fingerprint": print_}, str(outcome))
+            report.failed[job.bag] = str(outcome)
+            return
+        done = committed.get(print_, set())
+        for part, folder in enumerate(outcome.folders):
+            if part in done:
+                continue
+            writer.commit(
+                folder,
+                {
+                    "bag": job.bag.name,
+                    "fingerprint": print_,
+                    "part": part,
+                    "parts": len(outcome.folders),
+                },
+            )
+        report.add(_bag_report(job.bag, outcome))
+    finally:
+        shutil.rmtree(job.staging, ignore_errors=True)
+
+
+def _bag_report(path: Path, outcome: Converted) -> BagReport:
+    return BagReport(
+        path=path,
+        size_bytes=_size(path),
+        episodes=len(outcome.folders),
+        account=outcome.account,
+        skew=outcome.skew,
+        skew_ms=outcome.skew_ms,
+        timeline=outcome.timeline,
+        salvage=outcome.salvage,
+        previews=outcome.previews,
+        wall_s=outcome.wall_s,
+        cpu_s=outcome.cpu_s,
+    )
+
+
+class _Meter:
+    """Turns bytes and frames of the workers into one bar over the sizes of the bags."""
+
+    def __init__(self, progress: Progress) -> None:
+        self._progress = progress
+        self._done_bytes = 0  # of finished bags
+        self._read_bytes = 0  # of bags under way
+        self._frames = 0
+        self._start_s = time.monotonic()
+
+    def __call__(self, size_bytes: int, frames: int) -> None:
+        self._read_bytes += size_bytes
+        self._frames += frames
+        rate = self._frames / max(time.monotonic() - self._start_s, 1e-3)
+        self._progress.note(f"{self._frames} frames, {rate:.0f} frames/s")
+        shown = self._done_bytes + self._read_bytes
+        self._progress.update(min(shown, self._progress.total or shown))
+
+    def finished(self, size_bytes: int) -> None:
+        self._done_bytes += size_bytes
+        self._read_bytes = 0
+        self(0, 0)
+
+
+def fingerprint(path: Path) -> str:
+    """Name a recording by its content: its size, and 64 samples of 64 KiB of each file.
+
+    Reading all of a 50 GB bag to tell that it is done already would take longer than the user
+    has patience for; two recordings that agree in size and in all samples are taken for one.
+    """
+    digest = hashlib.blake2b(digest_size=16)
+    files = sorted(p for p in path.rglob("*") if p.is_file()) if path.is_dir() else [path]
+    block = 64 * 1024
+    for file in files:
+        try:
+            size = file.stat().st_size
+            digest.update(f"{size}\n".encode())
+            with file.open("rb") as stream:
+                for k in range(64):
+                    stream.seek(max(size - block, 0) * k // 63)
+                    digest.update(stream.read(block))
+                    if size <= block:
+                        break
+        except OSError as error:
+            raise storage_error("read", file, error) from error
+    return digest.hexdigest()
+
+
+def _size(path: Path) -> int:
+    with suppress(OSError):
+        if path.is_dir():
+            return sum(file.stat().st_size for file in path.rglob("*") if file.is_file())
+        return path.stat().st_size
+    return 0

@@ -1,0 +1,209 @@
+"""The frames themselves: which topic sets their pace, and what its holes do."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping as AnyMapping
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from itertools import pairwise
+from typing import Final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from penstock.bags import Bag
+from penstock.conversion.account import Account
+from penstock.conversion.align import (
+    MISSING,
+    SECOND_NS,
+    Ordered,
+    Slots,
+    Times,
+    camera_slots,
+    in_order,
+    rate_slots,
+)
+from penstock.conversion.mapping import Camera, Clock, Mapping, Source, did_you_mean
+from penstock.errors import DataError
+
+Mask = NDArray[np.bool_]
+Choice = tuple[Source | Camera, str]  # what is taken, from which topic
+
+# A hole is not laid out frame by frame beyond this: a clock that was set by years must not cost
+# memory.
+_LONGEST_HOLE_S: Final = 600
+_MAX_FRAMES: Final = 20_000_000
+
+
+class Stamps:
+    """The time stamps of a bag's topics, by the clock that was asked for."""
+
+    def __init__(self, bag: Bag, clock: Clock) -> None:
+        self._bag = bag
+        self._clock = clock
+        self._last: tuple[str, Ordered] | None = None
+        self.where = str(bag.path)
+
+    def of(self, topic: str) -> Ordered:
+        """Return the messages of a topic in order; only the last one asked for is kept."""
+        if self._last is None or self._last[0] != topic:
+            has_header = (
+                self._clock == "header" and self._bag.decoder(topic).stamp_reader() is not None
+            )
+            stamps = self._bag.stamps(topic) if has_header else self._bag.times(topic)
+            self._last = (topic, in_order(stamps))
+        return self._last[1]
+
+    def count(self, topic: str) -> int:
+        """Return the number of messages of a topic; 0 if there is no such topic."""
+        entry = self._bag.topics.get(topic)
+        return entry.count if entry else 0
+
+    def absent(self, name: str, tried: Sequence[str]) -> str:
+        """Say that a feature has no topic, and which one was probably meant."""
+        there = [topic for topic, entry in self._bag.topics.items() if entry.count]
+        words = " or ".join(tried)
+        if any(topic in self._bag.topics for topic in tried):
+            return f"{self.where}: {words} (for {name}) has no messages"
+        hint = did_you_mean(tried[0], there) if len(there) <= 40 else "see `penstock info`"
+        return f"{self.where}: there is no topic {words} (for {name}): {hint}"
+
+
+@dataclass(slots=True)
+class Frames:
+    """The frames of a bag.
+
+    Attributes:
+        times: When each frame is.
+        picks: Ordinal of the timeline's message that each frame shows; MISSING for a fixed rate.
+        keep: The frames that are not dropped.
+        held: The frames that show an older picture, because there is a hole.
+    """
+
+    times: Times
+    picks: Times
+    keep: Mask
+    held: Mask
+
+
+def choose_timeline(
+    stamps: Stamps, mapping: Mapping, chosen: AnyMapping[str, Sequence[Choice]]
+) -> tuple[str, float]:
+    """Return the topic whose messages are the frames, and its rate; "" is a fixed rate."""
+    name = mapping.timeline
+    if name is None:
+        cameras = [chosen[key][0][1] for key in mapping.cameras]
+        if not cameras:
+            return "", float(mapping.fps)
+        name = max(cameras, key=stamps.count)  # of equals, the first
+    elif name == "rate":
+        return "", float(mapping.fps)
+    elif name in chosen:
+        name = chosen[name][0][1]
+    elif not stamps.count(name):
+        raise DataError(stamps.absent("the timeline", (name,)))
+    if mapping.timeline_hz is not None:
+        return name, mapping.timeline_hz
+    period_ns = stamps.of(name).period_ns
+    hz = SECOND_NS / period_ns if 0 < period_ns < float("inf") else float(mapping.fps)
+    # A camera of 30 Hz measures as 29.98: its pictures are meant to be used one by one.
+    for nominal in (float(mapping.fps), float(round(hz))):
+        if nominal and abs(hz / nominal - 1) < 0.03:
+            return name, nominal
+    return name, hz
+
+
+def lay_out(
+    stamps: Stamps,
+    mapping: Mapping,
+    timeline: str,
+    hz: float,
+    topics: Sequence[str],
+    account: Account,
+) -> Frames:
+    """Lay out the frames, bridge the holes, and count what the timeline's topic loses."""
+    if not timeline:
+        slots = _fixed_rate(stamps, mapping, topics)
+        account.frames_in = len(slots.times)
+        nothing = np.zeros(len(slots.times), bool)
+        return Frames(slots.times, slots.picks, ~nothing, nothing)
+    topic = stamps.of(timeline)
+    account.frames_in = stamps.count(timeline)
+    account.drop("duplicate stamp", topic.duplicates)
+    account.drop("stamp out of order", topic.disordered)
+    times, ends = topic.times, mapping.drop_ends
+    if len(times) <= 2 * ends:
+        raise DataError(
+            f"{stamps.where}: {timeline} has {len(times)} usable messages, and drop_ends takes "
+            f"{2 * ends} of them: nothing is left"
+        )
+    account.drop("start or end left out (drop_ends)", 2 * ends)
+    times = times[ends : len(times) - ends]
+    shortened = _without_years(times)
+    _check_span(stamps.where, int(shortened[-1] - shortened[0]), max(mapping.fps, hz))
+    slots = camera_slots(shortened, hz, mapping.fps)
+    account.drop("not needed at this rate", len(slots.skipped))
+    before = np.maximum.accumulate(np.maximum(slots.picks, 0))
+    slots = replace(slots, times=slots.times + (times - shortened)[before])
+    keep, held = _bridge(slots, mapping, account)
+    shown = slots.picks[slots.picks != MISSING]
+    account.frames_repeated = len(shown) - len(np.unique(shown))
+    ordinals = np.where(slots.picks >= 0, topic.ordinals[slots.picks + ends], MISSING)
+    return Frames(slots.times, ordinals, keep, held)
+
+
+def _fixed_rate(stamps: Stamps, mapping: Mapping, topics: Sequence[str]) -> Slots:
+    """Lay frames over the time in which every topic speaks."""
+    spans = [stamps.of(topic).times[[0, -1]] for topic in dict.fromkeys(topics)]
+    start_ns, stop_ns = int(max(s[0] for s in spans)), int(min(s[1] for s in spans))
+    _check_span(stamps.where, stop_ns - start_ns, mapping.fps)
+    return rate_slots(start_ns, stop_ns, mapping.fps)
+
+
+def _check_span(where: str, span_ns: int, hz: float) -> None:
+    if span_ns / SECOND_NS * hz > _MAX_FRAMES:
+        raise DataError(
+            f"{where}: its stamps span {span_ns // SECOND_NS} s, more than {_MAX_FRAMES} frames: "
+            "check the clock of the recording"
+        )
+
+
+def _without_years(times: Times) -> Times:
+    """Shorten holes that no recording has, so that laying out frames stays bounded."""
+    steps = np.diff(times)
+    longest_ns = _LONGEST_HOLE_S * SECOND_NS
+    if len(steps) == 0 or steps.max() <= longest_ns:
+        return times
+    return np.concatenate(([times[0]], times[0] + np.cumsum(np.minimum(steps, longest_ns))))
+
+
+def _bridge(slots: Slots, mapping: Mapping, account: Account) -> tuple[Mask, Mask]:
+    """Apply the gap policy to the holes: return the frames to keep, and those that are held."""
+    hole = slots.picks == MISSING
+    keep, held = ~hole, np.zeros(len(hole), bool)
+    edges = np.flatnonzero(np.diff(np.concatenate(([False], hole, [False])).astype(np.int8)))
+    for first, after in edges.reshape(-1, 2):
+        length_ns = slots.times[min(after, len(hole) - 1)] - slots.times[first - 1]
+        account.note("holes of the timeline")
+        if mapping.gap in ("hold", "flag") or not _is_long(length_ns, mapping):
+            slots.picks[first:after] = slots.picks[first - 1]
+            keep[first:after] = held[first:after] = True
+    return keep, held
+
+
+def _is_long(step_ns: int, mapping: Mapping) -> bool:
+    """Tell whether the time between two frames is a gap: beyond jitter, and what is held."""
+    return bool(step_ns > (mapping.hold_s + 1.6 / mapping.fps) * SECOND_NS)
+
+
+def split(times: Times, mapping: Mapping, account: Account) -> list[tuple[int, int]]:
+    """Cut the frames into episodes: at gaps if asked for, and at the longest length."""
+    cuts = [k + 1 for k, step in enumerate(np.diff(times)) if _is_long(int(step), mapping)]
+    if mapping.gap != "split":
+        account.note("jumps in time within an episode", len(cuts))
+        cuts = []
+    episodes = []
+    for first, after in pairwise([0, *cuts, len(times)]):
+        step = mapping.split_frames or after - first
+        episodes += [(start, min(start + step, after)) for start in range(first, after, step)]
+    return episodes

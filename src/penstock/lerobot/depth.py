@@ -1,0 +1,106 @@
+"""Depth as 12-bit codes, finer where it is near: the quantisation that lerobot 0.6 and later use.
+
+A distance d lies at log(d + shift) between log(depth_min + shift) and log(depth_max + shift); the
+share is rounded to 4095 steps. With the defaults a step is 0.1 cm near and 0.4 cm at 10 m. What is
+nearer than depth_min (0, no measurement, too) gets code 0 and comes back as depth_min.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, Self
+
+import numpy as np
+from numpy.typing import NDArray
+
+from penstock.errors import DataError
+
+CODES = 4096
+
+
+@dataclass(frozen=True)
+class DepthCoding:
+    """How distances become codes; everything in metres.
+
+    Args:
+        depth_min: The distance of code 0.
+        depth_max: The distance of code 4095.
+        shift: Added before the logarithm.
+        use_log: Logarithmic steps; equal ones otherwise.
+    """
+
+    depth_min: float = 0.01
+    depth_max: float = 10.0
+    shift: float = 3.5
+    use_log: bool = True
+
+    def __post_init__(self) -> None:
+        numbers = (self.depth_min, self.depth_max, self.shift)
+        good = all(math.isfinite(number) for number in numbers) and self.depth_min < self.depth_max
+        if not good or (self.use_log and self.depth_min + self.shift <= 0):
+            raise DataError(f"depth from {self.depth_min} to {self.depth_max} m cannot be coded")
+
+    @classmethod
+    def from_info(cls, info: dict[str, Any] | None) -> Self:
+        """Read it from a video feature's info; what is not there has lerobot's default."""
+        found = info or {}
+        values = {
+            name: found.get(f"video.{name}", found.get(name))
+            for name in ("depth_min", "depth_max", "shift", "use_log")
+        }
+        known = {name: value for name, value in values.items() if value is not None}
+        if not all(isinstance(value, int | float) for value in known.values()):
+            raise DataError(f"the depth settings of a video must be numbers: {known}")
+        return cls(**known)
+
+    def to_info(self) -> dict[str, Any]:
+        """Return what a video feature's info says of it."""
+        return {
+            "is_depth_map": True,
+            "depth_unit": "mm",
+            "video.depth_min": self.depth_min,
+            "video.depth_max": self.depth_max,
+            "video.shift": self.shift,
+            "video.use_log": self.use_log,
+        }
+
+    def encode(self, depth_mm: NDArray[np.uint16]) -> NDArray[np.uint16]:
+        """Turn millimetres into codes of 0 to 4095."""
+        codes: NDArray[np.uint16] = self._codes[depth_mm]
+        return codes
+
+    def decode(self, codes: NDArray[np.uint16]) -> NDArray[np.uint16]:
+        """Turn codes into millimetres, between depth_min and depth_max."""
+        depth: NDArray[np.uint16] = self._millimetres[codes & (CODES - 1)]
+        return depth
+
+    @cached_property
+    def _codes(self) -> NDArray[np.uint16]:
+        # In single precision and in millimetres, as lerobot does it for maps of integers.
+        low, high, shift = (
+            np.float32(1000 * value) for value in (self.depth_min, self.depth_max, self.shift)
+        )
+        values = np.arange(65536, dtype=np.float32)
+        if self.use_log:
+            first, last = math.log(float(low + shift)), math.log(float(high + shift))
+            with np.errstate(invalid="ignore", divide="ignore"):
+                share = (np.log(values + shift) - first) / (last - first)
+        else:
+            share = (values - low) / (high - low)
+        scaled = np.nan_to_num(np.rint(share * (CODES - 1)), nan=0.0, neginf=0.0)
+        codes: NDArray[np.uint16] = scaled.clip(0, CODES - 1).astype(np.uint16)
+        return codes
+
+    @cached_property
+    def _millimetres(self) -> NDArray[np.uint16]:
+        share = np.arange(CODES, dtype=np.float64) / (CODES - 1)
+        if self.use_log:
+            first = math.log(self.depth_min + self.shift)
+            last = math.log(self.depth_max + self.shift)
+            metres = np.exp(first + share * (last - first)) - self.shift
+        else:
+            metres = self.depth_min + share * (self.depth_max - self.depth_min)
+        metres = metres.clip(self.depth_min, self.depth_max)
+        return np.rint(metres * 1000).clip(0, 65535).astype(np.uint16)

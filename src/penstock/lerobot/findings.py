@@ -1,0 +1,115 @@
+"""What a check of a dataset found, and what it covered."""
+
+from __future__ import annotations
+
+import threading
+from dataclasses import asdict, dataclass, field, replace
+from typing import Any, Literal
+
+Severity = Literal["error", "warning"]
+_MAX_ALIKE = 5  # findings of one kind in one file that are worth reading one by one
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """One thing that is wrong.
+
+    Attributes:
+        where: The file, by its path in the dataset.
+        what: What is wrong with it.
+        todo: What to do about it.
+        severity: "error" if the data cannot be trusted or lerobot cannot read them; "warning" if
+            they can be used, knowing this.
+    """
+
+    where: str
+    what: str
+    todo: str
+    severity: Severity = "error"
+
+    def __str__(self) -> str:
+        return f"{self.severity}: {self.where}: {self.what}; {self.todo}"
+
+
+@dataclass
+class Checkup:
+    """The result of a check.
+
+    Attributes:
+        findings: What is wrong, in the order it was found.
+        checked: How many of each kind were looked at: files, rows, frames decoded, ….
+    """
+
+    findings: list[Finding] = field(default_factory=list)
+    checked: dict[str, int] = field(default_factory=dict)
+
+    @property
+    def ok(self) -> bool:
+        """Whether there is no error; warnings are allowed."""
+        return not self.errors
+
+    @property
+    def errors(self) -> list[Finding]:
+        """Return the findings that are errors."""
+        return [finding for finding in self.findings if finding.severity == "error"]
+
+    @property
+    def warnings(self) -> list[Finding]:
+        """Return the findings that are warnings."""
+        return [finding for finding in self.findings if finding.severity == "warning"]
+
+    def text(self) -> str:
+        """Lay out one line per finding and one that says what was covered."""
+        covered = ", ".join(f"{count} {name}" for name, count in self.checked.items())
+        counts = [(len(self.errors), "error"), (len(self.warnings), "warning")]
+        said = [f"{count} {name}{'s' if count > 1 else ''}" for count, name in counts if count]
+        verdict = ", ".join(said) if said else "ok"
+        return "\n".join([*map(str, self.findings), f"{verdict}: checked {covered or 'nothing'}"])
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the same as plain values."""
+        return {"ok": self.ok, **asdict(self)}
+
+
+class Report:
+    """Collects findings from several threads; many of one kind become a few and a count."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._findings: list[Finding] = []
+        self._alike: dict[tuple[str, str, str], list[int]] = {}  # [how many, place of the last]
+        self._checked: dict[str, int] = {}
+
+    def error(self, where: str, what: str, todo: str, kind: str = "") -> None:
+        """Add an error; those of one kind in one file are only counted after the first few."""
+        self._add(Finding(where, what, todo, "error"), kind, _MAX_ALIKE)
+
+    def warning(self, where: str, what: str, todo: str, kind: str = "") -> None:
+        """Add a warning; those of one kind in one file are only counted after the first."""
+        self._add(Finding(where, what, todo, "warning"), kind, 1)
+
+    def count(self, name: str, n: int = 1) -> None:
+        """Say that n more of a kind were checked."""
+        with self._lock:
+            self._checked[name] = self._checked.get(name, 0) + n
+
+    def checkup(self) -> Checkup:
+        """Return everything so far."""
+        with self._lock:
+            findings = list(self._findings)
+            for (_, severity, _), (count, last) in self._alike.items():
+                more = count - (_MAX_ALIKE if severity == "error" else 1)
+                if more > 0:
+                    what = f"{findings[last].what} (and {more} more like it)"
+                    findings[last] = replace(findings[last], what=what)
+            return Checkup(findings, dict(self._checked))
+
+    def _add(self, finding: Finding, kind: str, most: int) -> None:
+        with self._lock:
+            if kind:
+                alike = self._alike.setdefault((finding.where, finding.severity, kind), [0, 0])
+                alike[0] += 1
+                if alike[0] > most:
+                    return
+                alike[1] = len(self._findings)
+            self._findings.append(finding)

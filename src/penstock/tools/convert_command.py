@@ -1,0 +1,61 @@
+"""The words of `penstock convert`, turned into one call."""
+
+from __future__ import annotations
+
+import argparse
+import re
+from pathlib import Path
+from typing import Any
+
+from penstock.conversion import kuavo
+from penstock.conversion.dry_run import Prediction, predict
+from penstock.conversion.report import Report
+from penstock.conversion.run import Request, carry_out, make_request
+from penstock.errors import UsageError
+
+_SETTING = re.compile(r"[+]{0,2}[A-Za-z_][\w.]*=")
+
+
+def run(arguments: argparse.Namespace) -> Report | Prediction:
+    """Carry out what the words ask for."""
+    request = _request(arguments)
+    if arguments.dry_run:
+        return predict(request)
+    report = carry_out(request)
+    page = Path(arguments.report) if arguments.report else request.out.with_suffix(".html")
+    report.write_page(page)
+    return report
+
+
+def _request(arguments: argparse.Namespace) -> Request:
+    settings = [w for w in arguments.words if _SETTING.match(w) and not Path(w).exists()]
+    paths: list[Any] = [word for word in arguments.words if word not in settings]
+    bags, out = paths[:-1], paths[-1] if paths else None
+    if arguments.config:
+        named = kuavo.load_kuavo(Path(arguments.config), kuavo.own_settings(settings))
+        if len(paths) == 1 and named.bags is not None:
+            bags, out = [named.bags], paths[0]
+        elif not paths:
+            bags, out = [named.bags] if named.bags else [], named.out
+    if not bags or out is None:
+        raise UsageError("convert needs bags and a dataset: penstock convert BAGS OUT")
+    return make_request(
+        bags,
+        out,
+        arguments.map,
+        config=arguments.config,
+        overrides=settings,
+        memory=arguments.memory,
+        workers=arguments.workers,
+        resume=arguments.resume,
+        append=arguments.append,
+        overwrite=arguments.overwrite,
+        salvage=arguments.salvage,
+        version=arguments.version,
+        fps=arguments.fps,
+        codec=arguments.codec,
+        depth_codec=arguments.depth_codec,
+        clock=arguments.clock,
+        task=arguments.task,
+        check=not arguments.no_check,
+    )

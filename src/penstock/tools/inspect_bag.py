@@ -1,0 +1,126 @@
+"""What is in a recording (`info`): topics, types, rates, gaps, sizes, and what a dataset would hold.
+
+Only the index is read.
+"""
+
+from __future__ import annotations
+
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from penstock.bags import open_bag
+from penstock.bags.find import METADATA, parts_of
+from penstock.conversion.guess import guess_mapping, rate_of, to_yaml
+from penstock.conversion.mapping import Camera
+from penstock.core.files import publish_bytes
+from penstock.core.memory import format_bytes
+from penstock.core.report import text_table
+from penstock.errors import DataError
+
+Facts = dict[str, Any]
+BAG_ENDINGS = (".bag", ".bag.active", ".db3", ".mcap", ".db3.zstd", ".mcap.zstd")
+
+
+def is_bag(path: Path) -> bool:
+    """Tell whether a file or folder is a recording, by its name: a damaged one is one too."""
+    if path.is_dir():
+        return (path / METADATA).is_file() or bool(parts_of(path))
+    return path.name.endswith(BAG_ENDINGS)
+
+
+def describe(path: Path, salvage: bool = False) -> Facts:
+    """Say what is in a bag."""
+    with open_bag(path, salvage=salvage) as bag:
+        topics = []
+        for topic in bag.topics.values():
+            rate = rate_of(bag, topic.name) if topic.count else None
+            topics.append(
+                {
+                    "name": topic.name,
+                    "type": topic.type,
+                    "messages": topic.count,
+                    "size_bytes": topic.size_bytes,
+                    "hz": round(rate.hz, 2) if rate else 0.0,
+                    "longest_gap_s": round(rate.longest_gap_s, 3) if rate else 0.0,
+                    "stamps_out_of_order": rate.disorder if rate else 0,
+                }
+            )
+        try:
+            mapping = guess_mapping(bag)
+            guess: Any = {
+                "fps": mapping.fps,
+                "features": {
+                    name: list(feature.topics)
+                    if isinstance(feature, Camera)
+                    else [f"{s.topics[0]} {s.field}" for s in feature.sources]
+                    for name, feature in mapping.features.items()
+                },
+            }
+        except DataError:
+            guess = None
+        return {
+            "path": str(path),
+            "kind": {"bag": "ROS 1 bag", "db3": "ROS 2 bag (db3)", "mcap": "ROS 2 bag (mcap)"}[
+                bag.kind
+            ],
+            "size_bytes": bag.size_bytes,
+            "compression": bag.compression,
+            "messages": bag.message_count,
+            "start": _date(bag.start_ns),
+            "duration_s": round(bag.duration_s, 3),
+            "salvage": None if bag.salvage is None else str(bag.salvage),
+            "topics": topics,
+            "guess": guess,
+        }
+
+
+def write_map(path: Path, target: Path, salvage: bool = False) -> None:
+    """Write the guessed mapping of a bag as a commented YAML file."""
+    with open_bag(path, salvage=salvage) as bag:
+        text = to_yaml(guess_mapping(bag), bag)
+    publish_bytes(target, text.encode())
+
+
+def describe_text(facts: Facts) -> str:
+    """Lay out what `describe` found for the terminal."""
+    head = [
+        ("path", facts["path"]),
+        ("kind", f"{facts['kind']}, compression {facts['compression']}"),
+        ("size on disk", format_bytes(facts["size_bytes"])),
+        ("messages", f"{facts['messages']} in {facts['duration_s']:.3f} s"),
+        ("start", facts["start"] or "-"),
+    ]
+    if facts["salvage"]:
+        head.append(("salvaged", facts["salvage"]))
+    rows = [
+        (
+            topic["name"],
+            topic["type"],
+            topic["messages"],
+            f"{topic['hz']:.1f}",
+            f"{topic['longest_gap_s']:.3f}",
+            format_bytes(topic["size_bytes"]) if topic["size_bytes"] is not None else "-",
+            topic["stamps_out_of_order"] or "-",
+        )
+        for topic in facts["topics"]
+    ]
+    columns = ("topic", "type", "messages", "Hz", "longest gap s", "size", "out of order")
+    parts = ["\n".join(f"{label + ':':<14}{text}" for label, text in head)]
+    parts.append(text_table(columns, rows) if rows else "no topics")
+    if facts["guess"] is None:
+        parts.append("guess: nothing here looks like a camera, a state or an action")
+    else:
+        guess = [f"guess at {facts['guess']['fps']} fps (--write-map map.yaml to edit it):"]
+        for name, sources in facts["guess"]["features"].items():
+            guess.append(f"  {name:<32} {', '.join(sources)}")
+        parts.append("\n".join(guess))
+    return "\n\n".join(parts)
+
+
+def _date(stamp_ns: int) -> str | None:
+    try:
+        when = datetime.fromtimestamp(stamp_ns / 1e9, UTC)
+    except (ValueError, OverflowError, OSError):
+        return None
+    return when.isoformat(" ", "milliseconds")

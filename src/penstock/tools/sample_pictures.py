@@ -1,0 +1,159 @@
+"""Pictures like those of a camera, that carry their own number.
+
+The number is written as 16 black or white blocks along the top edge, lowest bit first.
+"""
+
+from __future__ import annotations
+
+import struct
+import zlib
+from collections.abc import Callable
+from fractions import Fraction
+from typing import Any, Final
+
+import numpy as np
+from numpy.typing import NDArray
+
+_QUANTISER: Final = 3  # about 50 KB for a noisy 640x480 picture
+_DEPTH_DARK_MM: Final = 300
+_DEPTH_BRIGHT_MM: Final = 1200
+
+
+class Pictures:
+    """Makes JPEG, RGB and depth pictures of a moving scene.
+
+    Args:
+        width: Columns, a multiple of 16.
+        height: Rows, a multiple of 16.
+        seed: Of the noise.
+        scenes: Number of different scenes; pictures beyond cycle through them.
+        numbered: Write its number into each picture; otherwise a fixed set is made once and
+            used again, which is much faster.
+    """
+
+    def __init__(
+        self, width: int, height: int, seed: int, *, scenes: int = 60, numbered: bool = True
+    ) -> None:
+        self.width, self.height, self.numbered = width, height, numbered
+        self._scenes = min(scenes, 12) if numbered else scenes
+        self._seed = seed
+        self._luma: dict[int, NDArray[np.uint8]] = {}
+        self._kept: dict[tuple[str, int], bytes] = {}
+        self._encoder = self._new_encoder()
+
+    def jpeg(self, number: int, camera: int = 0) -> bytes:
+        """Return a JPEG file; cameras see different scenes."""
+        return self._once("jpeg", number, camera, self._jpeg)
+
+    def depth_png(self, number: int, camera: int = 0) -> bytes:
+        """Return a 16-bit PNG file of millimetres."""
+        return self._once("png", number, camera, self._depth_png)
+
+    def rgb(self, number: int, camera: int = 0) -> NDArray[np.uint8]:
+        """Return RGB pixels."""
+        luma = self._numbered_luma(number, camera)
+        shift = np.array([0, -10, 10], np.int16)
+        pixels: NDArray[np.int16] = luma[..., None].astype(np.int16) + shift
+        return np.clip(pixels, 0, 255).astype(np.uint8)
+
+    def _once(
+        self, kind: str, number: int, camera: int, make: Callable[[int, int], bytes]
+    ) -> bytes:
+        if self.numbered:
+            return make(number, camera)
+        key = (kind, self._scene(number, camera))
+        if key not in self._kept:
+            self._kept[key] = make(key[1], 0)
+        return self._kept[key]
+
+    def _scene(self, number: int, camera: int) -> int:
+        return (number + camera * self._scenes // 3) % self._scenes
+
+    def _jpeg(self, number: int, camera: int) -> bytes:
+        import av
+
+        height, width = self.height, self.width
+        planes = np.empty((height * 3 // 2, width), np.uint8)
+        planes[:height] = self._numbered_luma(number, camera)
+        blue, red = planes[height:].reshape(2, -1)
+        ramp = np.linspace(-30, 30, blue.size) + 20 * np.sin(number / 20)
+        blue[:] = (128 + ramp).astype(np.uint8)
+        red[:] = (128 - ramp).astype(np.uint8)
+        frame = av.VideoFrame.from_ndarray(planes, format="yuvj420p")
+        frame.pts = None
+        (packet,) = self._encoder.encode(frame)
+        return bytes(packet)
+
+    def _depth_png(self, number: int, camera: int) -> bytes:
+        y, x = np.mgrid[0 : self.height, 0 : self.width]
+        slope = 600 + 300 * np.sin((x + 3 * number) / 90 + camera) + y // 4
+        depth = slope.astype(np.uint16)
+        if self.numbered:
+            write_number(depth, number, _DEPTH_DARK_MM, _DEPTH_BRIGHT_MM)
+        return png_gray16(depth)
+
+    def _numbered_luma(self, number: int, camera: int) -> NDArray[np.uint8]:
+        scene = self._scene(number, camera)
+        if scene not in self._luma:
+            rng = np.random.default_rng([self._seed, scene])
+            y, x = np.mgrid[0 : self.height, 0 : self.width].astype(np.float32)
+            phase = 2 * np.pi * scene / self._scenes
+            wave = 128 + 60 * np.sin(x / 40 + phase) + 40 * np.cos(y / 25 - phase)
+            noise = rng.normal(0, 6, (self.height, self.width))
+            self._luma[scene] = np.clip(wave + noise, 0, 255).astype(np.uint8)
+        luma = self._luma[scene].copy()
+        if self.numbered:
+            write_number(luma, number, 16, 240)
+        return luma
+
+    def _new_encoder(self) -> Any:
+        import av
+
+        encoder: Any = av.CodecContext.create("mjpeg", "w")
+        encoder.width, encoder.height = self.width, self.height
+        encoder.pix_fmt = "yuvj420p"
+        encoder.time_base = Fraction(1, 30)
+        encoder.qmin = encoder.qmax = _QUANTISER
+        encoder.thread_count = 1
+        return encoder
+
+
+def write_number(pixels: NDArray[Any], number: int, dark: int, bright: int) -> None:
+    """Write a number of up to 16 bits into the top edge of a grey picture, in place."""
+    size = min(16, pixels.shape[1] // 16)
+    for bit in range(16):
+        value = bright if number >> bit & 1 else dark
+        pixels[:size, bit * size : (bit + 1) * size] = value
+
+
+def read_number(pixels: NDArray[Any], threshold: int = 128) -> int:
+    """Return the number in a grey or RGB picture (`threshold` 750 for depth in millimetres)."""
+    grey = pixels if pixels.ndim == 2 else pixels.mean(axis=2)
+    size = min(16, grey.shape[1] // 16)
+    edge = size // 4
+    return sum(
+        int(
+            grey[edge : size - edge, bit * size + edge : (bit + 1) * size - edge].mean() > threshold
+        )
+        << bit
+        for bit in range(16)
+    )
+
+
+def png_gray16(pixels: NDArray[np.uint16]) -> bytes:
+    """Return a 16-bit grey PNG file."""
+    height, width = pixels.shape
+    rows = np.zeros((height, 1 + 2 * width), np.uint8)  # filter 0 in front of each row
+    rows[:, 1:] = pixels.astype(">u2").view(np.uint8).reshape(height, 2 * width)
+
+    def part(name: bytes, data: bytes) -> bytes:
+        crc = zlib.crc32(name + data)
+        return struct.pack(">I", len(data)) + name + data + struct.pack(">I", crc)
+
+    head = struct.pack(">IIBBBBB", width, height, 16, 0, 0, 0, 0)
+    return (
+        b"\x89PNG\r\n\x1a\n"
+        + part(b"IHDR", head)
+        + part(b"IDAT", zlib.compress(rows.tobytes(), 1))
+        + part(b"IEND", b"")
+    )

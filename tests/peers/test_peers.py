@@ -1,0 +1,153 @@
+"""Our reader, doctor and writer against the real lerobot: 0.4.4 for v3.0, 0.3.3 for v2.1.
+
+lerobot lives in a virtual environment of its own, which these tests only start:
+
+    python3 -m venv .venv-peers
+    .venv-peers/bin/pip install lerobot==0.4.4
+    .venv-peers/bin/pip install --no-deps --target .venv-peers/v21 lerobot==0.3.3 datasets==3.6.0
+
+PENSTOCK_PEERS_PYTHON names another Python with lerobot, PENSTOCK_PEERS_V21 another folder.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import runpy
+import shutil
+import subprocess
+from pathlib import Path
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+
+from penstock.lerobot.doctor import check
+from penstock.lerobot.reader import Dataset
+
+pytestmark = [pytest.mark.peers, pytest.mark.timeout(600)]
+
+HERE = Path(__file__).parent
+PROJECT = HERE.parent.parent
+hand = SimpleNamespace(**runpy.run_path(str(HERE.parent / "lerobot" / "handmade.py")))
+MODES = ["video", "image", "h264", "v21"]
+CAMERAS = ["observation.images.top", "observation.images.wrist"]
+
+
+def environment(old: bool) -> dict[str, str]:
+    """The variables for a lerobot that stays offline; `old` chooses the one of v2.1."""
+    chosen = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    if old:
+        folder = Path(os.environ.get("PENSTOCK_PEERS_V21", PROJECT / ".venv-peers" / "v21"))
+        if not (folder / "lerobot").is_dir():
+            pytest.fail(f"{folder} has no lerobot 0.3.3; see the head of {__file__}")
+        chosen["PYTHONPATH"] = str(folder)
+    return {**chosen, "HF_HUB_OFFLINE": "1", "SVT_LOG": "1"}
+
+
+def run(script: str, *words: object, old: bool = False) -> subprocess.CompletedProcess[str]:
+    python = Path(
+        os.environ.get("PENSTOCK_PEERS_PYTHON", PROJECT / ".venv-peers" / "bin" / "python")
+    )
+    if not python.exists():
+        pytest.fail(f"{python} is missing: run `make test-peers`, or see the head of {__file__}")
+    return subprocess.run(
+        [python, HERE / script, *map(str, words)],
+        capture_output=True,
+        text=True,
+        env=environment(old),
+        check=False,
+    )
+
+
+def lerobot_reads(root: Path, expect: Path, *words: object, old: bool = False) -> dict:
+    """Let lerobot read every frame; return its verdict, which must be good."""
+    result = run("check_dataset.py", root, "--expect", expect, *words, old=old)
+    assert result.stdout, result.stderr[-3000:]
+    verdict = json.loads(result.stdout)
+    assert verdict["ok"], json.dumps(verdict, indent=1)[:5000]
+    assert "pyav" in verdict["backends"]
+    return verdict
+
+
+def make_golden(out: Path, mode: str, *words: str) -> Path:
+    old = mode == "v21"
+    chosen = ["--mode", "video", "--plain"] if old else ["--mode", mode]
+    result = run("make_golden.py", out, *chosen, *words, old=old)
+    assert result.returncode == 0, result.stderr[-3000:]
+    return out
+
+
+@pytest.fixture(scope="module")
+def goldens(tmp_path_factory) -> dict[str, Path]:
+    """Datasets that lerobot wrote."""
+    folder = tmp_path_factory.mktemp("goldens")
+    return {mode: make_golden(folder / mode, mode) for mode in MODES}
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_we_read_what_lerobot_wrote(goldens, mode) -> None:
+    dataset = Dataset(goldens[mode])
+    assert dataset.version == ("v2.1" if mode == "v21" else "v3.0")
+    with np.load(f"{goldens[mode]}.npz") as file:
+        expect = dict(file)
+    assert [len(episode) for episode in dataset.episodes] == expect["lengths"].tolist()
+    for episode in dataset.episodes:
+        rows = slice(episode.from_index, episode.to_index)
+        columns = episode.columns()
+        for name, value in expect.items():
+            if name.startswith("vec/"):
+                found = columns[name.removeprefix("vec/")]
+                wanted = value[rows].reshape(found.shape)
+                assert np.array_equal(found, wanted), name
+        for frame, index in zip(episode.frames(), range(*rows.indices(10**9)), strict=True):
+            assert frame["task"] == expect["task"][index]
+            for camera in CAMERAS:
+                mean = frame[camera].mean((0, 1)) / 255
+                assert np.abs(mean - expect[f"mean/{camera}"][index]).max() < 0.02
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_the_doctor_finds_only_what_is_known_of_lerobot(goldens, mode) -> None:
+    result = check(goldens[mode])
+    assert result.errors == [], result.text()
+    texts = [finding.what for finding in result.warnings]
+    if mode == "v21":
+        assert all("temporary of lerobot" in text for text in texts)
+    else:
+        assert all("std of" in text or "quantiles" in text for text in texts), texts
+        assert sum("lerobot before 0.6 writes 0" in text for text in texts) == 4
+
+
+@pytest.mark.parametrize("files", [(0, 0, 1), (0, 0, 0), (0, 1, 2)])
+def test_lerobot_reads_what_is_made_by_hand(tmp_path, files) -> None:
+    """So that the datasets of tests/lerobot are what lerobot takes for a dataset."""
+    root = hand.make_dataset(tmp_path / "made", files=files)
+    (tmp_path / "made.npz").write_bytes(hand.to_npz(root))
+    verdict = lerobot_reads(root, tmp_path / "made.npz")
+    assert verdict["backends"]["pyav"]["frames"] == 39
+
+
+def test_lerobot_reads_v21_that_is_made_by_hand(tmp_path) -> None:
+    root = hand.make_dataset(tmp_path / "made", "v2.1")
+    (tmp_path / "made.npz").write_bytes(hand.to_npz(root))
+    verdict = lerobot_reads(root, tmp_path / "made.npz", old=True)
+    assert verdict["backends"]["pyav"]["frames"] == 39
+
+
+@pytest.mark.parametrize("mode", ["video", "image"])
+def test_we_read_what_lerobot_merged(tmp_path, mode) -> None:
+    first = make_golden(tmp_path / "first", mode, "--plain")
+    second = Path(shutil.copytree(first, tmp_path / "second"))
+    merged = tmp_path / "merged"
+    lerobot_reads(first, tmp_path / "first.npz", "--merge", second, "--merged", merged)
+    result = check(merged)
+    assert result.errors == [], result.text()
+    dataset = Dataset(merged)
+    assert [len(episode) for episode in dataset.episodes] == [12, 7, 20] * 2
+    for k in range(3):
+        one, other = (dataset.episode(k + offset) for offset in (0, 3))
+        assert np.array_equal(
+            one.columns(["action"])["action"], other.columns(["action"])["action"]
+        )
+        assert np.array_equal(one.image(CAMERAS[0], 6), other.image(CAMERAS[0], 6))
