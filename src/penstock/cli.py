@@ -117,7 +117,7 @@ def _build_parser() -> argparse.ArgumentParser:
         verbs,
         "info",
         "show what is in recordings, datasets and checkpoints",
-        "A recording: topics, types, rates, gaps, sizes, and a guess of what a dataset would hold.\n"
+        "A recording: topics, types, rates, gaps, sizes, and a guess of what a dataset may hold.\n"
         "A dataset: features, episodes, codecs. A checkpoint: sizes, codecs, the largest tensors.\n"
         "Read from indexes and headers alone; nothing is unpickled, and torch is not needed.",
         "penstock info flight.bag --write-map map.yaml",

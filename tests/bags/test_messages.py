@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import fields, is_dataclass
+from functools import cache
+from typing import Any
 
 import numpy as np
 import pytest
@@ -175,9 +178,11 @@ def test_errors_name_the_topic_the_path_and_what_there_is(sample: Sample) -> Non
     with open_bag(sample("plain.bag").path) as bag:
         decode = bag.decoder("/sensors_data_raw")
         data = next(iter(bag.read(["/sensors_data_raw"]))).data
-        with pytest.raises(DataError, match=r"/sensors_data_raw.*did you mean 'joint_data.joint_q'"):
+        with pytest.raises(
+            DataError, match=r"/sensors_data_raw.*did you mean 'joint_data.joint_q'"
+        ):
             decode.vector(data, "joint_data.joint_qq")
-        with pytest.raises(DataError, match="its numbers are header.seq"):
+        with pytest.raises(DataError, match=r"its numbers are header\.seq"):
             decode.vector(data, "zzz")
         with pytest.raises(DataError, match="not numbers"):
             decode.vector(data, "header.frame_id")
@@ -319,11 +324,17 @@ NESTED = (
 )
 
 
+@cache
+def nested(ros1: bool) -> tuple[Any, Decoder]:
+    store = get_typestore(Stores.ROS1_NOETIC if ros1 else Stores.ROS2_HUMBLE)
+    store.register(get_types_from_msg(NESTED, "a_msgs/msg/A"))
+    return store, decoder(NESTED, encoding="ros1" if ros1 else "cdr")
+
+
 @settings(max_examples=60, deadline=None)
 @given(data=st.data(), ros1=st.booleans())
 def test_any_message_agrees_with_rosbags(data: st.DataObject, ros1: bool) -> None:
-    store = get_typestore(Stores.ROS1_NOETIC if ros1 else Stores.ROS2_HUMBLE)
-    store.register(get_types_from_msg(NESTED, "a_msgs/msg/A"))
+    store, decode = nested(ros1)
     kinds = store.types
     text = st.text("ab", max_size=5)
 
@@ -346,12 +357,11 @@ def test_any_message_agrees_with_rosbags(data: st.DataObject, ros1: bool) -> Non
         np.array(data.draw(st.lists(st.integers(-9, 9), max_size=3)), np.int16),
         np.array(data.draw(st.lists(st.floats(-9, 9), max_size=3)), np.float64),
         kinds["a_msgs/msg/E"](),
-        [kinds["a_msgs/msg/E"]() for _ in range(data.draw(st.integers(0, 2)))],
+        [kinds["a_msgs/msg/E"]() for _ in range(data.draw(st.integers(0, 1)))],
         data.draw(st.integers(0, 255)),
     )
     serialize = store.serialize_ros1 if ros1 else store.serialize_cdr
     raw = serialize(message, "a_msgs/msg/A")
-    decode = decoder(NESTED, encoding="ros1" if ros1 else "cdr")
     np.testing.assert_array_equal(decode.vector(raw, "shorts"), message.shorts)
     np.testing.assert_array_equal(decode.vector(raw, "last"), message.last)
     np.testing.assert_array_equal(decode.vector(raw, "tail"), [message.tail])
@@ -365,18 +375,14 @@ def test_any_message_agrees_with_rosbags(data: st.DataObject, ros1: bool) -> Non
 @settings(max_examples=150, deadline=None)
 @given(st.binary(max_size=200), st.booleans())
 def test_any_bytes_give_a_message_or_a_data_error(raw: bytes, ros1: bool) -> None:
-    decode = decoder(NESTED, encoding="ros1" if ros1 else "cdr")
+    _, decode = nested(ros1)
     for call in (
         lambda: decode.message(raw),
         lambda: decode.stamp_ns(raw),
         *(lambda path=path: decode.vector(raw, path) for path in decode.fields()),
     ):
-        try:
+        with suppress(DataError):
             call()
-        except DataError:
-            pass
     for kind in ("sensor_msgs/msg/Image", "sensor_msgs/msg/CompressedImage"):
-        try:
+        with suppress(DataError):
             decoder("", kind, "ros1" if ros1 else "cdr").image(raw)
-        except DataError:
-            pass

@@ -9,16 +9,17 @@ from pathlib import Path, PurePosixPath
 from typing import Any, Final
 
 import numpy as np
-import zstandard
 from numpy.typing import NDArray
 
 from penstock.bags.find import METADATA, open_any, parts_of
 from penstock.bags.limits import Limits
 from penstock.bags.reader import Bag, Message, SalvageReport, join_topics
+from penstock.bags.source import zstd
 from penstock.core.files import storage_error
 from penstock.errors import CorruptFile, DataError, LimitExceeded
 
-_METADATA_BYTES: Final = 16 * 10**6
+_METADATA_BYTES: Final = 4 * 10**6
+_METADATA_NESTING: Final = 100
 _PIECE_BYTES: Final = 1 << 20
 
 
@@ -86,7 +87,7 @@ class JoinedBag(Bag):
             target = self._temporary / path.stem
             size_bytes = 0
             with path.open("rb") as file, target.open("xb") as out:
-                reader = zstandard.ZstdDecompressor().stream_reader(file, read_across_frames=True)
+                reader = zstd.ZstdFile(file)
                 while piece := reader.read(_PIECE_BYTES):
                     size_bytes += len(piece)
                     if size_bytes > most_bytes:
@@ -95,7 +96,7 @@ class JoinedBag(Bag):
                             "raise Limits.ratio if it is meant"
                         )
                     out.write(piece)
-        except zstandard.ZstdError as error:
+        except (zstd.ZstdError, EOFError) as error:
             raise CorruptFile(f"{path} cannot be decompressed ({error})") from error
         except OSError as error:
             raise storage_error("decompress into a temporary folder", path, error) from error
@@ -155,7 +156,10 @@ def _file_names(path: Path) -> list[str]:
     try:
         if path.stat().st_size > _METADATA_BYTES:
             raise LimitExceeded(f"{path} is larger than {_METADATA_BYTES} bytes")
-        found: Any = YAML(typ="safe").load(path.read_bytes())
+        data = path.read_bytes()
+        if max(data.count(b"["), data.count(b"{")) > len(data) // 8 + _METADATA_NESTING:
+            raise ValueError("nested too deep")  # the parser would need minutes
+        found: Any = YAML(typ="safe").load(data)
         names = found["rosbag2_bagfile_information"]["relative_file_paths"]
         good = isinstance(names, list) and all(isinstance(n, str) and "\0" not in n for n in names)
     except OSError as error:

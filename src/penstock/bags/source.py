@@ -4,17 +4,32 @@ from __future__ import annotations
 
 import bz2
 import os
+import sys
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 import lz4.frame
-import zstandard
 
 from penstock.bags.limits import Limits, expect
 from penstock.core.files import storage_error
 from penstock.errors import CorruptFile, DataError, UnknownFormat, UsageError
 
-_PIECE_BYTES = 1 << 16
+# The zstd of Python itself (3.14, backported before): its output can be bounded as it grows.
+if sys.version_info >= (3, 14):
+    from compression import zstd as zstd
+else:
+    from backports import zstd as zstd
+
+PLAIN: Final = ("none", "")
+DECOMPRESSION_ERRORS: Final = (
+    RuntimeError,
+    OSError,
+    ValueError,
+    EOFError,
+    MemoryError,
+    zstd.ZstdError,
+)
+_PIECE_BYTES: Final = 1 << 16
 
 
 class Source:
@@ -72,27 +87,19 @@ def inflate(path: Path, compression: str, data: bytes, size_bytes: int, limits: 
         limits: What a chunk may ask for.
     """
     limits.check_chunk(path, len(data), size_bytes)
-    try:
-        match compression:
-            case "none" | "":
-                plain = data
-            case "lz4":
-                decompressor = lz4.frame.LZ4FrameDecompressor()
-                plain = decompressor.decompress(data, max_length=size_bytes + 1)
-            case "bz2":
-                plain = bz2.BZ2Decompressor().decompress(data, max_length=size_bytes + 1)
-            case "zstd":
-                # A known size is allocated as it is declared: it must be the one just checked.
-                known = zstandard.frame_content_size(data)
-                expect(known in (-1, size_bytes), path, "a zstd chunk has another size")
-                plain = zstandard.ZstdDecompressor().decompress(data, max_output_size=size_bytes)
-            case _:
-                raise UnknownFormat(f"{path}: unknown compression {compression[:40]!r}")
-    except (RuntimeError, OSError, ValueError, EOFError, zstandard.ZstdError) as error:
-        raise CorruptFile(
-            f"{path}: a {compression} chunk cannot be decompressed ({error}); pass --salvage to "
-            "read the rest"
-        ) from error
+    plain = data
+    if compression not in PLAIN:
+        decompressor = new_decompressor(compression)
+        if decompressor is None:
+            raise UnknownFormat(f"{path}: unknown compression {compression[:40]!r}")
+        try:
+            # One byte more than declared, so that a chunk that holds more is found out.
+            plain = decompressor.decompress(data, max_length=size_bytes + 1)
+        except DECOMPRESSION_ERRORS as error:
+            raise CorruptFile(
+                f"{path}: a {compression} chunk cannot be decompressed ({error}); pass --salvage "
+                "to read the rest"
+            ) from error
     expect(
         len(plain) == size_bytes,
         path,
@@ -107,29 +114,32 @@ def inflate_prefix(
 ) -> bytes:
     """Return as much of a damaged chunk as can be decompressed; possibly nothing."""
     limits.check_chunk(path, len(data), size_bytes)
-    if compression in ("none", ""):
+    if compression in PLAIN:
         return data[:size_bytes]
-    decompressor: Any
-    match compression:
-        case "lz4":
-            decompressor = lz4.frame.LZ4FrameDecompressor()
-        case "bz2":
-            decompressor = bz2.BZ2Decompressor()
-        case "zstd":
-            decompressor = zstandard.ZstdDecompressor().decompressobj()
-        case _:
-            return b""
+    decompressor = new_decompressor(compression)
+    if decompressor is None:
+        return b""
     found = bytearray()
     try:
         for start in range(0, len(data), _PIECE_BYTES):
             piece = data[start : start + _PIECE_BYTES]
-            room = size_bytes - len(found)
-            if room <= 0 or decompressor.eof:
-                break
-            if compression == "zstd":  # its pieces grow by at most its window
-                found += decompressor.decompress(piece)[:room]
-            else:
-                found += decompressor.decompress(piece, max_length=room)
-    except (RuntimeError, OSError, ValueError, EOFError, zstandard.ZstdError):
+            while len(found) < size_bytes and not decompressor.eof:
+                found += decompressor.decompress(piece, max_length=size_bytes - len(found))
+                piece = b""
+                if decompressor.needs_input:
+                    break
+    except DECOMPRESSION_ERRORS:
         pass
     return bytes(found)
+
+
+def new_decompressor(compression: str) -> Any:
+    """Return a decompressor with a bound on its output; None for an unknown kind."""
+    match compression:
+        case "lz4":
+            return lz4.frame.LZ4FrameDecompressor()
+        case "bz2":
+            return bz2.BZ2Decompressor()
+        case "zstd":
+            return zstd.ZstdDecompressor()
+    return None

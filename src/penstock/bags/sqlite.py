@@ -13,11 +13,11 @@ from pathlib import Path
 from typing import Any, Final
 
 import numpy as np
-import zstandard
 from numpy.typing import NDArray
 
 from penstock.bags.limits import Limits, expect
 from penstock.bags.reader import Bag, Message, SalvageReport, Topic, join_topics
+from penstock.bags.source import DECOMPRESSION_ERRORS, new_decompressor
 from penstock.errors import CorruptFile, DataError, LimitExceeded, UnknownFormat
 
 ZSTD_MAGIC: Final = b"\x28\xb5\x2f\xfd"
@@ -228,18 +228,17 @@ class SqliteBag(Bag):
                 self.compression = "zstd"
 
     def _inflate(self, data: bytes) -> bytes:
+        decompressor = new_decompressor("zstd")
+        most_bytes = max(self.limits.ratio_from_bytes, len(data) * self.limits.ratio)
         try:
-            size_bytes = zstandard.frame_content_size(data)
-            if size_bytes < 0:
-                with zstandard.ZstdDecompressor().stream_reader(data) as reader:
-                    plain = reader.read(self.limits.record_bytes + 1)
-                self.limits.check_record(self.path, len(plain))
-                return bytes(plain)
-            self.limits.check_record(self.path, size_bytes)
-            self.limits.check_chunk(self.path, len(data), size_bytes)
-            return zstandard.ZstdDecompressor().decompress(data)
-        except (zstandard.ZstdError, MemoryError) as error:
+            plain: bytes = decompressor.decompress(
+                data, max_length=min(most_bytes, self.limits.record_bytes)
+            )
+        except DECOMPRESSION_ERRORS as error:
             raise CorruptFile(f"{self.path}: a message cannot be decompressed ({error})") from error
+        if not decompressor.eof:
+            raise CorruptFile(f"{self.path}: a compressed message is cut, or above the limits")
+        return plain
 
     def _salvage(self, database: sqlite3.Connection, reason: str) -> dict[int, int]:
         from penstock.bags.sqlite_salvage import find_runs

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator
-from dataclasses import dataclass
-from typing import Final
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass, fields, replace
+from typing import Any, Final
 
 from penstock.bags import Bag, Topic
+from penstock.conversion import kuavo
 from penstock.conversion.align import SECOND_NS, in_order
 from penstock.conversion.mapping import Camera, Mapping, Source, Vector
 from penstock.errors import DataError
@@ -62,6 +63,8 @@ def guess_mapping(bag: Bag) -> Mapping:
     Raises:
         DataError: There is nothing in the bag that a dataset could hold.
     """
+    if kuavo.is_kuavo({name for name, topic in bag.topics.items() if topic.count}):
+        return _guess_kuavo(bag)
     features: dict[str, Vector | Camera] = {}
     states: list[tuple[Topic, str]] = []
     actions: list[tuple[Topic, str]] = []
@@ -82,12 +85,32 @@ def guess_mapping(bag: Bag) -> Mapping:
     if not features:
         names = ", ".join(bag.topics) or "none"
         raise DataError(f"{bag.path}: no camera and no numbers among its topics ({names[:200]})")
+    return Mapping(fps=_camera_rate(bag), features=features)
+
+
+def _camera_rate(bag: Bag) -> int:
+    """Return the rate of the camera with the most pictures."""
+    cameras = [t for t in bag.topics.values() if t.type in _IMAGES and t.count]
     colour = [t for t in cameras if "depth" not in t.name.lower()] or cameras
-    fps = _DEFAULT_FPS
-    if colour:
-        main = max(colour, key=lambda t: t.count)
-        fps = max(round(rate_of(bag, main.name).hz), 1)
-    return Mapping(fps=fps, features=features)
+    if not colour:
+        return _DEFAULT_FPS
+    main = max(colour, key=lambda t: t.count)
+    return max(round(rate_of(bag, main.name).hz), 1)
+
+
+def _guess_kuavo(bag: Bag) -> Mapping:
+    """Use the profile of the robot, with pictures as they are recorded."""
+    joints = 0
+    for message in bag.read([kuavo.SENSORS]):
+        joints = len(bag.decoder(kuavo.SENSORS).vector(message.data, "joint_data.joint_q"))
+        break
+    present = {name for name, topic in bag.topics.items() if topic.count}
+    mapping = kuavo.guess(present, joints, _camera_rate(bag))
+    features = {
+        name: replace(f, resize=None) if isinstance(f, Camera) else f
+        for name, f in mapping.features.items()
+    }
+    return replace(mapping, features=features)
 
 
 def _numeric(bag: Bag) -> Iterator[tuple[Topic, str]]:
@@ -134,6 +157,8 @@ def to_yaml(mapping: Mapping, bag: Bag) -> str:
         f"hold_s: {mapping.hold_s}            # holes up to this many seconds show the last one",
         f"codec: {mapping.codec}            # h264, av1, copy (JPEG as recorded) or png",
         f"depth_codec: {mapping.depth_codec}   # depth12 (12 bit, lossless) or grey8",
+        *([f"timeline: {json.dumps(mapping.timeline)}"] if mapping.timeline else []),
+        *([f"timeline_hz: {mapping.timeline_hz}"] if mapping.timeline_hz else []),
         "# split_frames: 1000  # longest episode",
         "",
         "features:",
@@ -148,31 +173,67 @@ def to_yaml(mapping: Mapping, bag: Bag) -> str:
 
 
 def _camera_lines(camera: Camera, bag: Bag) -> list[str]:
-    topic = bag.topics[camera.topics[0]]
-    rate = rate_of(bag, topic.name)
-    return [
-        f"    topic: {json.dumps(topic.name)}    # {topic.count} pictures, {rate.hz:.1f} Hz",
-        f"    kind: {camera.kind}",
-        "    # resize: [640, 480]",
-        "    # tolerance_s: 0.1   # how far a picture may lie from its frame",
-    ]
+    lines = [_topic_line(camera.topics, bag, "    "), f"    kind: {camera.kind}"]
+    lines += _other_keys(asdict(camera), Camera, ("topics", "kind"), "    ")
+    if camera.resize is None:
+        lines.append("    # resize: [640, 480]")
+    return lines
 
 
 def _vector_lines(vector: Vector, bag: Bag) -> list[str]:
-    lines = [
-        f"    align: {vector.align}      # nearest, hold (last one), linear or slerp",
-        "    # tolerance_s: 0.1   # how far a message may lie from its frame; 0: no limit",
-        "    sources:",
-    ]
+    lines = [f"    align: {vector.align}      # nearest, hold (last one), linear or slerp"]
+    lines += _other_keys(asdict(vector), Vector, ("sources", "align"), "    ")
+    if vector.tolerance_s is None:
+        lines.append(
+            "    # tolerance_s: 0.1   # how far a message may lie from its frame; 0: no limit"
+        )
+    lines.append("    sources:")
     for source in vector.sources:
-        topic = bag.topics[source.topics[0]]
-        rate = rate_of(bag, topic.name)
-        others = [name for name in bag.decoder(topic.name).fields() if name != source.field]
-        lines += [
-            f"      - topic: {json.dumps(topic.name)}    # {topic.type}, {rate.hz:.1f} Hz",
-            f"        field: {source.field}",
-            "        # select: [0, 7]",
-        ]
-        if others:
-            lines.append(f"        # other fields: {', '.join(others)[:160]}")
+        lines += _source_lines(source, bag, "      - ")
     return lines
+
+
+def _source_lines(source: Source, bag: Bag, lead: str) -> list[str]:
+    indent = " " * len(lead)
+    topic = _present(source.topics, bag)
+    lines = [_topic_line(source.topics, bag, lead)]
+    lines += _other_keys(asdict(source), Source, ("topics", "otherwise"), indent)
+    if topic in bag.topics:
+        fields = bag.decoder(topic).fields()
+        others = [f for f in fields if f != source.field and not f.startswith("header.")]
+        if others:
+            lines.append(f"{indent}# its fields: {', '.join(others)[:120]}")
+    if source.otherwise is not None:
+        lines.append(f"{indent}otherwise:    # in bags without that topic")
+        lines += _source_lines(source.otherwise, bag, indent + "  ")
+    return lines
+
+
+def _other_keys(
+    values: dict[str, Any], kind: type, skip: tuple[str, ...], indent: str
+) -> list[str]:
+    """Return the keys whose values are not the default ones."""
+    defaults = {f.name: f.default for f in fields(kind)}
+    return [
+        f"{indent}{key}: {json.dumps(value)}"
+        for key, value in values.items()
+        if key not in skip and value != defaults[key] and value is not None
+    ]
+
+
+def _present(topics: Sequence[str], bag: Bag) -> str:
+    return next((name for name in topics if name in bag.topics), topics[0])
+
+
+def _topic_line(topics: Sequence[str], bag: Bag, lead: str) -> str:
+    key, names = ("topic", json.dumps(topics[0]))
+    if len(topics) > 1:
+        key, names = "topics", json.dumps(list(topics))
+    return f"{lead}{key}: {names}    # {_about(bag, _present(topics, bag))}"
+
+
+def _about(bag: Bag, topic: str) -> str:
+    entry = bag.topics.get(topic)
+    if entry is None or not entry.count:
+        return "not in this bag"
+    return f"{entry.type}, {entry.count} messages, {rate_of(bag, topic).hz:.1f} Hz"

@@ -27,9 +27,9 @@ dataset.resize.width/height  of the pictures
 from __future__ import annotations
 
 import math
+from collections.abc import Collection, Sequence
 from collections.abc import Mapping as AnyMapping
-from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Final
 
@@ -59,6 +59,8 @@ _DEPTH: Final = {
     "depth_l": "/cam_l/depth/image_rect_raw/compressedDepth",
     "depth_r": "/cam_r/depth/image_rect_raw/compressedDepth",
 }
+SENSORS: Final = "/sensors_data_raw"
+_JOINTS: Final = {28: "4pro", 29: "5", 20: "5w"}  # the platform by its number of joints
 _ARM_COMMAND: Final = "/kuavo_arm_traj"
 _ARM_COMMAND_SYNCED: Final = "/kuavo_arm_traj_synced"
 _NO_COMMAND: Final = 999.0  # the action of an arm while nobody commands it
@@ -168,6 +170,40 @@ def load_kuavo(path: Path, overrides: Sequence[str] = ()) -> Kuavo:
             raise UsageError(f"{word!r} is not a setting: write key=value")
         _set(settings, key, parse_value(text), "the command")
     return from_settings(settings)
+
+
+def is_kuavo(topics: Collection[str]) -> bool:
+    """Tell a Kuavo, with one of its end effectors, by the topics that its recording speaks of."""
+    effectors = any(e.state[0] in topics and e.action[0] in topics for e in _EFFECTORS.values())
+    return SENSORS in topics and "/joint_cmd" in topics and effectors
+
+
+def guess(topics: Collection[str], joints: int, fps: int) -> Mapping:
+    """Return the mapping for a recording that has these topics.
+
+    Args:
+        topics: Those with messages.
+        joints: How many the robot has; tells the platform.
+        fps: Frames per second.
+    """
+    settings = dict(_DEFAULTS)
+    settings["dataset.platform_type"] = _JOINTS.get(joints, "4pro")
+    settings["rosbag.chunk_size"] = 1000
+    settings["dataset.train_hz"] = settings["dataset.main_timeline_fps"] = fps
+    for name, effector in _EFFECTORS.items():
+        if effector.state[0] in topics:
+            settings["dataset.eef_type"] = name
+    has = {side: _COLOR[f"wrist_cam_{side[0]}"] in topics for side in ("left", "right")}
+    if has["left"] != has["right"]:
+        settings["dataset.which_arm"] = "left" if has["left"] else "right"
+    settings["dataset.use_depth"] = _DEPTH["depth_h"] in topics
+    mapping = from_settings(settings).mapping
+    features = {
+        name: feature
+        for name, feature in mapping.features.items()
+        if not isinstance(feature, Camera) or any(topic in topics for topic in feature.topics)
+    }
+    return replace(mapping, features=features, timeline=None)
 
 
 def own_settings(words: Sequence[str]) -> list[str]:
@@ -336,7 +372,7 @@ def _arm(side: str, is_action: bool, get: Any) -> Source:
     relative = get("relative_start")
     if not is_action:
         return Source(
-            ("/sensors_data_raw",),
+            (SENSORS,),
             "joint_data.joint_q",
             (at, at + 7),
             relative_start=relative,

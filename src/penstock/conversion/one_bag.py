@@ -192,6 +192,7 @@ class _Run:
         by_topic: dict[str, list[_Camera]] = {}
         for camera in cameras.values():
             by_topic.setdefault(camera.plan.topic, []).append(camera)
+        counted = next(iter(cameras.values()), None)  # its frames show how far we are
         vector_topics = frozenset(rows.topics)
         topics = list(dict.fromkeys([*by_topic, *vector_topics]))
         read_bytes = frames = 0
@@ -204,22 +205,24 @@ class _Run:
                 for camera in by_topic.get(message.topic, ()):
                     for shown in camera.shown(message):
                         lanes.put(camera.name, shown, len(shown[0]))
+                        frames += shown[2] - shown[1] if camera is counted else 0
                 if message.topic in vector_topics:
-                    for episode, count, columns in rows.take(message):
-                        frames += self._write(episode, count, columns)
+                    for window in rows.take(message):
+                        self._write(*window)
+                        frames += 0 if counted else window[1]
                 if rows.is_done and all(camera.is_done for camera in cameras.values()):
                     break  # what follows makes no frame
                 if time.monotonic() - told_s > _REPORT_EVERY_S:
                     self._advance(read_bytes, frames)
                     read_bytes = frames = 0
                     told_s = time.monotonic()
-            for episode, count, columns in rows.finish():
-                frames += self._write(episode, count, columns)
+            for window in rows.finish():
+                self._write(*window)
         for camera in cameras.values():
             camera.finish()
         self._advance(read_bytes, frames)
 
-    def _write(self, number: int, count: int, columns: dict[str, Any]) -> int:
+    def _write(self, number: int, count: int, columns: dict[str, Any]) -> None:
         """Write a window of rows; tell the episode when it was the last."""
         episode = self.episode(number)
         episode.writer.add_rows(columns)
@@ -227,7 +230,6 @@ class _Run:
         self._rows_written += count
         if self._rows_written == after:
             self.done(number)
-        return count
 
     def episode(self, number: int) -> _Episode:
         """Return an episode, begun by the first who needs it."""

@@ -12,8 +12,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final, Literal
 
-from penstock.lerobot.writer import DatasetWriter
-
 from penstock.bags import find_bags, open_bag
 from penstock.conversion import kuavo
 from penstock.conversion.features import describe
@@ -35,6 +33,7 @@ from penstock.core.progress import Mode, Progress
 from penstock.errors import DataError, PenstockError, StorageError, UsageError
 from penstock.lerobot import doctor
 from penstock.lerobot.layout import VERSIONS, Feature, Version
+from penstock.lerobot.writer import DatasetWriter
 
 DEFAULT_MEMORY: Final = "512MB"
 # What one worker needs beside its queue: the interpreter, the codecs, the parquet writer.
@@ -207,7 +206,8 @@ def carry_out(request: Request) -> Report:
     report.peak_bytes, report.memory = watch.peak_bytes, watch.samples
     report.wall_s = time.perf_counter() - start_s
     if request.check:
-        checkup = doctor.check(request.out, progress=request.progress)
+        with Progress(_size(request.out), "check", "bytes", request.progress) as progress:
+            checkup = doctor.check(request.out, progress=progress)
         report.findings, report.checked = checkup.findings, checkup.checked
     return report
 

@@ -102,10 +102,12 @@ def _frame_header(segment: memoryview) -> JpegSize:
         raise DataError(f"the JPEG is damaged: {width}x{height} with {components} components")
     if components == 1:
         return JpegSize(width, height, "gray", 1)
-    names = {0x22: "420", 0x21: "422", 0x11: "444", 0x12: "440", 0x41: "411"}
-    rest_is_one = all(factor == 0x11 for factor in factors[1:])
-    name = names.get(factors[0]) if rest_is_one else None
-    return JpegSize(width, height, name or "x".join(f"{f:02x}" for f in factors), components)
+    names = {(2, 2): "420", (2, 1): "422", (1, 1): "444", (1, 2): "440", (4, 1): "411"}
+    luma, *chroma = [(factor >> 4, factor & 15) for factor in factors]
+    alike = components == 3 and chroma[0] == chroma[1] and all(chroma[0])
+    ratio = (luma[0] // chroma[0][0], luma[1] // chroma[0][1]) if alike else (0, 0)
+    name = names.get(ratio, "x".join(f"{factor:02x}" for factor in factors))
+    return JpegSize(width, height, name, components)
 
 
 def png_size(data: Buffer) -> tuple[int, int]:

@@ -42,7 +42,7 @@ def write_data(
         groups = GroupWriter(stack.enter_context(new_parquet(path, schema)))
         for columns, count in _staged_rows(staged, stack):
             frame = np.arange(done, done + count, dtype=np.int64)
-            added = {
+            added: dict[str, Any] = {
                 "timestamp": (frame / staged.fps).astype(np.float32),
                 "frame_index": frame,
                 "episode_index": np.full(count, episode_index, np.int64),

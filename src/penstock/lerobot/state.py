@@ -14,14 +14,13 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-import pyarrow as pa
-
 from penstock.core.files import publish_bytes, sync_folder
+from penstock.errors import DataError
 from penstock.lerobot import layout
 from penstock.lerobot.episode import AnyStats
 from penstock.lerobot.journal import Base, Record
 from penstock.lerobot.layout import Feature, FileLimits, Version
-from penstock.lerobot.parquet import write_table
+from penstock.lerobot.parquet import read_table, write_table
 
 
 @dataclass(frozen=True)
@@ -135,8 +134,8 @@ def publish_if_changed(path: Path, data: bytes) -> None:
 def publish_tasks(root: Path, tasks: list[str]) -> None:
     """Publish tasks.parquet, unless it is so already."""
     path = root / layout.TASKS_PATH
-    with suppress(OSError, pa.ArrowException, layout.DataError):
-        if layout.read_tasks(pa.parquet.read_table(path)) == tasks:
+    with suppress(DataError):
+        if layout.read_tasks(read_table(path)) == tasks:
             return
     make_folders(path.parent)
     write_table(path, layout.tasks_table(tasks))

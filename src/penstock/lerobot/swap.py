@@ -66,9 +66,7 @@ def _rename_exchange(first: Path, second: Path) -> bool:
         call = ctypes.CDLL(None, use_errno=True).renameat2
     except (AttributeError, OSError):
         return False
-    result = call(
-        _AT_FDCWD, os.fsencode(first), _AT_FDCWD, os.fsencode(second), _RENAME_EXCHANGE
-    )
+    result = call(_AT_FDCWD, os.fsencode(first), _AT_FDCWD, os.fsencode(second), _RENAME_EXCHANGE)
     if result == 0:
         return True
     number = ctypes.get_errno()

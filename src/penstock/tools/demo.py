@@ -20,10 +20,10 @@ from penstock.checkpoints import folder as folders
 from penstock.checkpoints.load import load_checkpoint
 from penstock.core.memory import format_bytes
 from penstock.core.progress import Progress
+from penstock.core.report import Report, text_table
 from penstock.errors import PenstockError, PenstockWarning, UsageError
 from penstock.tools import doctor, inspect
 from penstock.tools.bench.state import tensors
-from penstock.core.report import Report, text_table
 
 ITERATIONS = 120
 _MARKER = ".penstock-demo"

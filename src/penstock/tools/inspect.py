@@ -17,9 +17,9 @@ from penstock.core import tree
 from penstock.core.files import storage_error
 from penstock.core.memory import format_bytes
 from penstock.core.pack import Entry, Limits, PackReader, is_pack
+from penstock.core.report import text_table
 from penstock.errors import CorruptFile, DataError, UnknownFormat, UsageError
 from penstock.tools import inspect_bag, inspect_dataset
-from penstock.core.report import text_table
 
 FileKind = Literal["pack", "torch", "pickle", "lz4", "safetensors", "damaged", "unknown"]
 Facts = dict[str, Any]

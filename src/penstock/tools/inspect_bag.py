@@ -1,4 +1,4 @@
-"""What is in a recording (`info`): topics, types, rates, gaps, sizes, and what a dataset would hold.
+"""What is in a recording (`info`): topics, types, rates, gaps, sizes, a guess of a mapping.
 
 Only the index is read.
 """

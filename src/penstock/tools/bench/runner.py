@@ -13,9 +13,9 @@ from pathlib import Path
 from typing import Any
 
 from penstock import __version__
+from penstock.core.report import Report, text_table
 from penstock.errors import UsageError
 from penstock.tools.bench import Case, Row, Settings, registry
-from penstock.core.report import Report, text_table
 
 _PACKAGES = ("torch", "numpy", "safetensors", "lz4", "zstandard", "isal")
 _QUICK = {"train_steps": 24, "rounds": 5, "repeats": 2, "faults": 300, "peer_faults": 10}
