@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     )
     from penstock.checkpoints.rng import rng_state, set_rng_state
     from penstock.checkpoints.saver import AsyncCheckpointSaver
+    from penstock.conversion.run import convert
     from penstock.core.monitor import PerformanceMonitor
     from penstock.errors import PenstockError
 
@@ -28,6 +29,7 @@ __all__ = [
     "PenstockError",
     "PerformanceMonitor",
     "__version__",
+    "convert",
     "format_checkpoint_name",
     "get_model_size",
     "load_checkpoint",
@@ -41,6 +43,7 @@ _HOMES = {
     "AsyncCheckpointSaver": "penstock.checkpoints.saver",
     "PenstockError": "penstock.errors",
     "PerformanceMonitor": "penstock.core.monitor",
+    "convert": "penstock.conversion.run",
     "format_checkpoint_name": "penstock.checkpoints.model",
     "get_model_size": "penstock.checkpoints.model",
     "load_checkpoint": "penstock.checkpoints.load",

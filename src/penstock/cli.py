@@ -79,7 +79,12 @@ def _run(words: list[str]) -> int:
         close = difflib.get_close_matches(chosen, verbs, n=1, cutoff=0.5)
         hint = f"did you mean {close[0]!r}?" if close else f"use one of {', '.join(verbs)}"
         raise UsageError(f"unknown verb {chosen!r}: {hint}")
-    arguments = parser.parse_args(words)
+    arguments, rest = parser.parse_known_args(words)
+    # Words behind an option: argparse would not give them to a list that has begun.
+    if rest and (not hasattr(arguments, "words") or any(word.startswith("-") for word in rest)):
+        parser.error(f"unrecognized arguments: {' '.join(rest)}")
+    if rest:
+        arguments.words += rest
     if chosen is None:
         parser.print_help()
         return UsageError.exit_code

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import sys
 from fractions import Fraction
 from pathlib import Path
@@ -120,15 +119,13 @@ def files_of(root: Path) -> dict[str, bytes]:
     }
 
 
-def _main() -> None:
-    out, episodes, version = Path(sys.argv[1]), int(sys.argv[2]), sys.argv[3]
-
-    def tell(line: str) -> None:
-        print(line, flush=True)
-
-    write_dataset(out, episodes, version=version, mode="resume", tell=tell)
-    print(json.dumps("done"), flush=True)
+def tell(line: str) -> None:
+    sys.stdout.write(line + "\n")
+    sys.stdout.flush()
 
 
 if __name__ == "__main__":
-    _main()
+    tell("imported")
+    write_dataset(
+        Path(sys.argv[1]), int(sys.argv[2]), version=sys.argv[3], mode="resume", tell=tell
+    )

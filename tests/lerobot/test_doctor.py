@@ -6,7 +6,9 @@ import json
 import random
 import runpy
 import shutil
+import zlib
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -19,12 +21,14 @@ import pyarrow.parquet as pq
 import pytest
 
 from penstock.core.files import TEMPORARY_PREFIX, process_owner
-from penstock.errors import UsageError
+from penstock.errors import DataError, UsageError
 from penstock.lerobot import doctor, layout
 from penstock.lerobot.doctor import Checkup, check
+from penstock.lerobot.doctor_stats import StatsCheck
 from penstock.lerobot.findings import Report
 from penstock.lerobot.layout import Feature
 from penstock.lerobot.moments import Moments, Shares
+from penstock.lerobot.reader import Dataset
 
 hand = SimpleNamespace(**runpy.run_path(str(Path(__file__).with_name("handmade.py"))))
 VERSIONS = ["v3.0", "v2.1"]
@@ -531,6 +535,88 @@ def test_flipped_bytes_of_a_video(root) -> None:
         silent += off > 40
     assert found >= 12
     assert silent <= 3
+
+
+def add_journal(root: Path, torn: bool = False) -> None:
+    """Write the journal that penstock's writer keeps: a checksum for every file."""
+    lines = []
+    for path in sorted(root.rglob("*")):
+        if path.is_file():
+            data = path.read_bytes()
+            entry = {"size": len(data), "crc32": zlib.crc32(data)}
+            record = {"kind": "episode", "files": {path.relative_to(root).as_posix(): entry}}
+            text = json.dumps(record).encode()
+            lines.append(b"%08x %s\n" % (zlib.crc32(text), text))
+    (root / ".penstock").mkdir()
+    content = b"".join(lines)
+    (root / ".penstock" / "journal.jsonl").write_bytes(content[:-5] if torn else content)
+
+
+def test_checksums_of_our_own_datasets_are_verified(root) -> None:
+    add_journal(root)
+    result = check(root)
+    assert result.findings == []
+    assert result.checked["checksums"] == 10
+
+
+def test_with_checksums_every_changed_byte_is_found(root) -> None:
+    add_journal(root)
+    rng = random.Random(11)
+    files = sorted(p for p in root.rglob("*") if p.is_file())
+    for _ in range(60):
+        path = rng.choice(files)
+        original = path.read_bytes()
+        spoilt = bytearray(original)
+        at = rng.randrange(len(spoilt))
+        if rng.random() < 0.7:
+            spoilt[at] ^= 1 << rng.randrange(8)
+        else:
+            del spoilt[at:]
+        path.write_bytes(spoilt)
+        assert check(root, "sample").findings, (path, at)
+        path.write_bytes(original)
+
+
+def test_a_torn_journal_is_a_warning(root) -> None:
+    add_journal(root, torn=True)
+    result = check(root)
+    assert result.ok
+    assert "torn" in result.warnings[0].what
+
+
+def test_a_journal_that_leads_out(root) -> None:
+    text = json.dumps({"files": {"../x": [1, 2], "/etc/passwd": [1, 2]}}).encode()
+    (root / ".penstock").mkdir()
+    (root / ".penstock" / "journal.jsonl").write_bytes(b"%08x %s\n" % (zlib.crc32(text), text))
+    assert len(check(root).errors) == 2
+
+
+def test_damaged_footers_never_abort(root) -> None:
+    """pyarrow ends the whole process for some of these, if it is asked for a column's metadata."""
+    path = root / EPISODES
+    original = path.read_bytes()
+    footer_bytes = int.from_bytes(original[-8:-4], "little")
+    rng = random.Random(2)
+    for _ in range(150):
+        spoilt = bytearray(original)
+        spoilt[rng.randrange(len(spoilt) - footer_bytes - 8, len(spoilt))] ^= rng.randrange(1, 256)
+        path.write_bytes(spoilt)
+        with suppress(DataError):
+            Dataset(root)
+
+
+@pytest.mark.parametrize(("version", "severity"), [("v3.0", "warning"), ("v2.1", "error")])
+def test_names_that_lerobot_takes_for_pictures(version, severity) -> None:
+    report = Report()
+    features = {"image_gain": Feature("float32", (2,)), "gain": Feature("float32", (2,))}
+    rows = np.arange(10.0).reshape(5, 2)
+    keys = {q: np.quantile(rows, share, axis=0) for q, share in layout.QUANTILES.items()}
+    one = {"min": rows[0], "max": rows[-1], "mean": rows.mean(0), "std": rows.std(0), **keys}
+    stats = {name: {**one, "count": np.array([5.0])} for name in features}
+    StatsCheck(version, features, report).form("stats", "all", stats, 5)
+    [finding] = report.checkup().findings
+    assert finding.severity == severity
+    assert "'image_gain'" in finding.what
 
 
 def test_a_writer_at_work_is_not_an_error(root) -> None:

@@ -23,7 +23,11 @@ import numpy as np
 import pytest
 
 from penstock.lerobot.doctor import check
+from penstock.lerobot.episode import EpisodeWriter
+from penstock.lerobot.layout import Feature
 from penstock.lerobot.reader import Dataset
+from penstock.lerobot.video import VideoSettings
+from penstock.lerobot.writer import DatasetWriter
 
 pytestmark = [pytest.mark.peers, pytest.mark.timeout(600)]
 
@@ -151,3 +155,100 @@ def test_we_read_what_lerobot_merged(tmp_path, mode) -> None:
             one.columns(["action"])["action"], other.columns(["action"])["action"]
         )
         assert np.array_equal(one.image(CAMERAS[0], 6), other.image(CAMERAS[0], 6))
+
+
+def write(writer: DatasetWriter, source: Dataset, codec: str) -> None:
+    """Write all episodes of a dataset once more, with our writer."""
+    features = writer.features
+    for episode in source.episodes:
+        settings = {
+            # A better quality than usual: the pictures may have gone through a codec already.
+            name: VideoSettings("png" if feature.dtype == "image" else codec, crf=10)
+            for name, feature in features.items()
+            if feature.is_picture
+        }
+        staged = EpisodeWriter(
+            writer.staging(f"{episode.index}"), features, int(source.fps), episode.length, settings
+        )
+        staged.add_rows(episode.columns([n for n in features if n not in settings]))
+        for name in settings:
+            sink = staged.video(name)
+            for frame in episode.frames([name]):
+                sink.add_frame(frame[name])
+        writer.commit(staged.finish(episode.tasks[0]), {"episode": episode.index})
+
+
+def own_features(source: Dataset, without: tuple[str, ...] = ()) -> dict[str, Feature]:
+    automatic = ("timestamp", "frame_index", "episode_index", "index", "task_index")
+    return {
+        name: Feature(feature.dtype, feature.shape, feature.names)
+        for name, feature in source.features.items()
+        if name not in (*automatic, *without)
+    }
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory) -> tuple[Dataset, Path]:
+    """A dataset made by hand, to be written by our writer, and its values."""
+    folder = tmp_path_factory.mktemp("made")
+    root = hand.make_dataset(folder / "made")
+    (folder / "made.npz").write_bytes(hand.to_npz(root))
+    return Dataset(root), folder / "made.npz"
+
+
+@pytest.mark.parametrize("packed", [True, False])
+@pytest.mark.parametrize("codec", ["h264", "av1"])
+def test_lerobot_reads_what_we_wrote(made, tmp_path, codec, packed) -> None:
+    source, expect = made
+    with DatasetWriter(tmp_path / "ours", own_features(source), 30, "tester") as writer:
+        write(writer, source, codec)
+        if packed:
+            assert writer.finalize()
+    assert check(tmp_path / "ours").findings == []
+    lerobot_reads(tmp_path / "ours", expect)
+
+
+def test_lerobot_reads_what_we_wrote_as_v21(made, tmp_path) -> None:
+    source, expect = made
+    features = own_features(source)
+    with DatasetWriter(tmp_path / "ours", features, 30, "tester", version="v2.1") as writer:
+        write(writer, source, "h264")
+        writer.finalize()
+    assert check(tmp_path / "ours").findings == []
+    lerobot_reads(tmp_path / "ours", expect, old=True)
+
+
+@pytest.mark.parametrize("packed", [True, False])
+def test_lerobot_merges_what_we_wrote(made, tmp_path, packed) -> None:
+    """All but the matrix, which lerobot cannot merge in datasets of its own either."""
+    source, whole = made
+    features = own_features(source, ("matrix",))
+    for name in ("one", "two"):
+        with DatasetWriter(tmp_path / name, features, 30, "tester") as writer:
+            write(writer, source, "h264")
+            if packed:
+                assert writer.finalize()
+    with np.load(whole) as file:
+        np.savez(tmp_path / "x.npz", **{n: v for n, v in file.items() if n != "vec/matrix"})
+    merged = tmp_path / "merged"
+    words = ("--merge", tmp_path / "two", "--merged", merged)
+    lerobot_reads(tmp_path / "one", tmp_path / "x.npz", *words)
+    result = check(merged)
+    assert result.errors == [], result.text()
+    assert len(Dataset(merged)) == 6
+
+
+@pytest.mark.parametrize("mode", ["video", "image"])
+def test_lerobot_reads_what_we_added_to_its_own(tmp_path, mode) -> None:
+    source = Dataset(make_golden(tmp_path / "golden", mode, "--plain"))
+    root = Path(shutil.copytree(tmp_path / "golden", tmp_path / "both"))
+    with DatasetWriter(root, own_features(source), 30, "tester", mode="append") as writer:
+        write(writer, source, "av1")
+        writer.finalize()
+    result = check(root)
+    assert result.errors == [], result.text()
+    numbered = ("vec/index", "vec/episode_index", "vec/task_index")
+    with np.load(tmp_path / "golden.npz") as file:
+        values = {n: np.concatenate([v, v]) for n, v in file.items() if n not in numbered}
+    np.savez(tmp_path / "both.npz", **values)
+    lerobot_reads(root, tmp_path / "both.npz")

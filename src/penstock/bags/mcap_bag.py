@@ -72,21 +72,27 @@ class McapBag(ChunkedBag):
         if self._source.read(0, min(8, self.size_bytes)) != MAGIC:
             raise UnknownFormat(f"{self.path} is not an MCAP file of version 0")
         try:
+            reason = ""
             data_stop = self._read_summary()
-            if data_stop:
+            if data_stop and not salvage:
                 self._scan(data_stop, None)
         except CorruptFile as error:
-            text = str(error).removeprefix(f"{self.path}: ").partition("; pass")[0]
+            reason = str(error).removeprefix(f"{self.path}: ").partition("; pass")[0]
             if not salvage:
                 raise CorruptFile(
-                    f"{self.path}: {text}; pass --salvage to read what there is"
+                    f"{self.path}: {reason}; pass --salvage to read what there is"
                 ) from None
-            self._scan(self.size_bytes, text)
+        if salvage:
+            self._scan(self.size_bytes, reason)
 
     def _scan(self, stop: int, reason: str | None) -> None:
+        """Find the messages by reading everything; `reason` None if the file must be whole."""
         from penstock.bags.mcap_scan import scan
 
+        indexed = bool(self._chunks)
         found = scan(self._source, self.limits, stop, reason)
+        if indexed and not found.report and not all(chunk.indexed for chunk in found.chunks):
+            found.report = found.report_as("some message indexes are damaged")
         self._connections, self._chunks = found.connections, found.chunks
         self.start_ns, self.end_ns = found.start_ns, found.end_ns
         self.salvage = found.report

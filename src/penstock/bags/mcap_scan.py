@@ -55,6 +55,15 @@ class Scan:
     start_ns: int = 0
     end_ns: int = 0
     report: SalvageReport | None = None
+    messages: int = 0
+    damaged: int = 0
+    skipped_bytes: int = 0
+
+    def report_as(self, reason: str) -> SalvageReport:
+        """Make a report of what was found."""
+        return SalvageReport(
+            reason, self.messages, len(self.chunks), self.damaged, self.skipped_bytes
+        )
 
 
 def scan(source: Source, limits: Limits, stop: int, reason: str | None) -> Scan:
@@ -64,19 +73,19 @@ def scan(source: Source, limits: Limits, stop: int, reason: str | None) -> Scan:
         source: The file.
         limits: What a chunk may ask for.
         stop: Where the data section ends.
-        reason: What is wrong with the file, to salvage it: damage is then passed over and
-            counted. None for a file that must be whole: damage is a CorruptFile.
+        reason: What is wrong with the file, to salvage it ("" if nothing is known to be):
+            damage is then passed over and counted. None for a file that must be whole: damage
+            is a CorruptFile.
     """
     scanner = _Scanner(source, limits, stop, reason is not None)
     scanner.run()
     found = scanner.finish()
-    if reason is not None:
-        if not found.chunks:
-            raise DataError(f"{source.path}: nothing could be salvaged ({reason})")
-        count = scanner.messages
-        found.report = SalvageReport(
-            reason, count, len(found.chunks), scanner.damaged, scanner.skipped_bytes
-        )
+    found.damaged, found.skipped_bytes = scanner.damaged, scanner.skipped_bytes
+    if reason is None or not (reason or found.damaged or found.skipped_bytes):
+        return found
+    found.report = found.report_as(reason or "some chunks are damaged")
+    if not found.chunks:
+        raise DataError(f"{source.path}: nothing could be salvaged ({found.report.reason})")
     return found
 
 
@@ -86,7 +95,7 @@ class _Scanner:
         self.registry = Registry(limits)
         self.kept: list[tuple[Chunk, dict[int, int]]] = []
         self.times = [1 << 62, -1]
-        self.messages = self.damaged = self.skipped_bytes = 0
+        self.damaged = self.skipped_bytes = 0
         self.stretch: tuple[Chunk, dict[int, int]] | None = None
         # Chunks that overlap, as no recorder writes them, would have no end of work.
         self.work_bytes = 20 * source.size_bytes + 10**8
@@ -114,7 +123,7 @@ class _Scanner:
             if known:
                 chunk.counts = b"".join(pack("<II", key, n) for key, n in known.items())
                 found.chunks.append(chunk)
-                self.messages += sum(known.values())
+                found.messages += sum(known.values())
         if self.times[1] >= 0:
             found.start_ns, found.end_ns = self.times
         return found

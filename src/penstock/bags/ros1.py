@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Collection, Iterator
+from dataclasses import replace
 from pathlib import Path
 from struct import Struct, iter_unpack
 from typing import Final
@@ -153,29 +154,33 @@ class Ros1Bag(ChunkedBag):
             raise UnknownFormat(f"{self.path} is {what}; bags of version 2.0 can be read")
         try:
             self._read_index()
+            reason = ""
         except CorruptFile as error:
+            reason = str(error).removeprefix(f"{self.path}: ").partition("; pass")[0]
             if not salvage:
-                text = str(error).removeprefix(f"{self.path}: ")
                 raise CorruptFile(
-                    f"{self.path}: {text.partition('; pass')[0]}; pass --salvage to read what "
-                    "there is"
+                    f"{self.path}: {reason}; pass --salvage to read what there is"
                 ) from None
-            self._scan(str(error))
+        if salvage:
+            self._scan(reason)
         self.topics = self._make_topics(self._count_all())
         if self._chunks:
             fields, _, _ = self._chunk_header(self._chunks[0])
             self.compression = fields[b"compression"].decode("ascii", "replace")
 
     def _scan(self, reason: str) -> None:
+        """Read every chunk, and keep to what can be read."""
         from penstock.bags.ros1_scan import scan
 
-        found = scan(self._source, self.limits, reason.removeprefix(f"{self.path}: "))
-        self._connections, self._chunks, self.salvage = (
-            found.connections,
-            found.chunks,
-            found.report,
-        )
+        promised = sum(self._count_all().values())
+        found = scan(self._source, self.limits, reason)
+        self._connections, self._chunks = found.connections, found.chunks
         self.start_ns, self.end_ns = found.start_ns, found.end_ns
+        report = found.report
+        good = all(chunk.indexed for chunk in found.chunks) and report.messages == promised
+        if reason or report.damaged_chunks or report.skipped_bytes or not good:
+            reason = reason or "some chunks or their indexes are damaged"
+            self.salvage = replace(report, reason=reason)
 
     def _read_index(self) -> None:
         peek = self._source.read(0, min(_PEEK_BYTES * 2, self.size_bytes))
@@ -188,10 +193,12 @@ class Ros1Bag(ChunkedBag):
         connections, chunks = number(fields, b"conn_count"), number(fields, b"chunk_count")
         if index_pos == 0:
             raise BadRecord("the bag has no index: the recording did not end properly")
+        if index_pos > self.size_bytes:
+            raise BadRecord("the file is cut: its index is missing")
         self.limits.check_count(self.path, "connections", connections, self.limits.topics)
         self.limits.check_count(self.path, "chunks", chunks, self.limits.chunks)
         size_bytes = self.size_bytes - index_pos
-        self.limits.check_chunk(self.path, max(size_bytes, 0), 0)
+        self.limits.check_chunk(self.path, size_bytes, 0)
         data = self._source.read(index_pos, size_bytes, "the index")
         pos = 0
         for _ in range(connections):

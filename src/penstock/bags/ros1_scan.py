@@ -100,8 +100,8 @@ def scan(source: Source, limits: Limits, reason: str) -> Scan:
     """
     scanner = _Scanner(source, limits)
     scanner.run()
-    found = scanner.finish(reason.partition("; pass")[0])
-    if not found.chunks:
+    found = scanner.finish(reason)
+    if not found.chunks and (scanner.damaged or scanner.skipped_bytes):
         raise DataError(f"{source.path}: nothing could be salvaged ({found.report.reason})")
     return found
 

@@ -20,16 +20,14 @@ from penstock.bags.reader import Bag, Message, SalvageReport, Topic, join_topics
 from penstock.bags.source import DECOMPRESSION_ERRORS, new_decompressor
 from penstock.errors import CorruptFile, DataError, LimitExceeded, UnknownFormat
 
+# sqlite3 fails to decode its own message about a damaged schema.
+READ_ERRORS: Final = (sqlite3.Error, UnicodeDecodeError)
 ZSTD_MAGIC: Final = b"\x28\xb5\x2f\xfd"
 _BATCH: Final = 4096
-_LAST_ID: Final = 2**63 - 1
 _NEEDED: Final = {
     "topics": {"id", "name", "type", "serialization_format"},
     "messages": {"id", "topic_id", "timestamp", "data"},
 }
-# Rows of one reading: all of them, or the runs of rows that a salvage found readable.
-Runs = Sequence[tuple[int, int]]
-_EVERY_ROW: Final[Runs] = ((-_LAST_ID - 1, _LAST_ID),)
 
 
 class SqliteBag(Bag):
@@ -42,24 +40,27 @@ class SqliteBag(Bag):
         self.size_bytes = path.stat().st_size
         self.compression = "none"
         self.start_ns = self.end_ns = 0
-        self._runs: Runs = _EVERY_ROW
+        # The first id and the length of the runs of rows that a salvage found readable.
+        self._runs: list[tuple[int, int]] | None = None
         self._names: dict[int, str] = {}
         with closing(self._connect()) as database:
             with self._errors():
-                rows = self._topic_rows(database)
+                rows = self._topic_rows(database, salvage)
             try:
+                reason = ""
                 with self._errors():
                     counts = self._count(database)
             except CorruptFile as error:
                 if not salvage:
                     raise
-                counts = self._salvage(database, str(error))
+                reason, counts = str(error), {}
+            if salvage:
+                counts = self._salvage(database, reason, counts)
             self.topics = join_topics(
                 Topic(name, kind, counts.get(key, 0), None, definition, encoding)
                 for key, name, kind, encoding, definition in rows
             )
-            with self._errors():
-                self._detect_compression(database)
+        self._detect_compression()
 
     def times(self, topic: str) -> NDArray[np.int64]:
         """Return the log times of a topic, in file order."""
@@ -95,20 +96,27 @@ class SqliteBag(Bag):
         """Yield rows of messages in file order, in batches."""
         wanted = set(topics)
         ids = [key for key, name in self._names.items() if name in wanted]
-        marks = ",".join("?" * len(ids))
-        if len(ids) == len(self._names):
-            marks, ids, where = "", [], ""
-        else:
-            where = f"topic_id IN ({marks}) AND"
-        query = (
-            f"SELECT {columns} FROM messages WHERE {where} id BETWEEN ? AND ? "  # noqa: S608
-            "ORDER BY id"
-        )
         with closing(self._connect()) as database, self._errors():
-            for run in self._runs:
-                cursor = database.execute(query, [*ids, *run])
+            if self._runs is None:
+                where = ""
+                if len(ids) < len(self._names):
+                    where = f"WHERE topic_id IN ({','.join('?' * len(ids))})"
+                else:
+                    ids = []
+                query = f"SELECT {columns} FROM messages {where} ORDER BY id"  # noqa: S608
+                cursor = database.execute(query, ids)
                 while rows := cursor.fetchmany(batch):
                     yield rows
+                return
+            # The limit keeps SQLite from looking at the row behind a run, which is damaged.
+            query = (
+                f"SELECT topic_id, {columns} FROM messages WHERE id >= ? "  # noqa: S608
+                "ORDER BY id LIMIT ?"
+            )
+            for run in self._runs:
+                for topic_id, *row in database.execute(query, run):
+                    if topic_id in ids:
+                        yield [row]
 
     def _connect(self) -> sqlite3.Connection:
         # A recorder that was killed leaves a log beside the database, which must be read with it.
@@ -130,22 +138,31 @@ class SqliteBag(Bag):
     def _errors(self) -> Iterator[None]:
         try:
             yield
-        except sqlite3.Error as error:
+        except READ_ERRORS as error:
             if "too big" in str(error):
                 raise LimitExceeded(
                     f"{self.path}: a message is above the limit of {self.limits.record_bytes} "
                     "bytes; raise Limits.record_bytes if it is meant"
                 ) from error
+            reason = " ".join(str(error).split())[:120]
             raise CorruptFile(
-                f"{self.path}: the database cannot be read ({error}); pass --salvage to read "
+                f"{self.path}: the database cannot be read ({reason}); pass --salvage to read "
                 "what there is"
             ) from error
 
-    def _topic_rows(self, database: sqlite3.Connection) -> list[tuple[int, str, str, str, str]]:
+    def _topic_rows(
+        self, database: sqlite3.Connection, salvage: bool
+    ) -> list[tuple[int, str, str, str, str]]:
         """Return number, name, type, encoding and definition of every topic."""
         for table, needed in _NEEDED.items():
             self._check_table(database, table, needed)
-        definitions = self._definitions(database)
+        try:
+            with self._errors():
+                definitions = self._definitions(database)
+        except CorruptFile:
+            if not salvage:
+                raise
+            definitions = {}  # the common types are known without
         rows = database.execute(
             "SELECT id, name, type, serialization_format FROM topics ORDER BY id LIMIT ?",
             [self.limits.topics + 1],
@@ -220,12 +237,12 @@ class SqliteBag(Bag):
             raise CorruptFile(f"{self.path}: a row of messages holds no number where one must be")
         return np.array(values, np.int64)
 
-    def _detect_compression(self, database: sqlite3.Connection) -> None:
-        if self.message_count:
-            query = "SELECT data FROM messages WHERE id BETWEEN ? AND ? ORDER BY id LIMIT 1"
-            row = database.execute(query, self._runs[0]).fetchone()
-            if row is not None and isinstance(row[0], bytes) and row[0].startswith(ZSTD_MAGIC):
+    def _detect_compression(self) -> None:
+        for rows in self._rows("data", list(self.topics), batch=1) if self.message_count else ():
+            data = rows[0][0]
+            if isinstance(data, bytes) and data.startswith(ZSTD_MAGIC):
                 self.compression = "zstd"
+            break
 
     def _inflate(self, data: bytes) -> bytes:
         decompressor = new_decompressor("zstd")
@@ -240,16 +257,30 @@ class SqliteBag(Bag):
             raise CorruptFile(f"{self.path}: a compressed message is cut, or above the limits")
         return plain
 
-    def _salvage(self, database: sqlite3.Connection, reason: str) -> dict[int, int]:
+    def _is_message(self, topic_id: object, t_ns: object, data: object) -> bool:
+        """Tell whether the columns of a row are a message."""
+        if not (topic_id in self._names and type(t_ns) is int and isinstance(data, bytes)):
+            return False
+        try:
+            return not data.startswith(ZSTD_MAGIC) or bool(self._inflate(data))
+        except DataError:
+            return False
+
+    def _salvage(
+        self, database: sqlite3.Connection, reason: str, counts: dict[int, int]
+    ) -> dict[int, int]:
+        """Read every row; keep to those that can be read, unless that is all of them."""
         from penstock.bags.sqlite_salvage import find_runs
 
-        found = find_runs(database, set(self._names))
+        found = find_runs(database, self._is_message)
+        if not reason and found.holes == 0 and found.counts == counts:
+            return counts
+        reason = reason.removeprefix(f"{self.path}: ").partition("; pass")[0]
+        reason = reason or "some messages cannot be read"
         if not found.runs:
             raise DataError(f"{self.path}: nothing could be salvaged ({reason})")
         self._runs = found.runs
         self.start_ns, self.end_ns = found.start_ns, found.end_ns
-        text = reason.removeprefix(f"{self.path}: ").partition("; pass")[0]
-        self.salvage = SalvageReport(
-            text, sum(found.counts.values()), len(found.runs), found.holes, 0
-        )
+        total = sum(found.counts.values())
+        self.salvage = SalvageReport(reason, total, len(found.runs), found.holes, 0)
         return found.counts

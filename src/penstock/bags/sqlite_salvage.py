@@ -3,21 +3,27 @@
 from __future__ import annotations
 
 import sqlite3
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Final
 
+from penstock.bags.sqlite import READ_ERRORS
+
 _FIRST_ID: Final = -(2**63)
 _LAST_ID: Final = 2**63 - 1
-_MOST_HOLES: Final = 10_000
+_MOST_HOLES: Final = 1000
 _MOST_EMPTY_IDS: Final = 1 << 40
 _QUERY: Final = (
     "SELECT id, topic_id, timestamp, data FROM messages WHERE id >= ? ORDER BY id LIMIT ?"
 )
 
+# Tells whether the topic, time and data of a row are a message.
+IsMessage = Callable[[object, object, object], bool]
+
 
 @dataclass
 class Found:
-    """The readable rows: runs of ids, both ends included, and what they hold."""
+    """The readable rows: the first id and the length of each run, and what they hold."""
 
     runs: list[tuple[int, int]] = field(default_factory=list)
     counts: dict[int, int] = field(default_factory=dict)
@@ -25,8 +31,15 @@ class Found:
     end_ns: int = 0
     holes: int = 0
 
+    def add(self, topic_id: int, t_ns: int) -> None:
+        """Count a row."""
+        if not self.counts:
+            self.start_ns = self.end_ns = t_ns
+        self.counts[topic_id] = self.counts.get(topic_id, 0) + 1
+        self.start_ns, self.end_ns = min(self.start_ns, t_ns), max(self.end_ns, t_ns)
 
-def find_runs(database: sqlite3.Connection, topic_ids: set[int]) -> Found:
+
+def find_runs(database: sqlite3.Connection, is_message: IsMessage) -> Found:
     """Read all rows once and return the runs of those that are whole.
 
     Where rows cannot be read, ids further and further on are tried, and then the first readable
@@ -35,44 +48,38 @@ def find_runs(database: sqlite3.Connection, topic_ids: set[int]) -> Found:
     found = Found()
     start: int | None = _FIRST_ID
     while start is not None and found.holes < _MOST_HOLES:
-        last = _read_run(database, topic_ids, start, found)
+        last = _read_on(database, is_message, start, found)
         if last is None:  # the end of the table
             break
         found.holes += 1
         start = _after_hole(database, last)
-    if found.counts:
-        return found
-    return Found(holes=found.holes)
+    return found
 
 
-def _read_run(
-    database: sqlite3.Connection, topic_ids: set[int], start: int, found: Found
+def _read_on(
+    database: sqlite3.Connection, is_message: IsMessage, start: int, found: Found
 ) -> int | None:
-    """Take in rows up to a damaged one; return the id to go on after, or None at the end."""
-    first: int | None = None
-    last = start - 1 if start > _FIRST_ID else start
+    """Take in rows until they cannot be read; return the last id, or None at the end."""
+    last = max(start - 1, _FIRST_ID)
+    in_run = False
     try:
         for row_id, topic_id, t_ns, data in database.execute(_QUERY, [start, -1]):
-            good = type(t_ns) is int and isinstance(data, bytes) and topic_id in topic_ids
-            if not good:
-                _end_run(found, first, last)
-                return int(row_id) if isinstance(row_id, int) else None
-            first = row_id if first is None else first
+            if type(row_id) is not int or row_id < last:
+                return last  # the table is out of order
             last = row_id
-            if not found.counts:
-                found.start_ns = found.end_ns = t_ns
-            found.counts[topic_id] = found.counts.get(topic_id, 0) + 1
-            found.start_ns, found.end_ns = min(found.start_ns, t_ns), max(found.end_ns, t_ns)
-    except sqlite3.Error:
-        _end_run(found, first, last)
+            if not is_message(topic_id, t_ns, data):
+                found.holes += in_run
+                in_run = False
+                continue
+            if in_run:
+                found.runs[-1] = (found.runs[-1][0], found.runs[-1][1] + 1)
+            else:
+                found.runs.append((row_id, 1))
+            in_run = True
+            found.add(topic_id, t_ns)
+    except READ_ERRORS:
         return last
-    _end_run(found, first, last)
     return None
-
-
-def _end_run(found: Found, first: int | None, last: int) -> None:
-    if first is not None:
-        found.runs.append((first, last))
 
 
 def _after_hole(database: sqlite3.Connection, last: int) -> int | None:
@@ -101,6 +108,6 @@ def _after_hole(database: sqlite3.Connection, last: int) -> int | None:
 def _try(database: sqlite3.Connection, row_id: int) -> str:
     try:
         row = database.execute(_QUERY, [row_id, 1]).fetchone()
-    except sqlite3.Error:
+    except READ_ERRORS:
         return "error"
     return "end" if row is None else "row"

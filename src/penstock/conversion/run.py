@@ -122,7 +122,7 @@ def make_request(
         overwrite: Replace a dataset that exists.
         salvage: Read what can be read of damaged bags.
         version: Of the dataset format: "v3.0" or "v2.1".
-        check: Verify the dataset when it is done.
+        check: Verify the dataset when it is done (of the pictures, a sample is decoded).
         progress: "rich", "plain" or "quiet"; None chooses by the terminal.
         settings: Of the mapping, instead of its own: fps, codec, depth_codec, clock, task, gap,
             split_frames, …; None leaves one alone.
@@ -201,13 +201,17 @@ def carry_out(request: Request) -> Report:
         ) as writer,
     ):
         _convert_all(request, writer, features, prints, report)
+        if writer.total_episodes == 0:
+            reasons = list(report.failed.values())
+            more = f" (and {len(reasons) - 1} more bags failed)" if len(reasons) > 1 else ""
+            raise DataError(f"nothing was converted: {reasons[0] if reasons else 'no bag'}{more}")
         writer.finalize()
         report.total_episodes, report.total_frames = writer.total_episodes, writer.total_frames
     report.peak_bytes, report.memory = watch.peak_bytes, watch.samples
     report.wall_s = time.perf_counter() - start_s
     if request.check:
         with Progress(_size(request.out), "check", "bytes", request.progress) as progress:
-            checkup = doctor.check(request.out, progress=progress)
+            checkup = doctor.check(request.out, "sample", progress)
         report.findings, report.checked = checkup.findings, checkup.checked
     return report
 

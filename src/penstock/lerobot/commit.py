@@ -223,13 +223,14 @@ def link_file(source: Path, target: Path) -> None:
         target.unlink()  # what is there was never committed
     try:
         os.link(source, target)
-        sync_folder(target.parent)
     except FileNotFoundError:
         raise CorruptFile(f"{source} is missing") from None
     except OSError:
         with open(source, "rb") as old, NewFile(target) as new:
             while chunk := old.read(1 << 20):
                 write_all(new.file, chunk)
+    else:
+        sync_folder(target.parent)
 
 
 def append_bytes(path: Path, size: int, data: bytes) -> int:

@@ -35,7 +35,7 @@ class StatsCheck:
     """
 
     def __init__(self, version: Version, features: Mapping[str, Feature], report: Report) -> None:
-        self._features, self._report = features, report
+        self._version, self._features, self._report = version, features, report
         self._keys = layout.STATS if version == "v3.0" else _BASIC
 
     def form(self, where: str, of: str, stats: Stats, frames: int) -> None:
@@ -78,6 +78,7 @@ class StatsCheck:
                     where, f"{key} of {name!r} has the shape {value.shape} for {of}", "shape"
                 )
                 return
+        self._check_name(where, of, name, stats)
         if "count" in stats:
             count = float(stats["count"][0])
             # Pictures are sampled, and frames without a usable value are not counted.
@@ -94,6 +95,20 @@ class StatsCheck:
             for key in ("min", "max", "mean"):
                 if key in stats and np.any((stats[key] < -1e-6) | (stats[key] > 1 + 1e-6)):
                     self._error(where, f"{key} of {name!r} is not in 0 to 1 for {of}", "pictures")
+
+    def _check_name(
+        self, where: str, of: str, name: str, stats: Mapping[str, np.ndarray[Any, Any]]
+    ) -> None:
+        """Check what lerobot asks of every feature with "image" in its name, picture or not."""
+        odd = [key for key, value in stats.items() if key != "count" and value.shape != (3, 1, 1)]
+        if "image" not in name or not odd:
+            return
+        what = f"{odd[0]} of {name!r} is not of 3 channels for {of}: lerobot cannot"
+        todo = 'give the feature a name without "image"'
+        if self._version == "v2.1":
+            self._report.error(where, f"{what} load the dataset", todo, f"name {name}")
+        else:
+            self._report.warning(where, f"{what} merge the dataset", todo, f"name {name}")
 
     def values(self, where: str, of: str, stats: Stats, moments: Mapping[str, Moments]) -> None:
         """Compare the statistics of numbers with those of the rows."""

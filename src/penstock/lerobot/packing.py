@@ -21,7 +21,7 @@ from penstock.lerobot.commit import places
 from penstock.lerobot.episode import file_digest
 from penstock.lerobot.journal import Journal, Record
 from penstock.lerobot.parquet import new_parquet, open_parquet, read_table
-from penstock.lerobot.remux import concat, same_coding
+from penstock.lerobot.remux import coding, concat
 from penstock.lerobot.state import Spec, State, make_folders
 from penstock.lerobot.swap import exchange, sibling
 
@@ -148,10 +148,8 @@ class _Packing:
         paths = [layout.video_path("v3.0", key, *record["videos"][key][:2]) for record in loose]
         limit = self._spec.limits.video_mb * _MB
 
-        def fits(a: int, b: int) -> bool:
-            return same_coding(self._root / paths[a], self._root / paths[b])
-
-        for group in self._groups(paths, limit, fits):
+        codings = [coding(self._root / path) for path in paths]
+        for group in self._groups(paths, limit, lambda a, b: codings[a] == codings[b]):
             where = self._next(f"videos/{key}", next_file)
             path = layout.video_path("v3.0", key, *where)
             target = self._target(path)

@@ -14,17 +14,13 @@ import av
 from penstock.lerobot.video import OPEN_OPTIONS, TICKS, open_video, write_failure
 
 
-def same_coding(first: Path | str, second: Path | str) -> bool:
-    """Tell whether two videos can be joined without encoding them anew."""
-
-    def describe(path: Path | str) -> tuple[object, ...]:
-        with open_video(path) as (_, stream):
-            context = stream.codec_context
-            data = bytes(context.extradata or b"")
-            size = (context.width, context.height, context.pix_fmt)
-            return context.codec.canonical_name, size, stream.time_base, stream.average_rate, data
-
-    return describe(first) == describe(second)
+def coding(path: Path | str) -> tuple[object, ...]:
+    """Return what two videos must have in common to be joined without encoding them anew."""
+    with open_video(path) as (_, stream):
+        context = stream.codec_context
+        data = bytes(context.extradata or b"")
+        size = (context.width, context.height, context.pix_fmt)
+        return context.codec.canonical_name, size, stream.time_base, stream.average_rate, data
 
 
 def concat(paths: Sequence[Path | str], out: Path | str, fps: int) -> int:

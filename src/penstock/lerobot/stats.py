@@ -62,11 +62,11 @@ class VectorStats:
 
     def add(self, rows: NDArray[Any]) -> None:
         """Add frames, shape (n, *shape of the feature)."""
+        if not len(rows):
+            return
         values = np.asarray(rows, np.float64).reshape(len(rows), -1)
         if values.shape[1] != self.dim:
             raise UsageError(f"{values.shape[1]} elements per frame were given, not {self.dim}")
-        if not len(values):
-            return
         part = VectorStats(self.dim)
         part.rows = len(values)
         good = np.isfinite(values)

@@ -107,6 +107,7 @@ class VideoWriter:
         self._reformatter = VideoReformatter()
         self._jpeg: JpegSize | None = None
         try:
+            open(self.path, "wb").close()  # av would find a missing folder only much later
             self._container: Any = av.open(
                 str(self.path), "w", format="mp4", container_options=OPEN_OPTIONS
             )
@@ -347,6 +348,8 @@ def read_video(
         if not rate or stream.time_base is None:
             raise CorruptFile(f"{path} is damaged: it has no frame rate")
         stream.codec_context.thread_count = 1
+        # Without this FFmpeg paints over what is damaged, and says nothing.
+        stream.codec_context.options = {"err_detect": "crccheck+bitstream+buffer+explode"}
         first_pts = stream.start_time or 0
         if start_frame:
             ticks = round(start_frame / rate / stream.time_base)

@@ -1,0 +1,311 @@
+"""Whole conversions: containers, codecs, versions, resume, append, failures, the command."""
+
+import filecmp
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import penstock
+from penstock.cli import main
+from penstock.conversion.run import fingerprint
+from penstock.errors import DataError, LockHeld, UsageError
+from penstock.lerobot.reader import Dataset
+from penstock.tools.samples import read_number
+
+QUIET = {"progress": "quiet", "memory": "1GB"}
+
+
+def same_dataset(one: Path, two: Path) -> list[str]:
+    """Return the files in which two datasets differ, our private folder left out."""
+
+    def files(root):
+        found = (p.relative_to(root) for p in root.rglob("*") if p.is_file())
+        return {str(p) for p in found if not str(p).startswith(".")}
+
+    names = files(one) | files(two)
+    return [
+        name
+        for name in sorted(names)
+        if not (one / name).exists()
+        or not (two / name).exists()
+        or not filecmp.cmp(one / name, two / name, shallow=False)
+    ]
+
+
+CONTAINERS = [
+    ("a.bag", {"kind": "bag", "compression": "lz4"}),
+    ("b.bag", {"kind": "bag", "compression": "bz2"}),
+    ("c.mcap", {"kind": "mcap", "compression": "zstd"}),
+    ("d.mcap", {"kind": "mcap", "compression": "lz4"}),
+    ("e.db3", {"kind": "db3"}),
+    ("folder", {"kind": "mcap"}),
+    ("folder", {"kind": "db3", "compression": "zstd"}),
+]
+
+
+@pytest.fixture(scope="module")
+def plain(samples, tmp_path_factory):
+    """The dataset of the plain ROS 1 bag."""
+    out = tmp_path_factory.mktemp("plain") / "out"
+    report = penstock.convert(samples(seconds=2).path, out, **QUIET)
+    assert report.ok, report.text()
+    return out
+
+
+@pytest.mark.parametrize(("name", "settings"), CONTAINERS)
+def test_every_container_gives_the_same_dataset(samples, tmp_path, plain, name, settings):
+    report = penstock.convert(samples(name, seconds=2, **settings).path, tmp_path / "out", **QUIET)
+    assert report.ok, report.text()
+    assert same_dataset(tmp_path / "out", plain) == []
+
+
+@pytest.mark.parametrize("version", ["v3.0", "v2.1"])
+@pytest.mark.parametrize("codec", ["h264", "av1", "copy", "png"])
+def test_every_codec_in_every_version(samples, tmp_path, codec, version):
+    facts = samples(seconds=2)
+    report = penstock.convert(facts.path, tmp_path / "out", codec=codec, version=version, **QUIET)
+    assert report.ok, report.text()
+    dataset = Dataset(tmp_path / "out")
+    assert dataset.info["codebase_version"] == version
+    key = "observation.images.wrist_cam_l"
+    numbers = [read_number(frame[key]) for frame in dataset.episode(0).frames([key])]
+    assert numbers == list(range(60))
+
+
+@pytest.mark.parametrize("codec", ["depth12", "grey8"])
+def test_depth(samples, tmp_path, codec):
+    facts = samples(seconds=1, depth=True, cameras=1)
+    mapping = {
+        "fps": 30,
+        "features": {
+            "observation.state": {"topic": "/sensors_data_raw", "field": "joint_data.joint_q"},
+            "observation.depth": {"topic": facts.depths[0], "kind": "depth", "codec": codec},
+        },
+    }
+    from penstock.conversion.mapping import from_json
+
+    report = penstock.convert(facts.path, tmp_path / "out", from_json(mapping), **QUIET)
+    assert report.ok, report.text()
+    frame = next(iter(Dataset(tmp_path / "out").episode(0).frames()))
+    picture = frame["observation.depth"]
+    assert picture.shape[:2] == (48, 256)
+    assert picture.dtype == (np.uint16 if codec == "depth12" else np.uint8)
+
+
+def test_raw_pictures_and_resize(samples, tmp_path):
+    facts = samples(seconds=1, raw_images=True, cameras=1)
+    mapping = {
+        "fps": 30,
+        "features": {
+            "action": {"topic": "/joint_cmd", "field": "joint_q", "align": "linear"},
+            "observation.images.a": {"topic": facts.cameras[0], "kind": "color"},
+            "observation.images.b": {
+                "topic": facts.cameras[0],
+                "kind": "color",
+                "resize": [128, 24],
+            },
+        },
+    }
+    from penstock.conversion.mapping import from_json
+
+    report = penstock.convert(facts.path, tmp_path / "out", from_json(mapping), **QUIET)
+    assert report.ok, report.text()
+    frame = next(iter(Dataset(tmp_path / "out").episode(0).frames()))
+    assert frame["observation.images.a"].shape == (48, 256, 3)
+    assert frame["observation.images.b"].shape == (24, 128, 3)
+
+
+def test_workers_do_not_change_the_dataset(samples, tmp_path):
+    bags = [samples(seconds=2, seed=seed).path for seed in range(4)]
+    one = penstock.convert(bags, tmp_path / "one", **QUIET)
+    two = penstock.convert(bags, tmp_path / "two", workers=2, **QUIET)
+    assert one.ok
+    assert two.ok
+    assert two.workers == 2
+    assert one.total_episodes == 4
+    assert same_dataset(tmp_path / "one", tmp_path / "two") == []
+
+
+def test_resume_skips_what_is_committed_and_refuses_other_settings(samples, tmp_path):
+    bags = [samples(seconds=2, seed=seed).path for seed in range(3)]
+    whole = penstock.convert(bags, tmp_path / "whole", **QUIET)
+    out = tmp_path / "out"
+    penstock.convert(bags[:1], out, **QUIET)
+    with pytest.raises(UsageError, match="--resume"):
+        penstock.convert(bags, out, **QUIET)
+    with pytest.raises(UsageError, match="fps"):
+        penstock.convert(bags, out, resume=True, fps=10, **QUIET)
+    again = penstock.convert(bags, out, resume=True, **QUIET)
+    assert again.ok
+    assert again.skipped == bags[:1]
+    assert len(again.bags) == 2
+    assert Dataset(out).info["total_episodes"] == whole.total_episodes
+    third = penstock.convert(bags, out, resume=True, **QUIET)
+    assert third.skipped == bags
+    assert third.account.frames_out == 0
+
+
+def test_a_bag_is_known_by_its_content(samples, tmp_path):
+    first, second = samples(seconds=2).path, samples(seconds=2, seed=1).path
+    same, other = tmp_path / "renamed.bag", tmp_path / first.name
+    shutil.copy(first, same)
+    shutil.copy(second, other)
+    assert fingerprint(same) == fingerprint(first)
+    assert fingerprint(other) != fingerprint(first)
+
+
+def test_append_adds_episodes(samples, tmp_path):
+    out = tmp_path / "out"
+    penstock.convert(samples(seconds=2).path, out, **QUIET)
+    before = Dataset(out).episode(0).columns()
+    report = penstock.convert(samples(seconds=2, seed=1).path, out, append=True, **QUIET)
+    assert report.ok, report.text()
+    dataset = Dataset(out)
+    assert [episode.length for episode in dataset.episodes] == [60, 60]
+    after = dataset.episode(0).columns()
+    assert all(np.array_equal(before[name], after[name]) for name in before)
+    with pytest.raises(UsageError, match="fps"):
+        penstock.convert(samples(seconds=2, seed=2).path, out, append=True, fps=10, **QUIET)
+
+
+def test_overwrite_replaces_only_a_dataset(samples, tmp_path):
+    out = tmp_path / "out"
+    penstock.convert(samples(seconds=2).path, out, **QUIET)
+    report = penstock.convert(samples(seconds=2, seed=1).path, out, overwrite=True, **QUIET)
+    assert report.total_episodes == 1
+    precious = tmp_path / "precious"
+    precious.mkdir()
+    (precious / "thesis.txt").write_text("years of work")
+    for mode in ({}, {"overwrite": True}, {"resume": True}, {"append": True}):
+        with pytest.raises(UsageError, match="precious"):
+            penstock.convert(samples(seconds=2).path, precious, **mode, **QUIET)
+    assert (precious / "thesis.txt").read_text() == "years of work"
+    assert [p.name for p in precious.iterdir() if not p.name.startswith(".")] == ["thesis.txt"]
+
+
+def test_a_failed_bag_never_leaks_into_the_next_episode(samples, tmp_path):
+    good, other = samples(seconds=2).path, samples(seconds=2, seed=1).path
+    cut = tmp_path / "cut.bag"
+    cut.write_bytes(good.read_bytes()[: good.stat().st_size // 2])
+    report = penstock.convert([good, cut, other], tmp_path / "out", **QUIET)
+    assert list(report.failed) == [cut]
+    assert "--salvage" in report.failed[cut]
+    alone = penstock.convert([good, other], tmp_path / "alone", **QUIET)
+    assert alone.ok
+    assert same_dataset(tmp_path / "out", tmp_path / "alone") == []
+
+
+def test_salvage_recovers_what_there_is_and_says_so(samples, tmp_path):
+    good = samples(seconds=2).path
+    cut = tmp_path / "cut.bag"
+    cut.write_bytes(good.read_bytes()[: good.stat().st_size * 3 // 4])
+    report = penstock.convert(cut, tmp_path / "out", salvage=True, **QUIET)
+    assert report.ok, report.text()
+    assert 30 < report.frames_out < 60
+    assert "recovered" in report.bags[0].salvage
+
+
+def test_one_bag_with_parts_of_it_committed_is_completed(samples, tmp_path):
+    bag = samples(seconds=2).path
+    report = penstock.convert(bag, tmp_path / "out", split_frames=25, **QUIET)
+    assert [e.length for e in Dataset(tmp_path / "out").episodes] == [25, 25, 10]
+    assert report.ok
+
+
+def test_two_writers(samples, tmp_path):
+    from penstock.core.files import FolderLock
+
+    out = tmp_path / "out"
+    penstock.convert(samples(seconds=2).path, out, **QUIET)
+    with FolderLock(out), pytest.raises(LockHeld, match="is being written by process"):
+        penstock.convert(samples(seconds=2, seed=1).path, out, append=True, **QUIET)
+
+
+def test_nothing_to_convert(tmp_path):
+    with pytest.raises(DataError, match="holds no bag"):
+        penstock.convert(tmp_path, tmp_path / "out", **QUIET)
+    with pytest.raises(DataError, match="does not exist"):
+        penstock.convert(tmp_path / "nothing.bag", tmp_path / "out", **QUIET)
+    assert not (tmp_path / "out").exists()
+
+
+def test_the_command_converts_reports_and_checks(samples, tmp_path, capsys, monkeypatch):
+    monkeypatch.setenv("PENSTOCK_PROGRESS", "quiet")
+    bag = str(samples(seconds=2).path)
+    out = str(tmp_path / "out")
+    assert main(["convert", bag, out, "--json", "split_frames=40"]) == 0
+    facts = json.loads(capsys.readouterr().out)
+    assert facts["frames_in"] == 60
+    assert facts["frames_in"] == facts["frames_out"] + sum(facts["dropped"].values())
+    assert facts["episodes"] == 2
+    page = Path(facts["report"]).read_text()
+    assert "Memory over time" in page
+    assert "data:image/jpeg;base64," in page
+    assert main(["doctor", out]) == 0
+    assert "ok" in capsys.readouterr().out
+    assert main(["info", out]) == 0
+    assert "LeRobot dataset v3.0" in capsys.readouterr().out
+    assert main(["convert", bag, out]) == 2
+    assert "--resume" in capsys.readouterr().err
+
+
+def test_the_command_with_the_robots_settings_needs_no_paths(
+    samples, tmp_path, capsys, monkeypatch
+):
+    from .test_kuavo import YAML
+
+    monkeypatch.setenv("PENSTOCK_PROGRESS", "quiet")
+    bags = tmp_path / "bags"
+    bags.mkdir()
+    shutil.copy(samples(seconds=2).path, bags / "take.bag")
+    config = tmp_path / "Kuavo.yaml"
+    config.write_text(YAML.replace("/data/bags/task", str(bags)).replace("width: 640", "width: 64"))
+    words = ["dataset.use_depth=false", "dataset.sample_drop=0", "dataset.resize.height=48"]
+    assert main(["convert", "--config", str(config), *words, "--json"]) == 0
+    facts = json.loads(capsys.readouterr().out)
+    assert facts["out"] == str(tmp_path / "v1" / "lerobot")
+    assert (facts["frames_in"], facts["frames_out"]) == (60, 20)
+    assert main(["convert", "--config", str(config), "dataset.trainhz=3"]) == 2
+    assert "did you mean 'dataset.train_hz'" in capsys.readouterr().err
+
+
+def test_info_shows_a_bag_and_writes_its_mapping(samples, tmp_path, capsys):
+    bag = str(samples(seconds=2).path)
+    target = tmp_path / "map.yaml"
+    assert main(["info", bag, "--write-map", str(target)]) == 0
+    text = capsys.readouterr().out
+    assert "/sensors_data_raw" in text
+    assert "guess at 30 fps" in text
+    assert main(["info", bag, "--write-map", str(target)]) == 2
+    report = penstock.convert(bag, tmp_path / "out", target, **QUIET)
+    assert report.ok
+    assert report.frames_out == 60
+
+
+def test_a_dry_run_predicts_and_writes_nothing(samples, tmp_path, capsys, monkeypatch):
+    monkeypatch.setenv("PENSTOCK_PROGRESS", "quiet")
+    bag = str(samples(seconds=4).path)
+    assert main(["convert", bag, str(tmp_path / "out"), "--dry-run", "--json"]) == 0
+    facts = json.loads(capsys.readouterr().out)
+    assert not (tmp_path / "out").exists()
+    assert facts["frames_out"] == 120
+    report = penstock.convert(bag, tmp_path / "out", **QUIET)
+    real = sum(p.stat().st_size for p in (tmp_path / "out").rglob("*.mp4"))
+    assert report.frames_out == facts["frames_out"]
+    assert 0.5 < facts["size_bytes"] / real < 2.0
+
+
+def test_no_torch_is_imported(samples, tmp_path):
+    program = (
+        "import sys, penstock\n"
+        f"penstock.convert({str(samples(seconds=2).path)!r}, {str(tmp_path / 'out')!r},"
+        " progress='quiet')\n"
+        "assert 'torch' not in sys.modules and 'pandas' not in sys.modules\n"
+    )
+    subprocess.run([sys.executable, "-c", program], check=True, env={**os.environ})
