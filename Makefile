@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: setup demo test lint bench stress format clean
+.PHONY: setup demo test lint bench bench-peers stress test-peers peers format clean
 
 setup: $(STAMP)
 
@@ -19,7 +19,7 @@ demo: setup
 	$(BIN)/penstock demo
 
 test: setup
-	$(BIN)/python -m pytest -m "not stress"
+	$(BIN)/python -m pytest -m "not stress and not peers"
 
 lint: setup
 	$(BIN)/ruff format --check .
@@ -32,6 +32,22 @@ bench: setup
 
 stress: setup
 	$(BIN)/python -m pytest -m stress --timeout 3000
+
+# The real lerobot, in an environment of its own: about 8 GB and 8 minutes, once.
+PEERS := .venv-peers
+peers: $(PEERS)/.installed
+
+$(PEERS)/.installed:
+	test -x $(PEERS)/bin/python || $(PYTHON) -m venv $(PEERS)
+	$(PEERS)/bin/python -m pip install --quiet --disable-pip-version-check lerobot==0.4.4
+	$(PEERS)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps --target $(PEERS)/v21 lerobot==0.3.3 datasets==3.6.0
+	@touch $@
+
+test-peers: setup peers
+	$(BIN)/python -m pytest -m peers --timeout 1200
+
+bench-peers: setup peers
+	$(BIN)/penstock bench convert
 
 format: setup
 	$(BIN)/ruff format .

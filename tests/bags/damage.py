@@ -37,13 +37,15 @@ def mutate(data: bytes, rng: np.random.Generator) -> bytes:
     return bytes(out)
 
 
-def read_all(path: Path, *, salvage: bool) -> int:
+def read_all(path: Path, *, salvage: bool, decode: bool = True) -> int:
     """Use every part of a bag; returns the number of messages."""
     count = 0
     with open_bag(path, salvage=salvage) as bag:
         decoders = {}
         for topic in bag.topics:
             bag.times(topic)
+            if not decode:
+                continue
             try:
                 decoders[topic] = bag.decoder(topic)
                 decoders[topic].fields()

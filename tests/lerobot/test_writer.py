@@ -455,3 +455,70 @@ def test_a_picture_feature_goes_into_the_data_file(tmp_path: Path) -> None:
 def test_no_heavy_module_is_loaded(tmp_path: Path) -> None:
     code = "import sys, penstock.lerobot.writer; assert not {'torch', 'pandas'} & set(sys.modules)"
     assert subprocess.run([sys.executable, "-c", code]).returncode == 0
+
+
+def test_every_failing_step_of_the_packing_leaves_the_dataset_as_it_was(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    out = tmp_path / "d"
+    s.write_dataset(tmp_path / "whole", 3)
+    s.write_dataset(out, 3, finalize=False)
+    before = s.files_of(out)
+    real, calls, fail_at = os.fsync, 0, 0
+
+    def fsync(descriptor: int) -> None:
+        nonlocal calls
+        calls += 1
+        if calls == fail_at:
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        real(descriptor)
+
+    while True:
+        calls, fail_at = 0, fail_at + 1
+        with open_writer(out, "resume") as writer:
+            monkeypatch.setattr(os, "fsync", fsync)
+            try:
+                writer.finalize()
+                break
+            except StorageError:
+                pass
+            finally:
+                monkeypatch.setattr(os, "fsync", real)
+        done = s.files_of(out)
+        # The last call comes after the exchange: the packing is done, and only not proven durable.
+        assert done in (before, s.files_of(tmp_path / "whole"))
+        if done != before:
+            break
+    assert fail_at > 5
+    open_writer(out, "resume").close()
+    assert s.files_of(out) == s.files_of(tmp_path / "whole")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["d", "whole"]
+
+
+@pytest.mark.parametrize("size_kb", [40, 60, 80, 100, 120, 160])
+def test_a_full_disk_stops_a_commit_and_loses_nothing(tmp_path: Path, size_kb: int) -> None:
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    command = ["mount", "-t", "tmpfs", "-o", f"size={size_kb}k", "tmpfs", str(disk)]
+    if os.geteuid() != 0 or subprocess.run(command, capture_output=True).returncode != 0:
+        pytest.skip("no tmpfs can be mounted here")
+    try:
+        done = 0
+        try:
+            with open_writer(disk / "d") as writer:
+                for number in range(20):
+                    staged = s.stage(tmp_path / "e", number, LENGTHS[number], f"task {number % 3}")
+                    writer.commit(staged, {"number": number})
+                    done += 1
+        except StorageError as error:
+            assert "No space left" in str(error)
+        assert done < 20
+        assert (tmp_path / "e").exists()  # the episode that did not fit is still staged
+        subprocess.run(["mount", "-o", "remount,size=20m", str(disk)], check=True)
+        if done:
+            check_v3(disk / "d", done)
+        s.write_dataset(disk / "d", 6, mode="resume")
+        check_v3(disk / "d", max(done, 6))
+        assert [path.name for path in disk.iterdir()] == ["d"]
+    finally:
+        subprocess.run(["umount", "-l", str(disk)], check=True)

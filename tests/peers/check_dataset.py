@@ -10,15 +10,18 @@ one row per frame) and `mean/<camera>` (mean of each channel in [0, 1], one row 
 from __future__ import annotations
 
 import argparse
+import atexit
 import contextlib
 import json
 import os
+import shutil
 import sys
+import tempfile
 import traceback
 from pathlib import Path
 
 os.environ["HF_HUB_OFFLINE"] = "1"
-os.environ.setdefault("HF_DATASETS_CACHE", f"/tmp/penstock-peers-cache-{os.getpid()}")
+os.environ["HF_DATASETS_CACHE"] = tempfile.mkdtemp()  # a cache that stays would hide changes
 
 import numpy as np
 import torch
@@ -155,6 +158,7 @@ def main() -> int:
     parser.add_argument("--merge", type=Path, help="a second dataset with the same values")
     parser.add_argument("--merged", type=Path, help="where the two together go")
     words = parser.parse_args()
+    atexit.register(shutil.rmtree, os.environ["HF_DATASETS_CACHE"], ignore_errors=True)
     expect: dict[str, np.ndarray] = {}
     if words.expect:
         with np.load(words.expect, allow_pickle=False) as values:

@@ -19,7 +19,7 @@ from penstock.bags.chunks import Chunk, ChunkedBag, Connection, Entries
 from penstock.bags.limits import BadRecord, Limits, expect
 from penstock.bags.reader import Message
 from penstock.bags.source import Source, inflate, inflate_prefix
-from penstock.errors import CorruptFile, UnknownFormat
+from penstock.errors import CorruptFile, DataError, UnknownFormat
 
 MAGIC: Final = b"#ROSBAG V2.0\n"
 MESSAGE, BAG_HEADER, INDEX, CHUNK, CHUNK_INFO, CONNECTION = 2, 3, 4, 5, 6, 7
@@ -173,7 +173,7 @@ class Ros1Bag(ChunkedBag):
         from penstock.bags.ros1_scan import scan
 
         promised = sum(self._count_all().values())
-        found = scan(self._source, self.limits, reason)
+        found = scan(self._source, self.limits, self._connections)
         self._connections, self._chunks = found.connections, found.chunks
         self.start_ns, self.end_ns = found.start_ns, found.end_ns
         report = found.report
@@ -181,6 +181,8 @@ class Ros1Bag(ChunkedBag):
         if reason or report.damaged_chunks or report.skipped_bytes or not good:
             reason = reason or "some chunks or their indexes are damaged"
             self.salvage = replace(report, reason=reason)
+            if not found.chunks:
+                raise DataError(f"{self.path}: nothing could be salvaged ({reason})")
 
     def _read_index(self) -> None:
         peek = self._source.read(0, min(_PEEK_BYTES * 2, self.size_bytes))

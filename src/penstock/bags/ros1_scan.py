@@ -87,29 +87,23 @@ def walk(data: bytes, limits: Limits) -> Walked:
     return Walked(Entries(*columns), connections, pos)
 
 
-def scan(source: Source, limits: Limits, reason: str) -> Scan:
+def scan(source: Source, limits: Limits, connections: dict[int, Connection]) -> Scan:
     """Read a damaged bag from its beginning and return what it holds.
 
     Args:
         source: The file.
         limits: What a chunk may ask for; one that asks for more is passed over.
-        reason: What was found wrong, for the report.
-
-    Raises:
-        DataError: Nothing could be recovered.
+        connections: Those that are known from what is left of the index.
     """
-    scanner = _Scanner(source, limits)
+    scanner = _Scanner(source, limits, connections)
     scanner.run()
-    found = scanner.finish(reason)
-    if not found.chunks and (scanner.damaged or scanner.skipped_bytes):
-        raise DataError(f"{source.path}: nothing could be salvaged ({found.report.reason})")
-    return found
+    return scanner.finish()
 
 
 class _Scanner:
-    def __init__(self, source: Source, limits: Limits) -> None:
+    def __init__(self, source: Source, limits: Limits, connections: dict[int, Connection]) -> None:
         self.source, self.limits = source, limits
-        self.connections: dict[int, Connection] = {}
+        self.connections = dict(connections)
         self.kept: list[Chunk] = []
         self.counts: list[dict[int, int]] = []
         self.times = [1 << 62, -1]
@@ -137,7 +131,7 @@ class _Scanner:
                     self._connection(fields, start, stop)
                 pos = stop
 
-    def finish(self, reason: str) -> Scan:
+    def finish(self) -> Scan:
         """Drop what belongs to no known connection, and count."""
         total = 0
         chunks = []
@@ -147,7 +141,7 @@ class _Scanner:
             if known:
                 chunks.append(chunk)
                 total += sum(known.values())
-        report = SalvageReport(reason, total, len(chunks), self.damaged, self.skipped_bytes)
+        report = SalvageReport("", total, len(chunks), self.damaged, self.skipped_bytes)
         start_ns, end_ns = self.times if self.times[1] >= 0 else (0, 0)
         return Scan(report, self.connections, chunks, start_ns, end_ns)
 

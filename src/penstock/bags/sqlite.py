@@ -43,9 +43,18 @@ class SqliteBag(Bag):
         # The first id and the length of the runs of rows that a salvage found readable.
         self._runs: list[tuple[int, int]] | None = None
         self._names: dict[int, str] = {}
+        self._salvaging = salvage
+        if not salvage:
+            self._check_size()
         with closing(self._connect()) as database:
-            with self._errors():
-                rows = self._topic_rows(database, salvage)
+            try:
+                with self._errors():
+                    rows = self._topic_rows(database, salvage)
+            except CorruptFile as error:
+                if not salvage:
+                    raise
+                text = str(error).removeprefix(f"{self.path}: ").partition("; pass")[0]
+                raise DataError(f"{self.path}: nothing could be salvaged ({text})") from error
             try:
                 reason = ""
                 with self._errors():
@@ -130,9 +139,26 @@ class SqliteBag(Bag):
             )
             database.text_factory = lambda data: data.decode("utf-8", "replace")
             database.setlimit(sqlite3.SQLITE_LIMIT_LENGTH, self.limits.record_bytes)
-            for setting in ("trusted_schema=OFF", "cell_size_check=ON", "mmap_size=0"):
+            settings = ["trusted_schema=OFF", "cell_size_check=ON", "mmap_size=0"]
+            if self._salvaging:
+                settings.append("writable_schema=ON")  # otherwise a cut file is refused as a whole
+            for setting in settings:
                 database.execute(f"PRAGMA {setting}")
         return database
+
+    def _check_size(self) -> None:
+        """Refuse a file that was cut: SQLite takes the rest of its last page for zeros."""
+        with self.path.open("rb") as file:
+            head = file.read(100)
+        page_bytes = int.from_bytes(head[16:18], "big")
+        page_bytes = 65536 if page_bytes == 1 else page_bytes
+        pages = int.from_bytes(head[28:32], "big")
+        valid = head[24:28] == head[92:96]  # otherwise an old writer left the count behind
+        expect(
+            len(head) == 100 and (not valid or pages * page_bytes <= self.size_bytes),
+            self.path,
+            "the file is cut; pass --salvage to read what there is",
+        )
 
     @contextmanager
     def _errors(self) -> Iterator[None]:

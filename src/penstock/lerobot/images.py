@@ -6,11 +6,10 @@ bytes of a picture is a DataError.
 
 from __future__ import annotations
 
-import struct
 from collections.abc import Mapping
 from fractions import Fraction
 from types import MappingProxyType
-from typing import Any, NamedTuple, cast
+from typing import Any, cast
 
 import av
 import numpy as np
@@ -19,13 +18,34 @@ from av.video.codeccontext import VideoCodecContext
 from av.video.reformatter import ColorRange, Colorspace, Interpolation, VideoReformatter
 from numpy.typing import NDArray
 
-from penstock.errors import DataError, LimitExceeded, UsageError
+from penstock.errors import DataError, UsageError
+from penstock.lerobot.headers import (
+    MAX_PIXELS,
+    Buffer,
+    JpegSize,
+    check_jpeg,
+    check_pixels,
+    jpeg_body,
+    jpeg_size,
+    picture_size,
+    png_size,
+)
 
-Buffer = bytes | bytearray | memoryview
+__all__ = [
+    "MAX_PIXELS",
+    "ImageDecoder",
+    "JpegSize",
+    "grey_from_depth",
+    "jpeg_body",
+    "jpeg_size",
+    "picture_size",
+    "plane_rows",
+    "png_size",
+    "resize_depth",
+    "thumbnail",
+    "to_rgb",
+]
 
-MAX_PIXELS = 1 << 26  # 67 megapixels: above any robot camera, 200 MB as RGB
-_TAIL_BYTES = 4096  # cameras may pad a JPEG behind its end marker
-_PNG_MAGIC = b"\x89PNG\r\n\x1a\n"
 _FULL_RANGE = 2  # AVCOL_RANGE_JPEG
 _BT709 = 1  # AVCOL_SPC_BT709
 # Pixel formats of sensor_msgs/Image: FFmpeg's name, bytes per pixel, or both byte orders.
@@ -55,78 +75,6 @@ _RAW_FORMATS: Mapping[str, tuple[str, int]] = MappingProxyType(
 _DEPTH_FORMATS: Mapping[str, str] = MappingProxyType({"16UC1": "u2", "mono16": "u2", "32FC1": "f4"})
 
 
-class JpegSize(NamedTuple):
-    """What the frame header of a JPEG says."""
-
-    width: int
-    height: int
-    subsampling: str  # "420", "422", "444", "440", "411", "gray", or the bare factors
-    components: int
-
-
-def jpeg_size(data: Buffer) -> JpegSize:
-    """Read the size of a JPEG from its frame header, decoding nothing.
-
-    Raises:
-        DataError: If it is no JPEG, or its headers are cut.
-    """
-    view = memoryview(data).cast("B")
-    if bytes(view[:2]) != b"\xff\xd8":
-        raise DataError("the picture is no JPEG: it does not start with ff d8")
-    at, end = 2, len(view)
-    while at + 4 <= end:
-        if view[at] != 0xFF:
-            raise DataError(f"the JPEG is damaged: no marker at byte {at}")
-        marker = view[at + 1]
-        if marker == 0xFF:  # a fill byte
-            at += 1
-            continue
-        if marker == 0x01 or 0xD0 <= marker <= 0xD7:  # markers without a segment
-            at += 2
-            continue
-        if marker in (0xD9, 0xDA):
-            break
-        length = view[at + 2] << 8 | view[at + 3]
-        if 0xC0 <= marker <= 0xCF and marker not in (0xC4, 0xC8, 0xCC):
-            return _frame_header(view[at + 4 : at + 2 + length])
-        at += 2 + length
-    raise DataError("the JPEG is damaged: it has no frame header")
-
-
-def _frame_header(segment: memoryview) -> JpegSize:
-    if len(segment) < 6:
-        raise DataError("the JPEG is damaged: its frame header is cut")
-    _, height, width, components = struct.unpack_from(">BHHB", segment)
-    factors = [segment[7 + 3 * i] for i in range(components) if 7 + 3 * i < len(segment)]
-    if len(factors) != components or not components or not width or not height:
-        raise DataError(f"the JPEG is damaged: {width}x{height} with {components} components")
-    if components == 1:
-        return JpegSize(width, height, "gray", 1)
-    names = {(2, 2): "420", (2, 1): "422", (1, 1): "444", (1, 2): "440", (4, 1): "411"}
-    luma, *chroma = [(factor >> 4, factor & 15) for factor in factors]
-    alike = components == 3 and chroma[0] == chroma[1] and all(chroma[0])
-    ratio = (luma[0] // chroma[0][0], luma[1] // chroma[0][1]) if alike else (0, 0)
-    name = names.get(ratio, "x".join(f"{factor:02x}" for factor in factors))
-    return JpegSize(width, height, name, components)
-
-
-def png_size(data: Buffer) -> tuple[int, int]:
-    """Read (width, height) of a PNG from its header, decoding nothing."""
-    view = memoryview(data).cast("B")
-    if bytes(view[:8]) != _PNG_MAGIC or len(view) < 33 or bytes(view[12:16]) != b"IHDR":
-        raise DataError("the picture is no PNG: its signature or header is wrong")
-    width, height = struct.unpack_from(">II", view, 16)
-    if not width or not height:
-        raise DataError(f"the PNG is damaged: its size is {width}x{height}")
-    return width, height
-
-
-def check_pixels(width: int, height: int) -> None:
-    """Refuse a picture that is too large to be one, before memory is given to it."""
-    if width * height > MAX_PIXELS:
-        raise LimitExceeded(f"a picture of {width}x{height} pixels is over the limit {MAX_PIXELS}")
-
-
 class ImageDecoder:
     """Decodes the pictures of one camera; it keeps its codecs open, and belongs to one thread.
 
@@ -142,10 +90,7 @@ class ImageDecoder:
 
     def jpeg(self, data: Buffer) -> av.VideoFrame:
         """Decode a JPEG into the planes it holds (YUV, full range)."""
-        size = jpeg_size(data)
-        check_pixels(size.width, size.height)
-        if bytes(memoryview(data)[-_TAIL_BYTES:]).rfind(b"\xff\xd9") < 0:
-            raise DataError(f"the JPEG is cut off after {len(data)} bytes: it has no end marker")
+        check_jpeg(data)
         return self._decode("mjpeg", data)
 
     def png(self, data: Buffer) -> av.VideoFrame:
@@ -313,26 +258,6 @@ def grey_from_depth(depth: NDArray[np.uint16], low_mm: float, high_mm: float) ->
     return frame
 
 
-def picture_size(data: Buffer, encoding: str, width: int = 0, height: int = 0) -> tuple[int, int]:
-    """Return (width, height) of a picture of any kind, decoding nothing."""
-    if encoding == "jpeg":
-        return jpeg_size(data)[:2]
-    if encoding in ("png", "compressedDepth"):
-        return png_size(data)
-    return width, height
-
-
-def jpeg_body(data: Buffer) -> tuple[bytes, int, int]:
-    """Return a JPEG without what follows its end marker, and its width and height."""
-    size = jpeg_size(data)
-    check_pixels(size.width, size.height)
-    body = bytes(data)
-    end = body.rfind(b"\xff\xd9", max(0, len(body) - _TAIL_BYTES))
-    if end < 0:
-        raise DataError(f"the JPEG is cut off after {len(body)} bytes: it has no end marker")
-    return body[: end + 2] if end + 2 < len(body) else body, size.width, size.height
-
-
 def thumbnail(frame: av.VideoFrame, width: int = 160) -> bytes:
     """Return a small JPEG of a picture."""
     width = min(width, frame.width)
@@ -395,10 +320,3 @@ def _raw_rows(
 
 def _reason(error: BaseException) -> str:
     return getattr(error, "strerror", None) or str(error) or type(error).__name__
-
-
-def check_size(width: int, height: int) -> None:
-    """Refuse a video size that 4:2:0 cannot hold."""
-    if width < 2 or height < 2 or width % 2 or height % 2:
-        raise UsageError(f"a video of {width}x{height} is not possible: both must be even")
-    check_pixels(width, height)

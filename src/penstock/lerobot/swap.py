@@ -38,7 +38,11 @@ def exchange(new: Path, folder: Path) -> Path:
         else:
             old = sibling(folder, "old")
             os.rename(folder, old)
-            os.rename(new, folder)
+            try:
+                os.rename(new, folder)
+            except OSError:
+                os.rename(old, folder)
+                raise
         sync_folder(folder.parent)
     except OSError as error:
         raise storage_error("replace", folder, error) from error

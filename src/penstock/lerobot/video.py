@@ -23,7 +23,8 @@ from numpy.typing import NDArray
 from penstock.core.files import storage_error
 from penstock.errors import CorruptFile, DataError, StorageError, UsageError
 from penstock.lerobot.depth import DepthCoding
-from penstock.lerobot.images import JpegSize, check_size, jpeg_size, plane_rows, to_rgb
+from penstock.lerobot.headers import JpegSize, check_size, jpeg_size
+from penstock.lerobot.images import plane_rows, to_rgb
 
 Codec = Literal["h264", "av1", "copy", "depth12", "png"]
 Picture = av.VideoFrame | NDArray[Any]
@@ -106,6 +107,7 @@ class VideoWriter:
         self._size = (width, height)
         self._reformatter = VideoReformatter()
         self._jpeg: JpegSize | None = None
+        self._last: tuple[Picture, av.VideoFrame] | None = None
         try:
             open(self.path, "wb").close()  # av would find a missing folder only much later
             self._container: Any = av.open(
@@ -119,8 +121,10 @@ class VideoWriter:
         """Add a frame: a decoded picture, HxWx3 RGB of uint8, or HxW depth in mm of uint16."""
         if self._settings.codec == "copy":
             raise UsageError("codec copy takes JPEGs: use add_jpeg, or another codec")
-        depth = self._settings.codec == "depth12"
-        prepared = self._depth_frame(frame) if depth else self._colour_frame(frame)
+        if self._last is None or frame is not self._last[0] or isinstance(frame, np.ndarray):
+            depth = self._settings.codec == "depth12"
+            self._last = frame, self._depth_frame(frame) if depth else self._colour_frame(frame)
+        prepared = self._last[1]  # a frame that is shown again is not converted again
         prepared.pts = self.frames
         prepared.time_base = Fraction(1, self._fps)
         try:

@@ -88,6 +88,7 @@ class DatasetWriter:
         self._settings = dict(settings or {})
         self._lock = FolderLock(self.root, opening.LOCK_NAME)
         self._closed = False
+        self._unsure = False
         spec = Spec(own, fps, robot_type, version, limits or FileLimits())
         created = not self.root.exists()
         try:
@@ -205,9 +206,11 @@ class DatasetWriter:
         """
         self._check_open()
         opened = self._opened
+        self._unsure = True  # until it is known which folder is in place
         packed = pack(self.root, opened.spec, opened.journal.records, opened.state)
         if packed:
             self._opened = opening.load(self.root, opened.spec)
+        self._unsure = False
         return packed is not None
 
     def close(self) -> None:
@@ -332,3 +335,5 @@ class DatasetWriter:
     def _check_open(self) -> None:
         if self._closed:
             raise SaverClosed(f"{self.root}: this writer was closed already")
+        if self._unsure:
+            raise SaverClosed(f"{self.root}: packing it failed; open it again to go on")

@@ -86,6 +86,6 @@ class Case:
 
 def registry() -> dict[str, Case]:
     """Return the cases by name; their modules are imported only now."""
-    from penstock.tools.bench import checkpoint
+    from penstock.tools.bench import checkpoint, convert
 
-    return {case.name: case for case in (checkpoint.CASE,)}
+    return {case.name: case for case in (checkpoint.CASE, convert.CASE)}

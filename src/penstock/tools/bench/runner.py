@@ -17,7 +17,7 @@ from penstock.core.report import Report, text_table
 from penstock.errors import UsageError
 from penstock.tools.bench import Case, Row, Settings, registry
 
-_PACKAGES = ("torch", "numpy", "safetensors", "lz4", "zstandard", "isal")
+_PACKAGES = ("torch", "numpy", "safetensors", "lz4", "zstandard", "isal", "av", "pyarrow")
 _QUICK = {"train_steps": 24, "rounds": 5, "repeats": 2, "faults": 300, "peer_faults": 10}
 _COLUMNS = (
     "what",
