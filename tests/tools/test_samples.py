@@ -93,18 +93,20 @@ def test_a_length_in_bytes(tmp_path: Path) -> None:
     for name, kind in [("x.bag", "bag"), ("x.mcap", "mcap"), ("x", "db3")]:
         facts = sample(tmp_path, name, kind=kind, size_bytes=5_000_000, numbered=False, width=256)
         with open_bag(facts.path) as bag:
-            assert 4_000_000 < bag.size_bytes < 6_500_000
+            assert 4_000_000 < bag.size_bytes < 7_500_000
     assert facts.t_s > 1
 
 
 def test_troubles_of_the_cameras(tmp_path: Path) -> None:
-    facts = sample(
-        tmp_path, trouble=["late_camera", "early_end", "camera_gap", "bad_jpeg"], seconds=6.0
-    )
+    facts = sample(tmp_path, trouble=["late_camera", "early_end", "camera_gap"], seconds=6.0)
     times = times_s(facts, facts.cameras[1])
     assert 1.0 <= times[0] < 1.05 and 4.9 < times[-1] < 5.0
     times = times_s(facts, facts.cameras[0])
     assert np.max(np.diff(times)) == pytest.approx(2.0, abs=0.05)
+
+
+def test_undecodable_pictures(tmp_path: Path) -> None:
+    facts = sample(tmp_path, trouble=["bad_jpeg"])
     codec = av.CodecContext.create("mjpeg", "r")
     bad = []
     with open_bag(facts.path) as bag:
@@ -118,8 +120,7 @@ def test_troubles_of_the_cameras(tmp_path: Path) -> None:
             else:
                 number = read_number(frame.to_ndarray(format="gray"))
                 assert number == message.ordinal
-    expected = [n for n in facts.bad_pictures if n < facts.counts[facts.cameras[0]]]
-    assert bad == expected and len(bad) >= 4
+    assert bad == facts.bad_pictures and len(bad) == 5
 
 
 def test_dropped_frames_and_sizes(tmp_path: Path) -> None:

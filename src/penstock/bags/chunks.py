@@ -7,18 +7,22 @@ from abc import abstractmethod
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from struct import iter_unpack
+from struct import Struct, iter_unpack
 from typing import Final, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from penstock.bags.limits import BadRecord, expect
-from penstock.bags.reader import Bag, Message, Topic, join_topics
+from penstock.bags.reader import Bag, Message, Topic, Wanted, join_topics
 from penstock.bags.source import Source
 from penstock.core.flow import Flow
 from penstock.errors import CorruptFile
 
+# Connection, position and length of the index entries of one connection in one chunk.
+Place = tuple[int, int, int]
+
+_PLACE: Final = Struct("<IQI")
 AHEAD_BYTES: Final = 64 * 10**6
 _MOST_WORKERS: Final = 8
 
@@ -47,6 +51,8 @@ class Chunk:
         usable_bytes: Of a damaged chunk: its decompressed bytes up to the damage; otherwise -1.
         compression: How it is stored, if the index tells; otherwise "?".
         size_bytes: Its decompressed size, if the index tells; otherwise 0.
+        places: Once they were looked up: connection, position and length of its index entries,
+            packed; so that the index of the next topic is read without a search.
     """
 
     pos: int
@@ -56,6 +62,7 @@ class Chunk:
     usable_bytes: int = -1
     compression: str = "?"
     size_bytes: int = 0
+    places: bytes | None = None
 
     def count(self, ids: Collection[int]) -> int:
         """Return its number of messages of some connections."""
@@ -68,6 +75,39 @@ class Entries(NamedTuple):
     times: NDArray[np.int64]
     offsets: NDArray[np.int64]
     ids: NDArray[np.int64]
+
+
+_Found = tuple[Entries, NDArray[np.int64]]  # messages of a chunk, and their ordinals
+_Todo = tuple[Chunk, _Found | None]
+
+
+class _Counter:
+    """Numbers the messages of each topic, and keeps those that are wanted."""
+
+    def __init__(self, ids: dict[int, str], wanted: Wanted) -> None:
+        self._wanted = wanted
+        self._next = dict.fromkeys(ids.values(), 0)
+        self._ids: dict[str, list[int]] = {topic: [] for topic in self._next}
+        for key, topic in ids.items():
+            self._ids[topic].append(key)
+
+    def take(self, entries: Entries) -> _Found:
+        """Number the next messages, which are in file order."""
+        ordinals = np.empty(len(entries.times), np.int64)
+        keep = np.ones(len(ordinals), bool)
+        for topic, keys in self._ids.items():
+            here = np.flatnonzero(np.isin(entries.ids, keys))
+            first = self._next[topic]
+            self._next[topic] = first + len(here)
+            ordinals[here] = np.arange(first, first + len(here))
+            wanted = self._wanted.get(topic)
+            if wanted is not None:
+                low, high = np.searchsorted(wanted, (first, first + len(here)))
+                keep[here] = False
+                keep[here[wanted[low:high] - first]] = True
+        if keep.all():
+            return entries, ordinals
+        return Entries(*(column[keep] for column in entries)), ordinals[keep]
 
 
 class ChunkedBag(Bag):
@@ -94,14 +134,26 @@ class ChunkedBag(Bag):
         """Close the file; safe to call twice."""
         self._source.close()
 
-    def _read(self, topics: Sequence[str]) -> Iterator[Message]:
+    def _read(self, topics: Sequence[str], wanted: Wanted) -> Iterator[Message]:
         ids = self._ids(topics)
-        ordinals = dict.fromkeys(topics, 0)
-        todo = (chunk for chunk in self._chunks if chunk.count(ids))
+        counter = _Counter(ids, wanted)
         with self._named():
-            for chunk, data in self._loaded(todo):
-                entries = self._chunk_entries(chunk, ids, data, chunk.count(ids))
-                yield from self._messages(data, entries, ordinals)
+            for (chunk, found), data in self._loaded(self._todo(ids, counter)):
+                if found is None:  # there is no index: its messages are known only now
+                    count = chunk.count(ids)
+                    found = counter.take(self._chunk_entries(chunk, ids, data, count))
+                yield from self._messages(data, *found)
+
+    def _todo(self, ids: dict[int, str], counter: _Counter) -> Iterator[_Todo]:
+        """Yield the chunks that hold wanted messages, with those messages."""
+        for chunk in self._chunks:
+            count = chunk.count(ids)
+            if count and not chunk.indexed:
+                yield chunk, None
+            elif count:
+                found = counter.take(self._chunk_entries(chunk, ids, None, count))
+                if len(found[0].times):
+                    yield chunk, found
 
     @contextmanager
     def _named(self) -> Iterator[None]:
@@ -113,20 +165,20 @@ class ChunkedBag(Bag):
                 f"{self.path}: {error}; pass --salvage to read what there is"
             ) from None
 
-    def _loaded(self, chunks: Iterable[Chunk]) -> Iterator[tuple[Chunk, bytes]]:
+    def _loaded(self, todo: Iterable[_Todo]) -> Iterator[tuple[_Todo, bytes]]:
         """Yield chunks with their decompressed bytes; slow ones are decompressed ahead."""
         if "bz2" not in self.compression:
-            for chunk in chunks:
-                yield chunk, self._load(chunk)
+            for item in todo:
+                yield item, self._load(item[0])
             return
         workers = min(_MOST_WORKERS, len(os.sched_getaffinity(0)))
         with Flow("bag", limit_bytes=AHEAD_BYTES) as flow:
             yield from flow.map(
-                lambda chunk: (chunk, self._load(chunk)),
-                chunks,
+                lambda item: (item, self._load(item[0])),
+                todo,
                 workers=workers,
                 name="decompress",
-                size=self._memory_bytes,
+                size=lambda item: self._memory_bytes(item[0]),
             )
 
     def _chunk_entries(
@@ -180,9 +232,26 @@ class ChunkedBag(Bag):
     def _load(self, chunk: Chunk) -> bytes:
         """Return the decompressed bytes of a chunk."""
 
-    @abstractmethod
     def _index(self, chunk: Chunk, ids: Collection[int]) -> Entries:
         """Return the messages of some connections from the index records, in any order."""
+        if chunk.places is None:
+            found = self._find_index(chunk)
+            chunk.places = b"".join(_PLACE.pack(*place) for place in found)
+        return self._parse_entries(
+            [
+                (key, self._source.read(pos, size_bytes, "an index"))
+                for key, pos, size_bytes in _PLACE.iter_unpack(chunk.places)
+                if key in ids
+            ]
+        )
+
+    @abstractmethod
+    def _find_index(self, chunk: Chunk) -> list[Place]:
+        """Return where in the file the index entries of each connection lie."""
+
+    @abstractmethod
+    def _parse_entries(self, found: list[tuple[int, bytes]]) -> Entries:
+        """Return the index entries of some connections."""
 
     @abstractmethod
     def _walk(self, chunk: Chunk, data: bytes, ids: Collection[int]) -> Entries:
@@ -190,6 +259,6 @@ class ChunkedBag(Bag):
 
     @abstractmethod
     def _messages(
-        self, data: bytes, entries: Entries, ordinals: dict[str, int]
+        self, data: bytes, entries: Entries, ordinals: NDArray[np.int64]
     ) -> Iterator[Message]:
         """Yield the messages at the entries; count on the ordinal of each one's topic."""

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from penstock.bags.find import METADATA, open_any, parts_of
 from penstock.bags.limits import Limits
-from penstock.bags.reader import Bag, Message, SalvageReport, join_topics
+from penstock.bags.reader import Bag, Message, SalvageReport, Wanted, join_topics
 from penstock.bags.source import zstd
 from penstock.core.files import storage_error
 from penstock.errors import CorruptFile, DataError, LimitExceeded
@@ -66,11 +66,16 @@ class JoinedBag(Bag):
             shutil.rmtree(self._temporary, ignore_errors=True)
             self._temporary = None
 
-    def _read(self, topics: Sequence[str]) -> Iterator[Message]:
+    def _read(self, topics: Sequence[str], wanted: Wanted) -> Iterator[Message]:
         before = dict.fromkeys(topics, 0)
         for bag in self._parts:
             here = [topic for topic in topics if topic in bag.topics]
-            for message in bag.read(here):
+            part = {}
+            for topic in set(here) & set(wanted):
+                first = before[topic]
+                span = np.searchsorted(wanted[topic], (first, first + bag.topics[topic].count))
+                part[topic] = wanted[topic][slice(*span)] - first
+            for message in bag.read(here, part):
                 if before[message.topic]:
                     message = message._replace(ordinal=message.ordinal + before[message.topic])
                 yield message

@@ -13,8 +13,9 @@ from struct import pack
 
 import numpy as np
 from isal import isal_zlib
+from numpy.typing import NDArray
 
-from penstock.bags.chunks import Chunk, ChunkedBag, Entries
+from penstock.bags.chunks import Chunk, ChunkedBag, Entries, Place
 from penstock.bags.limits import BadRecord, Limits, expect
 from penstock.bags.mcap_records import (
     CHANNEL,
@@ -32,9 +33,10 @@ from penstock.bags.mcap_records import (
     ChunkHead,
     ChunkIndex,
     Registry,
+    find_index,
     parse_chunk_head,
     parse_chunk_index,
-    parse_message_index,
+    parse_entries,
     parse_statistics,
     record_at,
     walk,
@@ -220,25 +222,28 @@ class McapBag(ChunkedBag):
             raise BadRecord(f"the chunk at {chunk.pos} does not match its checksum")
         return data
 
-    def _index(self, chunk: Chunk, ids: Collection[int]) -> Entries:
+    def _find_index(self, chunk: Chunk) -> list[Place]:
         head = self._chunk_head(chunk)
         self.limits.check_record(self.path, chunk.stop - head.stop)
         data = self._source.read(head.stop, chunk.stop - head.stop, "the index of a chunk")
-        return parse_message_index(data, ids)
+        return find_index(data, head.stop)
+
+    def _parse_entries(self, found: list[tuple[int, bytes]]) -> Entries:
+        return parse_entries(found)
 
     def _walk(self, chunk: Chunk, data: bytes, ids: Collection[int]) -> Entries:
         entries = walk(data, None).entries
         return Entries(*(column[np.isin(entries.ids, list(ids))] for column in entries))
 
     def _messages(
-        self, data: bytes, entries: Entries, ordinals: dict[str, int]
+        self, data: bytes, entries: Entries, ordinals: NDArray[np.int64]
     ) -> Iterator[Message]:
         view = memoryview(data)
         head_at, head_bytes = MESSAGE_HEAD.unpack_from, MESSAGE_HEAD.size
         record_limit = self.limits.record_bytes
         topics = {key: self._connections[key].topic for key in np.unique(entries.ids).tolist()}
-        columns = (column.tolist() for column in entries)
-        for t_ns, offset, key in zip(*columns, strict=True):
+        columns = (column.tolist() for column in (*entries, ordinals))
+        for t_ns, offset, key, ordinal in zip(*columns, strict=True):
             if offset + head_bytes > len(data):
                 raise BadRecord("the index names a message beyond the end of its chunk")
             kind, length, channel, _, found_ns, _ = head_at(data, offset)
@@ -247,7 +252,4 @@ class McapBag(ChunkedBag):
                 raise BadRecord(f"a message of channel {key} is not where or when the index says")
             if length > record_limit:
                 self.limits.check_record(self.path, length)
-            topic = topics[key]
-            ordinal = ordinals[topic]
-            ordinals[topic] = ordinal + 1
-            yield Message(topic, ordinal, t_ns, view[offset + head_bytes : stop])
+            yield Message(topics[key], ordinal, t_ns, view[offset + head_bytes : stop])

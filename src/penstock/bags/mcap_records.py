@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import struct
-from collections.abc import Collection
 from dataclasses import dataclass
 from struct import Struct
 from typing import Final, NamedTuple
 
 import numpy as np
 
-from penstock.bags.chunks import Connection, Entries
+from penstock.bags.chunks import Connection, Entries, Place
 from penstock.bags.limits import BadRecord, Limits
 
 MAGIC: Final = b"\x89MCAP0\r\n"
@@ -89,6 +88,7 @@ class Fields:
 _U16: Final = Struct("<H")
 _U32: Final = Struct("<I")
 _U64: Final = Struct("<Q")
+_U16_U32: Final = Struct("<HI")
 _TWO_U16: Final = Struct("<HH")
 _TWO_U64: Final = Struct("<QQ")
 _STATISTICS: Final = Struct("<QHIIIIQQ")
@@ -180,8 +180,13 @@ def parse_statistics(data: bytes | memoryview) -> dict[int, int]:
     return {key: count for key, count in fields.counts().items() if count}
 
 
-def parse_message_index(data: bytes, ids: Collection[int] | None) -> Entries:
-    """Return the messages that the index records after a chunk name; `ids` None takes all."""
+def find_index(data: bytes, base: int) -> list[Place]:
+    """Return where the entries of the message indexes after a chunk lie.
+
+    Args:
+        data: The records.
+        base: Where they begin in the file.
+    """
     found = []
     pos = 0
     while pos < len(data):
@@ -190,21 +195,23 @@ def parse_message_index(data: bytes, ids: Collection[int] | None) -> Entries:
             raise BadRecord("a message index is cut")
         if kind != MESSAGE_INDEX:
             continue
-        fields = Fields(memoryview(data)[start:pos], "a message index")
-        (key,) = fields.numbers(_U16)
-        if ids is None or key in ids:
-            blob = fields.blob()
-            if len(blob) % 16:
-                raise BadRecord("a message index has a wrong length")
-            found.append((key, np.frombuffer(blob, _INDEX_ENTRY)))
-    rows = np.concatenate([rows for _, rows in found] or [np.empty(0, _INDEX_ENTRY)])
+        key, size_bytes = Fields(memoryview(data)[start:pos], "a message index").numbers(_U16_U32)
+        if size_bytes != pos - start - 6 or size_bytes % _INDEX_ENTRY.itemsize:
+            raise BadRecord("a message index has a wrong length")
+        found.append((key, base + start + 6, size_bytes))
+    return found
+
+
+def parse_entries(found: list[tuple[int, bytes]]) -> Entries:
+    """Return the messages that index entries name, from the bytes of each channel."""
+    rows = np.frombuffer(b"".join(data for _, data in found), _INDEX_ENTRY)
     if np.any(rows["time"] > _LATEST_NS) or np.any(rows["offset"] > _LATEST_NS):
         raise BadRecord("a message index holds an impossible time or offset")
-    keys = [np.full(len(rows), key, np.int64) for key, rows in found]
+    counts = [len(data) // _INDEX_ENTRY.itemsize for _, data in found]
     return Entries(
         rows["time"].astype(np.int64),
         rows["offset"].astype(np.int64),
-        np.concatenate(keys or [np.empty(0, np.int64)]),
+        np.repeat(np.array([key for key, _ in found], np.int64), counts),
     )
 
 

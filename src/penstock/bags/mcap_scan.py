@@ -28,8 +28,9 @@ from penstock.bags.mcap_records import (
     RECORD_HEAD,
     SCHEMA,
     Registry,
+    find_index,
     parse_chunk_head,
-    parse_message_index,
+    parse_entries,
     record_at,
     walk,
 )
@@ -231,7 +232,9 @@ class _Scanner:
         if end == start or end - start > self.limits.record_bytes:
             return
         try:
-            named = parse_message_index(self.source.read(start, end - start), None)
+            data = self.source.read(start, end - start)
+            places = find_index(data, 0)
+            named = parse_entries([(key, data[pos : pos + size]) for key, pos, size in places])
         except BadRecord:
             return
         order = np.argsort(named.offsets, kind="stable")

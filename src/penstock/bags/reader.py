@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import difflib
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal, NamedTuple, Self
@@ -30,6 +30,7 @@ if TYPE_CHECKING:
 
 Kind = Literal["bag", "db3", "mcap"]
 Encoding = Literal["ros1", "cdr"]
+Wanted = Mapping[str, NDArray[np.int64]]  # for some topics, the ordinals to yield, rising
 
 
 @dataclass(frozen=True, slots=True)
@@ -167,15 +168,24 @@ class Bag(ABC):
         message of this one topic. (A file without an index is read once from end to end.)
         """
 
-    def read(self, topics: Iterable[str] | None = None) -> Iterator[Message]:
+    def read(
+        self, topics: Iterable[str] | None = None, wanted: Wanted | None = None
+    ) -> Iterator[Message]:
         """Read the messages of some topics, or of all, in one pass in file order.
+
+        Args:
+            topics: Their names; None for all.
+            wanted: For a topic, the only ordinals to yield, rising. What lies between them is
+                passed over by the index: neither decompressed nor looked at.
 
         Raises:
             CorruptFile: The data is damaged, or is not what the index promises.
         """
         names = list(self.topics) if topics is None else list(dict.fromkeys(topics))
         expected = {name: self.topic(name).count for name in names}
-        return self._checked(self._read(names), expected)
+        chosen = {name: ordinals for name, ordinals in (wanted or {}).items() if name in expected}
+        expected |= {name: len(ordinals) for name, ordinals in chosen.items()}
+        return self._checked(self._read(names, chosen), expected)
 
     def stamps(self, topic: str) -> NDArray[np.int64]:
         """Return the header stamps of a topic in nanoseconds, in file order.
@@ -208,8 +218,8 @@ class Bag(ABC):
         """Close the files; safe to call twice."""
 
     @abstractmethod
-    def _read(self, topics: Sequence[str]) -> Iterator[Message]:
-        """Yield the messages of the topics in file order, each topic's ordinals from 0."""
+    def _read(self, topics: Sequence[str], wanted: Wanted) -> Iterator[Message]:
+        """Yield the messages of the topics in file order; of some topics, only those wanted."""
 
     def _checked(self, messages: Iterator[Message], expected: dict[str, int]) -> Iterator[Message]:
         """Pass messages on, and make sure at the end that there were as many as promised."""

@@ -14,8 +14,9 @@ from struct import Struct, iter_unpack
 from typing import Final
 
 import numpy as np
+from numpy.typing import NDArray
 
-from penstock.bags.chunks import Chunk, ChunkedBag, Connection, Entries
+from penstock.bags.chunks import Chunk, ChunkedBag, Connection, Entries, Place
 from penstock.bags.limits import BadRecord, Limits, expect
 from penstock.bags.reader import Message
 from penstock.bags.source import Source, inflate, inflate_prefix
@@ -102,12 +103,12 @@ def parse_connection(fields: Fields, data: bytes, limits: Limits) -> Connection:
     return Connection(number(fields, b"conn"), topic.rstrip("/") or "/", kind, text, "ros1")
 
 
-def parse_index(data: bytes, ids: Collection[int] | None) -> Entries:
-    """Return the messages that the index records after a chunk name.
+def find_index(data: bytes, base: int) -> list[Place]:
+    """Return where the entries of the index records after a chunk lie.
 
     Args:
         data: The records.
-        ids: The connections to take; None for all.
+        base: Where they begin in the file.
     """
     found = []
     pos = 0
@@ -115,16 +116,21 @@ def parse_index(data: bytes, ids: Collection[int] | None) -> Entries:
         fields, start, pos = parse_record(data, pos, len(data))
         if opcode(fields) != INDEX:
             continue
-        key, count = number(fields, b"conn"), number(fields, b"count")
-        if pos > len(data) or pos - start != count * 12 or number(fields, b"ver") != 1:
+        size_bytes = number(fields, b"count") * _INDEX_ENTRY.itemsize
+        if pos > len(data) or pos - start != size_bytes or number(fields, b"ver") != 1:
             raise BadRecord("the index of a chunk is damaged")
-        if ids is None or key in ids:
-            found.append((key, np.frombuffer(data, _INDEX_ENTRY, count, start)))
-    rows = np.concatenate([rows for _, rows in found] or [np.empty(0, _INDEX_ENTRY)])
-    times = rows["sec"].astype(np.int64) * 10**9 + rows["nsec"]
-    keys = [np.full(len(rows), key, np.int64) for key, rows in found]
+        found.append((number(fields, b"conn"), base + start, size_bytes))
+    return found
+
+
+def parse_entries(found: list[tuple[int, bytes]]) -> Entries:
+    """Return the messages that index entries name, from the bytes of each connection."""
+    rows = np.frombuffer(b"".join(data for _, data in found), _INDEX_ENTRY)
+    counts = [len(data) // _INDEX_ENTRY.itemsize for _, data in found]
     return Entries(
-        times, rows["offset"].astype(np.int64), np.concatenate(keys or [np.empty(0, np.int64)])
+        rows["sec"].astype(np.int64) * 10**9 + rows["nsec"],
+        rows["offset"].astype(np.int64),
+        np.repeat(np.array([key for key, _ in found], np.int64), counts),
     )
 
 
@@ -266,10 +272,13 @@ class Ros1Bag(ChunkedBag):
             return inflate_prefix(self.path, compression, data, chunk.usable_bytes, self.limits)
         return inflate(self.path, compression, data, size_bytes, self.limits)
 
-    def _index(self, chunk: Chunk, ids: Collection[int]) -> Entries:
+    def _find_index(self, chunk: Chunk) -> list[Place]:
         _, _, pos = self._chunk_header(chunk)
         self.limits.check_record(self.path, chunk.stop - pos)
-        return parse_index(self._source.read(pos, chunk.stop - pos, "the index of a chunk"), ids)
+        return find_index(self._source.read(pos, chunk.stop - pos, "the index of a chunk"), pos)
+
+    def _parse_entries(self, found: list[tuple[int, bytes]]) -> Entries:
+        return parse_entries(found)
 
     def _walk(self, chunk: Chunk, data: bytes, ids: Collection[int]) -> Entries:
         from penstock.bags.ros1_scan import walk
@@ -278,14 +287,14 @@ class Ros1Bag(ChunkedBag):
         return Entries(*(column[np.isin(entries.ids, list(ids))] for column in entries))
 
     def _messages(
-        self, data: bytes, entries: Entries, ordinals: dict[str, int]
+        self, data: bytes, entries: Entries, ordinals: NDArray[np.int64]
     ) -> Iterator[Message]:
         view = memoryview(data)
         # Headers of one connection differ in the time alone, which is the last field as nearly
         # all writers order them: they are recognised without parsing.
         known: dict[int, bytes] = {}
-        columns = (column.tolist() for column in entries)
-        for t_ns, offset, key in zip(*columns, strict=True):
+        columns = (column.tolist() for column in (*entries, ordinals))
+        for t_ns, offset, key, ordinal in zip(*columns, strict=True):
             prefix = known.get(key, b"")
             start = offset + len(prefix) + 12
             if prefix and data.startswith(prefix, offset) and start <= len(data):
@@ -299,10 +308,7 @@ class Ros1Bag(ChunkedBag):
                 raise BadRecord(
                     f"a message of connection {key} is not where or when the index says"
                 )
-            topic = self._connections[key].topic
-            ordinal = ordinals[topic]
-            ordinals[topic] = ordinal + 1
-            yield Message(topic, ordinal, t_ns, view[start:stop])
+            yield Message(self._connections[key].topic, ordinal, t_ns, view[start:stop])
 
     def _parse_message(self, data: bytes, offset: int, key: int) -> tuple[int, int, int]:
         """Return the time of a message, and where its data begins and ends."""

@@ -23,10 +23,11 @@ from penstock.bags.ros1 import (
     MAGIC,
     MESSAGE,
     Fields,
+    find_index,
     number,
     opcode,
     parse_connection,
-    parse_index,
+    parse_entries,
     parse_record,
     time_ns,
 )
@@ -214,9 +215,11 @@ class _Scanner:
         """Tell whether the index records of a chunk name exactly its messages."""
         try:
             self.limits.check_record(self.source.path, stop - start)
-            named = parse_index(self.source.read(start, stop - start), None)
+            data = self.source.read(start, stop - start)
+            places = find_index(data, 0)
         except DataError:
             return False
+        named = parse_entries([(key, data[pos : pos + size]) for key, pos, size in places])
         order = np.argsort(named.offsets, kind="stable")
         return all(
             np.array_equal(column[order], truth)

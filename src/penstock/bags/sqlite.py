@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from penstock.bags.limits import Limits, expect
-from penstock.bags.reader import Bag, Message, SalvageReport, Topic, join_topics
+from penstock.bags.reader import Bag, Message, SalvageReport, Topic, Wanted, join_topics
 from penstock.bags.source import DECOMPRESSION_ERRORS, new_decompressor
 from penstock.errors import CorruptFile, DataError, LimitExceeded, UnknownFormat
 
@@ -86,15 +86,21 @@ class SqliteBag(Bag):
     def close(self) -> None:
         """Nothing stays open between readings."""
 
-    def _read(self, topics: Sequence[str]) -> Iterator[Message]:
+    def _read(self, topics: Sequence[str], wanted: Wanted) -> Iterator[Message]:
         ordinals = dict.fromkeys(topics, 0)
+        turns = {topic: iter(chosen.tolist()) for topic, chosen in wanted.items()}
+        due = {topic: next(turn, -1) for topic, turn in turns.items()}
         for rows in self._rows("topic_id, timestamp, data", topics, batch=16):
             for key, t_ns, data in rows:
-                if not isinstance(data, bytes) or not isinstance(t_ns, int):
-                    raise CorruptFile(f"{self.path}: a row of messages holds no message")
                 topic = self._names[key]
                 ordinal = ordinals[topic]
                 ordinals[topic] = ordinal + 1
+                if topic in due:
+                    if ordinal != due[topic]:
+                        continue
+                    due[topic] = next(turns[topic], -1)
+                if not isinstance(data, bytes) or not isinstance(t_ns, int):
+                    raise CorruptFile(f"{self.path}: a row of messages holds no message")
                 if data.startswith(ZSTD_MAGIC):
                     data = self._inflate(data)
                 yield Message(topic, ordinal, t_ns, data)
@@ -171,9 +177,9 @@ class SqliteBag(Bag):
                     "bytes; raise Limits.record_bytes if it is meant"
                 ) from error
             reason = " ".join(str(error).split())[:120]
+            hint = "" if self._salvaging else "; pass --salvage to read what there is"
             raise CorruptFile(
-                f"{self.path}: the database cannot be read ({reason}); pass --salvage to read "
-                "what there is"
+                f"{self.path}: the database cannot be read ({reason}){hint}"
             ) from error
 
     def _topic_rows(

@@ -105,9 +105,9 @@ class Rows:
         return list(self._topics)
 
     @property
-    def is_done(self) -> bool:
-        """Whether no further message is wanted."""
-        return self._next == len(self._windows)
+    def wanted(self) -> dict[str, NDArray[np.int64]]:
+        """The messages that some frame needs."""
+        return {name: topic.wanted for name, topic in self._topics.items()}
 
     def take(self, message: Message) -> Iterator[Window]:
         """Take a message in; yield the windows that it completes."""

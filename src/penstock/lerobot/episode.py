@@ -12,10 +12,9 @@ episode.json          written last: a folder without it is worth nothing
 from __future__ import annotations
 
 import json
-import os
 import shutil
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -360,11 +359,3 @@ def _column(name: str, feature: Feature, values: Any) -> NDArray[Any]:
             return array.astype(feature.dtype, copy=False)
     except (ValueError, TypeError, IndexError) as error:
         raise UsageError(f"{name!r}: these are no rows of numbers ({error})") from error
-
-
-def walk_files(folder: Path) -> Iterator[Path]:
-    """Yield the files below a folder, sorted."""
-    for root, folders, names in os.walk(folder):
-        folders.sort()
-        for name in sorted(names):
-            yield Path(root) / name

@@ -116,8 +116,7 @@ def decode_picture(decoder: ImageDecoder, data: bytes) -> np.ndarray[Any, Any]:
         DataError: It is neither, or damaged.
     """
     if data[:4] == b"\x89PNG":
-        # A PNG codec of FFmpeg 8.1 that is used twice takes the last picture for its first row.
-        return to_rgb(ImageDecoder().png(data))
+        return to_rgb(decoder.png(data))
     if data[:2] == b"\xff\xd8":
         return to_rgb(decoder.jpeg(data))
     raise DataError(f"a picture is neither PNG nor JPEG: it begins with {data[:4].hex()}")

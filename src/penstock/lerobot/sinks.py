@@ -24,10 +24,12 @@ from penstock.errors import DataError, PenstockError, UsageError
 from penstock.lerobot.images import ImageDecoder, plane_rows, to_rgb
 from penstock.lerobot.layout import IMAGE_TYPE, Feature
 from penstock.lerobot.parquet import new_parquet
-from penstock.lerobot.stats import PictureStats, sample_indices
+from penstock.lerobot.stats import PictureStats, picture_stride, sample_indices
 from penstock.lerobot.video import Picture, VideoSettings, VideoWriter
 
 _GROUP_BYTES = 16 << 20
+# Full-range planes and how many pixels share a chroma value, across and down.
+_FULL_YUV = {"yuvj420p": (2, 2), "yuvj422p": (2, 1), "yuvj444p": (1, 1), "yuvj440p": (1, 2)}
 
 
 class PictureSink(ABC):
@@ -85,16 +87,40 @@ class PictureSink(ABC):
         place = self._next_sample
         if place < len(self._sampled) and self.frames == self._sampled[place]:
             self._next_sample += 1
-            self.stats.add(self._pixels(picture))
+            self.stats.add(self._sample(picture))
         self._last = picture
         self.frames += 1
 
-    def _pixels(self, picture: Picture | bytes) -> NDArray[Any]:
+    def _sample(self, picture: Picture | bytes) -> NDArray[Any]:
+        """Return the pixels that count, every 4th at 640x480, as HxWxC."""
         if isinstance(picture, bytes):
             picture = self._decoder.jpeg(picture)
+        stride = picture_stride(self._height, self._width)
+        if isinstance(picture, av.VideoFrame) and picture.format.name in _FULL_YUV:
+            return _sampled_rgb(picture, stride)
+        sample: NDArray[Any] = self._pixels(picture)[::stride, ::stride]
+        return sample
+
+    def _pixels(self, picture: Picture) -> NDArray[Any]:
         if isinstance(picture, np.ndarray):
             return picture
         return to_rgb(picture, self._reformatter)
+
+
+def _sampled_rgb(frame: av.VideoFrame, stride: int) -> NDArray[np.uint8]:
+    """Convert only the pixels that count, full-range BT.601: a tenth of the time of them all."""
+    across, down = _FULL_YUV[frame.format.name]
+    rows, columns = np.arange(0, frame.height, stride), np.arange(0, frame.width, stride)
+    luma = plane_rows(frame)[: frame.height : stride, : frame.width : stride].astype(np.float32)
+    blue, red = (
+        plane_rows(frame, plane=k)[np.ix_(rows // down, columns // across)].astype(np.float32) - 128
+        for k in (1, 2)
+    )
+    rgb = np.stack(
+        [luma + 1.402 * red, luma - 0.344136 * blue - 0.714136 * red, luma + 1.772 * blue], axis=-1
+    )
+    sample: NDArray[np.uint8] = np.clip(np.rint(rgb), 0, 255).astype(np.uint8)
+    return sample
 
 
 class VideoSink(PictureSink):

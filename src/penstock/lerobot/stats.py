@@ -203,11 +203,10 @@ class PictureStats:
         self.prior: Stats | None = None  # of pictures that are only known by their statistics
 
     def add(self, picture: NDArray[Any]) -> None:
-        """Add one picture, HxWxC of uint8 or HxW of uint16; every 4th pixel at 640x480."""
-        stride = picture_stride(*picture.shape[:2])
-        sample = picture[::stride, ::stride].reshape(-1, self.channels)
+        """Add the counted pixels of one picture: HxWxC of uint8, or HxW of uint16."""
+        pixels = picture.reshape(-1, self.channels)
         for channel in range(self.channels):
-            self.bins[channel] += np.bincount(sample[:, channel], minlength=self.bins.shape[1])
+            self.bins[channel] += np.bincount(pixels[:, channel], minlength=self.bins.shape[1])
         self.pictures += 1
 
     def merge(self, other: PictureStats) -> None:
