@@ -93,7 +93,7 @@ def statistics(name: str, rows: np.ndarray) -> dict[str, list]:
         shape, count = (3, 1, 1), len(rows) // (HEIGHT * WIDTH)
     else:
         rows, shape, count = rows.reshape(len(rows), *feature.shape), feature.shape, len(rows)
-    whole = rows.astype(np.int64) if rows.dtype.kind in "bi" else rows
+    whole = rows.astype(np.int64) if rows.dtype.kind == "i" else rows
     found = {
         "min": whole.min(0).reshape(shape).tolist(),
         "max": whole.max(0).reshape(shape).tolist(),

@@ -21,8 +21,9 @@ PIXELS = s.picture(0b10110010, 320, 240)
 JPEG = s.jpeg(PIXELS)
 
 
-def png(pixels: np.ndarray, pix_fmt: str) -> bytes:
+def png(pixels: np.ndarray, pix_fmt: str, pred: str = "none") -> bytes:
     encoder = av.CodecContext.create("png", "w")
+    encoder.options = {"pred": pred}
     encoder.height, encoder.width, encoder.pix_fmt = *pixels.shape[:2], pix_fmt
     frame = av.VideoFrame.from_ndarray(pixels, format=pix_fmt)
     return b"".join(bytes(packet) for packet in [*encoder.encode(frame), *encoder.encode(None)])
@@ -167,3 +168,25 @@ def test_a_thumbnail_is_a_small_jpeg() -> None:
     data = images.thumbnail(ImageDecoder().jpeg(JPEG))
     assert jpeg_size(data)[:2] == (160, 120)
     assert s.number_of(to_rgb(ImageDecoder().jpeg(data))) == 0b10110010
+
+
+@pytest.mark.parametrize("pred", ["none", "sub", "up", "avg", "paeth", "mixed"])
+def test_one_decoder_decodes_many_pngs(pred: str) -> None:
+    """FFmpeg 8.1 remembers a row of the PNG before, if the same codec decodes both."""
+    decoder, dice = ImageDecoder(), np.random.default_rng(2)
+    for _ in range(4):
+        depth = dice.integers(0, 60_000, (48, 64)).astype(np.uint16)
+        assert np.array_equal(decoder.depth_mm(png(depth, "gray16be", pred)), depth)
+        pixels = dice.integers(0, 256, (48, 64, 3)).astype(np.uint8)
+        assert np.array_equal(to_rgb(decoder.png(png(pixels, "rgb24", pred))), pixels)
+
+
+def test_one_decoder_decodes_jpegs_as_a_new_one_does() -> None:
+    decoder, dice = ImageDecoder(), np.random.default_rng(3)
+    for number in range(200):
+        width, height = ((64, 48), (128, 96), (320, 240))[dice.integers(3)]
+        noise = dice.integers(-30, 30, (height, width, 3))
+        pixels = np.clip(s.picture(number, width, height) + noise, 0, 255).astype(np.uint8)
+        kind = f"yuvj{('420', '422', '444')[dice.integers(3)]}p"
+        data = s.jpeg(pixels, kind, int(dice.integers(2, 12)))
+        assert np.array_equal(to_rgb(decoder.jpeg(data)), to_rgb(ImageDecoder().jpeg(data)))

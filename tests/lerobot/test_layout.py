@@ -41,6 +41,8 @@ def test_paths() -> None:
         "videos/{video_key!r}",
         "videos/{0}",
         "videos/{nothing}",
+        "videos/{chunk_index:0999999999d}",
+        "videos/{chunk_index:0100d}",
         "",
         "x" * 5000,
     ],
@@ -154,3 +156,16 @@ def test_tasks_come_back_under_either_name() -> None:
     assert pandas["index_columns"] == ["__index_level_0__"]
     with pytest.raises(DataError, match="task numbers"):
         layout.read_tasks(pa.table({"task_index": [0, 2], "task": ["a", "b"]}))
+
+
+def test_statistics_have_the_types_of_lerobot() -> None:
+    features = {
+        "done": Feature("bool", (1,)),
+        "n": Feature("int64", (2,)),
+        "pose": FEATURES["pose"],
+    }
+    schema = layout.episodes_schema(features)
+    assert schema.field("stats/done/min").type == pa.list_(pa.bool_())
+    assert schema.field("stats/done/mean").type == pa.list_(pa.float64())
+    assert schema.field("stats/n/max").type == pa.list_(pa.int64())
+    assert schema.field("stats/pose/max").type == pa.list_(pa.list_(pa.float64()))

@@ -6,6 +6,8 @@ import json
 import random
 import runpy
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -385,3 +387,17 @@ def test_a_row_that_is_too_large_is_refused(tmp_path) -> None:
     pq.write_table(pa.table({"x": pa.array([[1.0]])}), tmp_path / "t.parquet")
     with columns.Table(tmp_path, "t.parquet") as table, pytest.raises(LimitExceeded):
         list(table.batches({"x": Feature("float64", (1 << 20, 1 << 20))}))
+
+
+def test_the_public_names_are_imported_on_first_use(originals) -> None:
+    program = f"""
+import sys, penstock.lerobot
+assert not {{"av", "pyarrow", "numpy", "torch"}} & set(sys.modules)
+assert {{"Dataset", "open"}} <= set(dir(penstock.lerobot))
+assert len(penstock.lerobot.open({str(originals["v3.0"])!r})) == 3
+from penstock.lerobot import Dataset
+assert isinstance(penstock.lerobot.open({str(originals["v2.1"])!r}), Dataset)
+assert "torch" not in sys.modules
+assert not hasattr(penstock.lerobot, "nothing")
+"""
+    subprocess.run([sys.executable, "-c", program], check=True)

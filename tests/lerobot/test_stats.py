@@ -134,7 +134,7 @@ def test_pictures_are_exact(pictures: np.ndarray) -> None:
 
 def test_large_pictures_are_sampled_like_lerobot_does() -> None:
     assert [picture_stride(*size) for size in ((480, 640), (299, 200), (720, 1280))] == [4, 1, 8]
-    assert [len(sample_indices(n)) for n in (1, 50, 100, 1000, 10_000)] == [1, 50, 100, 177, 1000]
+    assert [len(sample_indices(n)) for n in (1, 50, 100, 1000, 10_000)] == [1, 50, 100, 100, 251]
     assert sample_indices(1000)[[0, -1]].tolist() == [0, 999]
     assert len(sample_indices(0)) == 0
 
@@ -162,3 +162,20 @@ def test_pictures_known_only_by_their_statistics_are_weighted_in() -> None:
     for name in ("mean", "std", "min", "max"):
         np.testing.assert_allclose(a[name], b[name], atol=1e-12)
     assert a["count"] == [8]
+
+
+def test_rows_of_a_matrix_can_be_taken_for_one() -> None:
+    rows = np.random.default_rng(4).normal(size=(50, 4, 3)).astype(np.float32)
+    rows[3, 2, 1] = np.nan
+    found, wanted = of(rows.reshape(50, 12)).folded(3), of(rows.reshape(-1, 3))
+    assert same_bins(found, wanted)
+    assert found.rows == 50  # frames, as lerobot counts them
+    one, other = (stats.to_json(Feature("float32", (3,))) for stats in (found, wanted))
+    for name in ("min", "max", "mean", "std", *QUANTILES):
+        np.testing.assert_allclose(one[name], other[name], rtol=1e-12)
+
+
+def test_truth_values_have_statistics_of_truth_values() -> None:
+    result = of(np.array([[True], [False], [True], [True]])).to_json(Feature("bool", (1,)))
+    assert (result["min"], result["max"], result["mean"]) == ([False], [True], [0.75])
+    assert type(result["min"][0]) is bool

@@ -194,3 +194,14 @@ def test_damaged_videos_are_corrupt_files(tmp_path: Path) -> None:
     path.write_bytes(data[:2000] + bytes(600) + data[2600:])
     with pytest.raises(CorruptFile):
         list(read_video(path, 0, FRAMES))
+
+
+@pytest.mark.parametrize("read", [probe, coding, lambda path: list(read_video(path))])
+def test_a_video_of_no_known_codec_is_a_corrupt_file(tmp_path: Path, read) -> None:
+    path = tmp_path / "a.mp4"
+    write(path, "h264", frames=3)
+    data = path.read_bytes()
+    tag = data.rindex(b"avc1")
+    path.write_bytes(data[:tag] + b"zzzz" + data[tag + 4 :])
+    with pytest.raises(CorruptFile, match="codec is not known"):
+        read(path)

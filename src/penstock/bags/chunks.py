@@ -87,6 +87,7 @@ class _Counter:
     def __init__(self, ids: dict[int, str], wanted: Wanted) -> None:
         self._wanted = wanted
         self._next = dict.fromkeys(ids.values(), 0)
+        self._done = dict.fromkeys(wanted, 0)  # how many of the wanted were taken
         self._ids: dict[str, list[int]] = {topic: [] for topic in self._next}
         for key, topic in ids.items():
             self._ids[topic].append(key)
@@ -94,18 +95,25 @@ class _Counter:
     def take(self, entries: Entries) -> _Found:
         """Number the next messages, which are in file order."""
         ordinals = np.empty(len(entries.times), np.int64)
-        keep = np.ones(len(ordinals), bool)
+        kept = []
         for topic, keys in self._ids.items():
-            here = np.flatnonzero(np.isin(entries.ids, keys))
+            match = entries.ids == keys[0] if len(keys) == 1 else np.isin(entries.ids, keys)
+            here = match.nonzero()[0]
+            if not len(here):
+                continue
             first = self._next[topic]
-            self._next[topic] = first + len(here)
-            ordinals[here] = np.arange(first, first + len(here))
+            after = self._next[topic] = first + len(here)
+            ordinals[here] = np.arange(first, after)
             wanted = self._wanted.get(topic)
             if wanted is not None:
-                low, high = np.searchsorted(wanted, (first, first + len(here)))
-                keep[here] = False
-                keep[here[wanted[low:high] - first]] = True
-        if keep.all():
+                start = self._done[topic]
+                ahead = wanted[start : start + len(here)]
+                count = int(ahead.searchsorted(after))
+                self._done[topic] = start + count
+                here = here[ahead[:count] - first]
+            kept.append(here)
+        keep = np.sort(np.concatenate(kept)) if kept else np.empty(0, np.int64)
+        if len(keep) == len(ordinals):
             return entries, ordinals
         return Entries(*(column[keep] for column in entries)), ordinals[keep]
 

@@ -20,6 +20,7 @@ from penstock.conversion.one_bag import Advance, Converted, Job, convert_bag
 from penstock.errors import PenstockError
 
 Outcome = Converted | PenstockError
+_STOPPING = (signal.SIGINT, signal.SIGTERM)
 
 
 def run_jobs(jobs: Iterable[Job], workers: int, advance: Advance) -> Iterator[tuple[Job, Outcome]]:
@@ -85,9 +86,15 @@ class _Pool:
         process = self._context.Process(
             target=_work, args=(job, theirs, os.getpid()), name=f"penstock-{job.bag.name}"
         )
-        process.start()
+        # An interrupt waits until the worker is known here, or nobody would stop it. The worker
+        # inherits the mask, so that one from the terminal does not meet it while it imports.
+        before = signal.pthread_sigmask(signal.SIG_BLOCK, _STOPPING)
+        try:
+            process.start()
+            self._running.append((job, process, ours))
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, before)
         theirs.close()
-        self._running.append((job, process, ours))
 
     def _wait_for(self, first: Connection) -> Outcome:
         """Wait for one bag; meanwhile take the progress of all."""
@@ -117,8 +124,9 @@ class _Pool:
             self._outcomes[id(pipe)] = content
 
     def _stop(self) -> None:
+        for _, process, _ in self._running:
+            process.kill()
         for _, process, pipe in self._running:
-            process.terminate()
             process.join()
             pipe.close()
 
@@ -126,6 +134,8 @@ class _Pool:
 def _work(job: Job, pipe: Connection, parent: int) -> None:
     """The life of a worker."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent stops us
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, _STOPPING)
     send: Callable[[tuple[str, Any]], None] = pipe.send
 
     def advance(size_bytes: int, frames: int) -> None:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import os
 import re
 import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from decimal import Decimal
 from typing import Final, Self
 
@@ -70,12 +71,35 @@ def rss_bytes(tree: bool = True) -> int:
         tree: Add all child processes. Pages that they share with each other are then counted
             once per process, so the sum is an upper bound.
     """
-    process = psutil.Process()
-    total = int(process.memory_info().rss)
-    for child in process.children(recursive=True) if tree else ():
-        with suppress(psutil.Error):  # it ended between the listing and the reading
-            total += int(child.memory_info().rss)
-    return total
+    if not tree:
+        return int(psutil.Process().memory_info().rss)
+    return sum(map(_resident_bytes, _process_tree(os.getpid())))
+
+
+def _resident_bytes(pid: int) -> int:
+    try:
+        return int(psutil.Process(pid).memory_info().rss)
+    except psutil.Error:  # it ended between the listing and the reading
+        return 0
+
+
+def _process_tree(root: int) -> list[int]:
+    """Return a process and all below it.
+
+    psutil looks at every process of the machine for that: 5 ms each time, on a quiet one.
+    """
+    found = [root]
+    for pid in found:
+        try:
+            for thread in os.listdir(f"/proc/{pid}/task"):
+                with open(f"/proc/{pid}/task/{thread}/children", "rb") as file:
+                    found += map(int, file.read().split())
+        except FileNotFoundError:
+            if pid == root:  # a system that does not list them
+                return [root, *(child.pid for child in psutil.Process().children(recursive=True))]
+        except OSError:
+            continue
+    return found
 
 
 class Budget:

@@ -1,5 +1,35 @@
 """LeRobot datasets on disk, v3.0 and v2.1, without lerobot and without torch.
 
+    import penstock.lerobot
+    dataset = penstock.lerobot.open("out/cups")
+
 layout.py knows the paths and schemas; images.py, depth.py and video.py know pixels; stats.py sums;
 episode.py stages one episode; writer.py commits it; reader.py and doctor.py read and check.
+The public names are looked up on first use: FFmpeg and parquet are imported with them.
 """
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from penstock.lerobot.reader import Dataset
+
+    open = Dataset
+
+__all__ = ["Dataset", "open"]
+
+
+def __getattr__(name: str) -> Any:
+    """Import a public name on first use."""
+    if name not in __all__:
+        raise AttributeError(f"module 'penstock.lerobot' has no attribute {name!r}")
+    from penstock.lerobot.reader import Dataset
+
+    globals().update(Dataset=Dataset, open=Dataset)  # the next look-up does not come here
+    return Dataset
+
+
+def __dir__() -> list[str]:
+    """List the public names beside the module's own."""
+    return sorted({*globals(), *__all__})

@@ -7,6 +7,8 @@ mean, std, min and max stay exact when new pictures are added, quantiles become 
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +24,7 @@ from penstock.lerobot.journal import Base
 from penstock.lerobot.layout import PRIVATE_FOLDER, QUANTILES, Feature, FileLimits
 from penstock.lerobot.parquet import open_parquet, read_table, slices
 from penstock.lerobot.state import Spec, make_folders
-from penstock.lerobot.stats import PictureStats, VectorStats, new_stats
+from penstock.lerobot.stats import PictureStats, Stats, VectorStats, new_stats
 
 _BASE_STATS = "stats-base.pack"
 _ROWS = 8192
@@ -75,6 +77,40 @@ def foreign_schema(root: Path, base: Base) -> pa.Schema:
         raise DataError(f"{root / layout.EPISODES_FOLDER} holds no episodes")
     with open_parquet(root / files[0][1]) as file:
         return file.schema_arrow.remove_metadata()
+
+
+def fitting_stats(
+    stats: Mapping[str, AnyStats], features: Mapping[str, Feature], schema: pa.Schema
+) -> dict[str, Stats]:
+    """Return the statistics of an episode in the shapes that the other episodes' have.
+
+    lerobot counts all rows of a matrix as one: (a, b) gives statistics of (b,).
+    """
+    found: dict[str, Stats] = {}
+    for name, state in stats.items():
+        feature = features[name]
+        place = schema.get_field_index(f"stats/{name}/mean")
+        flat = place >= 0 and not pa.types.is_nested(schema.field(place).type.value_type)
+        if isinstance(state, VectorStats) and len(feature.shape) > 1 and flat:
+            feature = replace(feature, shape=feature.shape[-1:])
+            state = state.folded(feature.shape[0])
+        found[name] = state.to_json(feature)
+    return found
+
+
+def fitting_table(row: Mapping[str, Any], schema: pa.Schema) -> pa.Table:
+    """Return the record of an episode in the types that the other records have."""
+    columns = []
+    for field in schema:
+        value = pa.array([row.get(field.name)])
+        try:
+            columns.append(value.cast(field.type))
+        except pa.ArrowException as error:
+            raise DataError(
+                f"{field.name!r} of the new episode is {value.type}, and the dataset has "
+                f"{field.type}: append to a dataset of one making"
+            ) from error
+    return pa.Table.from_arrays(columns, schema=schema)
 
 
 def _tasks(root: Path, version: layout.Version) -> list[str]:

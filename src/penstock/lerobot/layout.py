@@ -109,7 +109,7 @@ INFO_KEYS: Mapping[str, Mapping[str, tuple[type, ...]]] = MappingProxyType(
     }
 )
 _MAX_DIMENSIONS = 5
-_PLACEHOLDER = re.compile(r"\{(\w+)(?::0?(\d+)d)?\}")
+_PLACEHOLDER = re.compile(r"\{(\w+)(?::0?(\d{1,2})d)?\}")  # a width of a billion is a bomb
 
 
 @dataclass(frozen=True)
@@ -398,8 +398,11 @@ def episodes_schema(features: Mapping[str, Feature]) -> pa.Schema:
 def _stat_type(feature: Feature, stat: str) -> pa.DataType:
     if stat == "count":
         return pa.list_(pa.int64())
-    whole = "int" in feature.dtype or feature.dtype == "bool"
-    nested = pa.int64() if whole and stat in ("min", "max") else pa.float64()
+    nested = pa.float64()
+    if stat in ("min", "max") and feature.dtype == "bool":
+        nested = pa.bool_()
+    elif stat in ("min", "max") and "int" in feature.dtype:
+        nested = pa.int64()
     for _ in feature.shape:  # a picture's are (channels, 1, 1)
         nested = pa.list_(nested)
     return nested

@@ -12,7 +12,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from penstock.core.files import publish_bytes, sweep
+from penstock.core.files import publish_bytes, sweep, sync_folder
 from penstock.errors import CorruptFile, DataError, UsageError
 from penstock.lerobot import layout
 from penstock.lerobot.episode import read_stats
@@ -162,17 +162,29 @@ def load(root: Path, spec: Spec) -> Opened:
     recover(root, spec, state, journal.records)
     if state.stats_file:
         state.stats.update(read_stats(root / PRIVATE_FOLDER / state.stats_file))
-    if state.episodes > state.base.episodes:
+    if state.episodes > state.base.episodes or not state.episodes:
         publish_meta(root, spec, state)
     return Opened(spec, journal, state)
 
 
 def publish_meta(root: Path, spec: Spec, state: State) -> None:
-    """Write whichever of the small files is not what the journal says; info.json last."""
+    """Write whichever of the small files is not what the journal says; info.json last.
+
+    Without an episode a dataset of ours has no info.json: one may be left of a first commit that
+    was taken back.
+    """
+    info = root / layout.INFO_PATH
+    if not state.episodes:
+        if state.base.info is not None:
+            publish_if_changed(info, info_bytes(spec, state))
+        elif info.exists():
+            info.unlink()
+            sync_folder(info.parent)
+        return
     if spec.version == "v3.0":
         publish_if_changed(root / layout.STATS_PATH, stats_bytes(spec, state))
         publish_tasks(root, state.tasks)
-    publish_if_changed(root / layout.INFO_PATH, info_bytes(spec, state))
+    publish_if_changed(info, info_bytes(spec, state))
 
 
 def recover(root: Path, spec: Spec, state: State, records: list[Record]) -> None:

@@ -16,6 +16,7 @@ from penstock.errors import CorruptFile, DataError, StorageError
 ROWS_PER_GROUP = 50_000
 BYTES_PER_GROUP = 64 << 20
 _BUFFER_BYTES = 1 << 20
+_PICTURES_PER_BATCH = 16
 
 
 class WholeWriter:
@@ -69,6 +70,8 @@ def new_parquet(
     path: Path, schema: pa.Schema, *, compression: str = "snappy", dictionary: bool = True
 ) -> Iterator[pq.ParquetWriter]:
     """Write a parquet file, published durably at the end of the block."""
+    # A page is measured once per batch, and a reader needs room for two: 1024 pictures are 100 MB.
+    pictures = any(pa.types.is_struct(kind) for kind in schema.types)
     with NewFile(path) as new:
         buffer = WholeWriter(new.file)
         try:
@@ -78,6 +81,7 @@ def new_parquet(
                 compression=compression,
                 use_dictionary=dictionary,
                 write_page_checksum=True,
+                write_batch_size=_PICTURES_PER_BATCH if pictures else None,
             ) as writer:
                 yield writer
             buffer.flush()
@@ -97,7 +101,12 @@ def write_table(path: Path, table: pa.Table) -> None:
 def open_parquet(path: Path) -> Iterator[pq.ParquetFile]:
     """Open a parquet file for reading; checksums are verified where they are."""
     try:
-        with pq.ParquetFile(path, page_checksum_verification=True) as file:
+        with pq.ParquetFile(
+            path,
+            page_checksum_verification=True,
+            pre_buffer=False,  # of a whole row group
+            buffer_size=_BUFFER_BYTES,
+        ) as file:
             yield file
     except FileNotFoundError as error:
         raise CorruptFile(f"{path} is missing") from error

@@ -399,7 +399,11 @@ class open_video:  # noqa: N801 - used as a function
         if not self._container.streams.video:
             self._container.close()
             raise CorruptFile(f"{self._path} holds no video")
-        return self._container, self._container.streams.video[0]
+        stream = self._container.streams.video[0]
+        if stream.codec_context is None:
+            self._container.close()
+            raise CorruptFile(f"{self._path} is damaged: its codec is not known")
+        return self._container, stream
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         self._container.close()

@@ -322,18 +322,22 @@ class DatasetWriter:
                     )
 
     def _undo(self, placement: Placement, size: int, count: int) -> None:
-        """Take back a commit that failed, as far as the disk lets us."""
+        """Take back a commit that failed: its line first, since a line must not outlive its files.
+
+        The line is cut off even if nobody knows of it: an interrupt may come when it is written and
+        not yet counted.
+        """
         opened = self._opened
-        placement.undo()
+        self._unsure = True  # until it is known that there is no line
         with suppress(StorageError, OSError):
-            if opened.journal.size_bytes != size:
-                opened.journal.truncate(size)
-                del opened.journal.records[count:]
-            if opened.state.episodes:
-                opening.publish_meta(self.root, opened.spec, opened.state)
+            opened.journal.truncate(size)
+            del opened.journal.records[count:]
+            placement.undo()
+            opening.publish_meta(self.root, opened.spec, opened.state)
+            self._unsure = False
 
     def _check_open(self) -> None:
         if self._closed:
             raise SaverClosed(f"{self.root}: this writer was closed already")
         if self._unsure:
-            raise SaverClosed(f"{self.root}: packing it failed; open it again to go on")
+            raise SaverClosed(f"{self.root}: a change of it failed; open it again to go on")
