@@ -33,7 +33,7 @@ from penstock.lerobot.reader import Dataset
 from penstock.lerobot.writer import DatasetWriter
 from penstock.tools import convert_command, samples
 
-BAGS = 4
+BAGS = 3
 # What a victim says; a capital follows when it is done.
 OPEN, COMMIT, FINALIZE = b"o", b"c", b"f"
 PHASES = {OPEN: "opening", COMMIT: "commit", FINALIZE: "packing"}
@@ -253,16 +253,17 @@ class Campaign:
         size = {"seconds": 2, "width": 256, "height": 48, "state_hz": 100, "camera_hz": 30}
         for k in range(BAGS):
             in_child(lambda k=k: str(samples.write_sample(self._bags / f"{k}.bag", seed=k, **size)))
-        self._old = folder / "old"  # what is overwritten
         self._references: dict[str, tuple[Path, list[str]]] = {}
-        self._times: dict[Case, list[tuple[float, bytes]]] = {}
+        self._whole_s = 0.0  # of an undisturbed conversion
 
     def reference(self, case: Case) -> tuple[Path, list[str]]:
         """Return the dataset of a conversion that nobody disturbed, and its contents."""
         if case.reference not in self._references:
             out = self.folder / f"whole-{case.reference}"
             victim = self._start(case, out, ["--no-check"])
-            if victim.wait() != 0:
+            code = victim.wait()
+            self._whole_s = self._whole_s or time.monotonic() - victim.began_s
+            if code != 0:
                 raise SystemExit(f"the reference failed:\n{self._log.read_text()[-3000:]}")
             answer = in_child(state_of, out)
             state = answer.get("value") or {}
@@ -319,9 +320,10 @@ class Campaign:
     def _let_live(self, victim: Victim, case: Case, left: int) -> None:
         """Let a victim live until a random time, or until a moment within a random phase."""
         chance = self._chance
-        match chance.choice(["time", "time", "open", "commit", "commit", "finalize"]):
+        match chance.choice(["time", "time", "time", "open", "commit", "commit", "finalize"]):
             case "time":
-                victim.watch(chance.uniform(0.0, 1.0 + (2.0 if case.workers > 1 else 0.6) * left))
+                share = (left + 1) / (BAGS + 1) * case.workers  # processes are slow to start
+                victim.watch(chance.uniform(0.0, self._whole_s * share))
             case "open":
                 victim.watch(None, (OPEN, 1))
                 time.sleep(chance.uniform(0.0, 0.03))
@@ -384,7 +386,7 @@ def main(folder: Path, kills: int, seed: int) -> None:
     turn = 0
     while campaign.figures.kills < kills:
         left = kills - campaign.figures.kills
-        campaign.round(CASES[turn % len(CASES)], chance.randint(1, 4), left)
+        campaign.round(CASES[turn % len(CASES)], chance.randint(2, 5), left)
         turn += 1
     figures = vars(campaign.figures) | {"seconds": round(time.monotonic() - began_s, 1)}
     sys.stdout.write(json.dumps(figures) + "\n")

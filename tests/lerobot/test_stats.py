@@ -168,7 +168,6 @@ def test_rows_of_a_matrix_can_be_taken_for_one() -> None:
     rows = np.random.default_rng(4).normal(size=(50, 4, 3)).astype(np.float32)
     rows[3, 2, 1] = np.nan
     found, wanted = of(rows.reshape(50, 12)).folded(3), of(rows.reshape(-1, 3))
-    assert same_bins(found, wanted)
     assert found.rows == 50  # frames, as lerobot counts them
     one, other = (stats.to_json(Feature("float32", (3,))) for stats in (found, wanted))
     for name in ("min", "max", "mean", "std", *QUANTILES):

@@ -14,7 +14,9 @@ from typing import Any, Final
 import numpy as np
 from numpy.typing import NDArray
 
-_QUANTISER: Final = 3  # about 50 KB for a noisy 640x480 picture
+_QUANTISER: Final = 3  # about 60 KB for a 640x480 picture
+_PAN: Final = 240  # pixels after which the scene repeats itself
+_NOISE: Final = 2.0  # of a camera in good light
 _DEPTH_DARK_MM: Final = 300
 _DEPTH_BRIGHT_MM: Final = 1200
 
@@ -96,15 +98,25 @@ class Pictures:
         scene = self._scene(number, camera)
         if scene not in self._luma:
             rng = np.random.default_rng([self._seed, scene])
-            y, x = np.mgrid[0 : self.height, 0 : self.width].astype(np.float32)
-            phase = 2 * np.pi * scene / self._scenes
-            wave = 128 + 60 * np.sin(x / 40 + phase) + 40 * np.cos(y / 25 - phase)
-            noise = rng.normal(0, 6, (self.height, self.width))
-            self._luma[scene] = np.clip(wave + noise, 0, 255).astype(np.uint8)
+            shift = scene * _PAN // self._scenes
+            view = self._texture()[:, shift : shift + self.width]
+            noise = rng.normal(0, _NOISE, view.shape)
+            self._luma[scene] = np.clip(view + noise, 0, 255).astype(np.uint8)
         luma = self._luma[scene].copy()
         if self.numbered:
             write_number(luma, number, 16, 240)
         return luma
+
+    def _texture(self) -> NDArray[np.float32]:
+        """Return what the camera pans over: it repeats itself, so that the pan has no end."""
+        rng = np.random.default_rng(self._seed)
+        grain = rng.normal(0, 30, (self.height, _PAN)).astype(np.float32)
+        for axis in (0, 1):  # as sharp as a lens: three pixels wide
+            grain = (np.roll(grain, 1, axis) + grain + np.roll(grain, -1, axis)) / np.float32(3)
+        y, x = np.mgrid[0 : self.height, 0:_PAN].astype(np.float32)
+        wave = 128 + 50 * np.sin(2 * np.pi * x / _PAN) + 40 * np.cos(y / 25)
+        copies = -(-self.width // _PAN) + 1
+        return np.tile((wave + grain).astype(np.float32), (1, copies))
 
     def _new_encoder(self) -> Any:
         import av
