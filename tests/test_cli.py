@@ -26,7 +26,7 @@ def checkpoint(tmp_path):
         return saver.save_async(state, "a.pt", metadata={"note": "first"}).wait()
 
 
-@pytest.mark.parametrize("verb", ["", "info", "doctor", "bench", "demo"])
+@pytest.mark.parametrize("verb", ["", "info", "doctor", "convert", "bench", "demo"])
 def test_help_is_one_screen_and_as_it_was(verb, capsys, monkeypatch):
     monkeypatch.setenv("COLUMNS", "80")
     assert cli.main([*verb.split(), "--help"]) == 0
@@ -84,7 +84,7 @@ def test_no_verb_shows_help(capsys):
     ("words", "code", "expected"),
     [
         (["inof"], 2, "unknown verb 'inof': did you mean 'info'?"),
-        (["xyzzy"], 2, "use one of info, doctor, bench, demo"),
+        (["xyzzy"], 2, "use one of info, doctor, convert, bench, demo"),
         (["info"], 2, "PATH"),
         (["info", "--wrong", "x"], 2, "--wrong"),
         (["info", "--top", "-3", "x"], 2, "not a count"),

@@ -22,8 +22,8 @@ EXIT_INTERRUPTED = 130
 
 _EXIT_CODES = """\
 exit codes:
-  0 ok            1 finding, bag failed 2 usage            3 unusable data
-  4 storage       5 missing extra      6 save discarded
+  0 ok            1 a finding, or a bag that failed        2 usage
+  3 unusable data 4 storage            5 missing extra     6 save discarded
   70 internal error                    130 interrupted
 
 examples:
@@ -190,7 +190,7 @@ def _add_convert(verbs: Any) -> None:
     convert = _verb(
         verbs,
         "convert",
-        "turn ROS bags of any size into a LeRobot dataset, in bounded memory",
+        "turn ROS bags of any size into a LeRobot dataset",
         "Bags are .bag, .db3, .mcap, ROS 2 folders, or folders of them; the last path is the\n"
         "dataset. Every bag is committed when it is done: after a crash, --resume goes on.\n"
         "Without --map or --config the mapping is guessed from the first bag (see penstock info).\n"
@@ -198,6 +198,7 @@ def _add_convert(verbs: Any) -> None:
         "penstock convert bags/ dataset --config KuavoRosbag2Lerobot.yaml dataset.train_hz=20",
         _convert,
     )
+    convert.usage = "penstock convert [options] BAGS... OUT [key=value ...]"
     convert.add_argument(
         "words", nargs="*", metavar="BAGS OUT key=value", help="bags, the dataset, and settings"
     )
@@ -205,12 +206,17 @@ def _add_convert(verbs: Any) -> None:
     which.add_argument("--map", metavar="FILE", help="a mapping of topics to features (YAML)")
     which.add_argument("--config", metavar="FILE", help="a Kuavo settings file (Hydra YAML)")
     convert.add_argument("--fps", type=_natural, metavar="N", help="frames per second")
-    convert.add_argument("--codec", help="h264 (default), av1, copy (JPEG as recorded) or png")
-    convert.add_argument("--depth-codec", help="depth12 (default) or grey8")
-    convert.add_argument("--clock", help="bag (default) or header")
+    convert.add_argument(
+        "--codec", metavar="NAME", help="h264 (default), av1, copy (JPEG as recorded) or png"
+    )
+    convert.add_argument("--depth-codec", metavar="NAME", help="depth12 (default) or grey8")
+    convert.add_argument("--clock", metavar="NAME", help="bag (default) or header")
     convert.add_argument("--task", metavar="TEXT", help="what the robot does")
     convert.add_argument(
-        "--version", default="v3.0", help="of the dataset format: v3.0 (default) or v2.1"
+        "--version",
+        default="v3.0",
+        metavar="NAME",
+        help="of the dataset format: v3.0 (default) or v2.1",
     )
     convert.add_argument(
         "--memory", default="512MB", metavar="SIZE", help="memory to stay below (default 512MB)"

@@ -190,3 +190,22 @@ def test_one_decoder_decodes_jpegs_as_a_new_one_does() -> None:
         kind = f"yuvj{('420', '422', '444')[dice.integers(3)]}p"
         data = s.jpeg(pixels, kind, int(dice.integers(2, 12)))
         assert np.array_equal(to_rgb(decoder.jpeg(data)), to_rgb(ImageDecoder().jpeg(data)))
+
+
+def test_rgb_is_rounded_and_not_cut_off() -> None:
+    """FFmpeg's quick conversion makes every picture darker, by 1 of 255, and green by more."""
+    frame = ImageDecoder().jpeg(s.jpeg(smooth(), "yuvj444p"))
+    luma, blue, red = (
+        images.plane_rows(frame, plane=k)[:240, :320].astype(float) for k in range(3)
+    )
+    blue, red = blue - 128, red - 128
+    exact = [luma + 1.402 * red, luma - 0.344136 * blue - 0.714136 * red, luma + 1.772 * blue]
+    off = to_rgb(frame) - np.clip(np.stack(exact, axis=-1), 0, 255)
+    assert np.abs(off.mean((0, 1))).max() < 0.05
+    assert np.abs(off).max() < 1.5
+
+
+def smooth() -> np.ndarray:
+    y, x = np.mgrid[0:240, 0:320]
+    waves = [128 + 90 * np.sin(x / 40 + k) * np.cos(y / (30 + 9 * k)) for k in range(3)]
+    return np.stack(waves, axis=-1).astype(np.uint8)

@@ -116,6 +116,21 @@ def test_colours_are_those_of_the_jpeg(tmp_path: Path, codec: str, kind: str) ->
     assert np.sqrt(((other - expected)[inner] ** 2).mean()) < 2.5
 
 
+@pytest.mark.parametrize("kind", ["420", "422", "444", "rgb"])
+def test_pictures_become_neither_darker_nor_tinted(tmp_path: Path, kind: str) -> None:
+    """Narrowing the range with FFmpeg alone moves green down by half a step, red and blue up."""
+    y, x = np.mgrid[0:H, 0:W]
+    waves = [128 + 90 * np.sin(x / 20 + k) * np.cos(y / (15 + 5 * k)) for k in range(3)]
+    pixels = np.stack(waves, axis=-1).astype(np.uint8)
+    frame = None if kind == "rgb" else ImageDecoder().jpeg(s.jpeg(pixels, f"yuvj{kind}p"))
+    with VideoWriter(tmp_path / "a.mp4", VideoSettings("h264", crf=1), 30, W, H) as writer:
+        writer.encode(pixels if frame is None else frame)
+    expected = pixels if frame is None else to_rgb(frame)
+    off = next(read_video(tmp_path / "a.mp4")).astype(float) - expected
+    assert np.abs(off.mean((0, 1))).max() < 0.25
+    assert np.abs(off).mean() < 1
+
+
 def test_arrays_and_grey_frames_are_taken_too(tmp_path: Path) -> None:
     grey = av.VideoFrame.from_ndarray(np.full((H, W), 200, np.uint8), "gray")
     with VideoWriter(tmp_path / "a.mp4", VideoSettings("h264", crf=5), 30, W, H) as writer:

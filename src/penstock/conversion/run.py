@@ -306,7 +306,7 @@ def _commit(
             raise outcome  # the disk is full: no other bag will fare better
         if isinstance(outcome, PenstockError):
             writer.failed({"bag": job.bag.name, "fingerprint": print_}, str(outcome))
-            report.failed[job.bag] = str(outcome)
+            report.failed[job.bag] = str(outcome).removeprefix(f"{job.bag}: ")
             return
         done = committed.get(print_, set())
         for part, folder in enumerate(outcome.folders):

@@ -15,6 +15,7 @@ from isal import isal_zlib
 
 from penstock.errors import DataError
 from penstock.lerobot.columns import inside
+from penstock.lerobot.doctor_journal import check_journal
 from penstock.lerobot.findings import Report
 from penstock.lerobot.layout import PRIVATE_FOLDER
 
@@ -25,23 +26,22 @@ _COPY = "copy the file again, or convert the recording again"
 
 
 def check_digests(root: Path, report: Report) -> None:
-    """Compare every file that the journal names with its size and CRC-32, if there is a journal."""
+    """Compare the files that the journal names, or that follow from it, if there is a journal."""
     if not (root / JOURNAL).is_file():
         return
-    digests: dict[str, tuple[int, int]] = {}
     try:
-        for record in _records(root, report):
-            for name, digest in _files(record):
-                digests[name] = digest
+        records = list(_records(root, report))
     except OSError as error:
         report.error(JOURNAL, f"it cannot be read: {error.strerror}", _COPY)
         return
+    digests = {name: digest for record in records for name, digest in _files(record)}
     for name, (size, crc) in digests.items():
         path = PurePosixPath(name)
         if path.is_absolute() or ".." in path.parts or "\x00" in name:
             report.error(JOURNAL, f"it names {name[:80]!r}, which is not in the dataset", _COPY)
             continue
         _check(root, name, size, crc, report)
+    check_journal(root, records, report)
 
 
 def _records(root: Path, report: Report) -> Iterator[dict[str, Any]]:

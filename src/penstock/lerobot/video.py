@@ -32,6 +32,9 @@ Picture = av.VideoFrame | NDArray[Any]
 TICKS = 512  # per frame: lerobot's own time base, 1/15360 s at 30 fps
 _BT601 = 6  # AVCOL_SPC_SMPTE170M
 OPEN_OPTIONS = {"fflags": "+bitexact"}
+# Full range to limited range: 0..255 to 16..235, and chroma to 16..240.
+_LUMA = bytes(round(16 + value * 219 / 255) for value in range(256))
+_CHROMA = bytes(round(128 + (value - 128) * 224 / 255) for value in range(256))
 _JPEG_FORMATS = {"420": "yuvj420p", "422": "yuvj422p", "444": "yuvj444p", "440": "yuvj440p"}
 
 
@@ -246,19 +249,25 @@ class VideoWriter:
         full = not name.startswith("yuv") or name.startswith("yuvj") or frame.color_range == 2
         if name == "yuv420p" and not full:
             return frame
+        # FFmpeg's own narrowing of the range moves both chroma planes up by half a step.
+        narrow = name.startswith("yuvj")
         try:
-            return self._reformatter.reformat(
-                frame,
-                format="yuv420p",
-                src_colorspace=Colorspace.ITU709 if frame.colorspace == 1 else Colorspace.ITU601,
-                dst_colorspace=Colorspace.ITU601,
-                src_color_range=ColorRange.JPEG if full else ColorRange.MPEG,
-                dst_color_range=ColorRange.MPEG,
-                interpolation=Interpolation.BILINEAR | Interpolation.BITEXACT,
-                threads=1,
-            )
+            if name != "yuvj420p":
+                frame = self._reformatter.reformat(
+                    frame,
+                    format="yuvj420p" if narrow else "yuv420p",
+                    src_colorspace=Colorspace.ITU709
+                    if frame.colorspace == 1
+                    else Colorspace.ITU601,
+                    dst_colorspace=Colorspace.ITU601,
+                    src_color_range=ColorRange.JPEG if full else ColorRange.MPEG,
+                    dst_color_range=ColorRange.JPEG if narrow else ColorRange.MPEG,
+                    interpolation=Interpolation.BILINEAR | Interpolation.BITEXACT,
+                    threads=1,
+                )
         except (av.FFmpegError, ValueError) as error:
             raise DataError(f"a {name} picture cannot become a video frame ({error})") from error
+        return _limited_range(frame) if narrow else frame
 
     def _depth_frame(self, depth: Picture) -> av.VideoFrame:
         if not isinstance(depth, np.ndarray) or depth.ndim != 2 or depth.dtype != np.uint16:
@@ -297,6 +306,18 @@ class VideoWriter:
             "has_audio": False,
         }
         return info | (self._settings.depth.to_info() if codec == "depth12" else {})
+
+
+def _limited_range(frame: av.VideoFrame) -> av.VideoFrame:
+    """Return a full-range 4:2:0 picture in limited range, every value rounded."""
+    narrowed = av.VideoFrame(frame.width, frame.height, "yuv420p")
+    narrowed.color_range = ColorRange.MPEG
+    for plane, table in enumerate((_LUMA, _CHROMA, _CHROMA)):
+        old, new = plane_rows(frame, plane=plane), plane_rows(narrowed, plane=plane)
+        rows = np.frombuffer(old.tobytes().translate(table), np.uint8).reshape(old.shape)
+        height, width = min(len(old), len(new)), min(old.shape[1], new.shape[1])
+        new[:height, :width] = rows[:height, :width]
+    return narrowed
 
 
 @dataclass(frozen=True)

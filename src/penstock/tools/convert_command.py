@@ -22,7 +22,7 @@ def run(arguments: argparse.Namespace) -> Report | Prediction:
     if arguments.dry_run:
         return predict(request)
     report = carry_out(request)
-    page = Path(arguments.report) if arguments.report else request.out.with_suffix(".html")
+    page = Path(arguments.report or f"{request.out}.html")
     report.write_page(page)
     return report
 
