@@ -6,13 +6,13 @@ Nothing heavy is imported before a verb is chosen, so that `--help` answers at o
 from __future__ import annotations
 
 import argparse
-import difflib
 import os
 import sys
 from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
 
 from penstock import __version__
+from penstock.core.words import did_you_mean
 from penstock.errors import MissingExtra, PenstockError, UsageError
 
 EXIT_FINDING = 1
@@ -76,9 +76,7 @@ def _run(words: list[str]) -> int:
     verbs = parser.get_default("verbs")
     chosen = next((word for word in words if not word.startswith("-")), None)
     if chosen is not None and chosen not in verbs:
-        close = difflib.get_close_matches(chosen, verbs, n=1, cutoff=0.5)
-        hint = f"did you mean {close[0]!r}?" if close else f"use one of {', '.join(verbs)}"
-        raise UsageError(f"unknown verb {chosen!r}: {hint}")
+        raise UsageError(f"unknown verb {chosen!r}: {did_you_mean(chosen, verbs)}")
     arguments, rest = parser.parse_known_args(words)
     # Words behind an option: argparse would not give them to a list that has begun.
     if rest and (not hasattr(arguments, "words") or any(word.startswith("-") for word in rest)):

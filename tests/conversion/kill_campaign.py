@@ -281,13 +281,11 @@ class Campaign:
         if case.overwrite:
             shutil.copytree(self.reference(Case(version="v2.1"))[0], out)
         acknowledged = 0
-        began = False
         for k in range(min(kills, budget)):
-            mode = ["--resume"] if began else ["--overwrite"] if case.overwrite else []
+            mode = self._mode(case, out, acknowledged, k)
             victim = self._start(case, out, [*mode, "--no-check"])
             self._let_live(victim, case, len(expected) - acknowledged)
             code = victim.kill()
-            began = began or bool(victim.events[1:])  # opened: from here it is resumed
             acknowledged += victim.acknowledged
             self.figures.acknowledged += victim.acknowledged
             if code == 0:
@@ -301,7 +299,7 @@ class Campaign:
             where = f"round {number} kill {k} {case} while {victim.phase}"
             replacing = case.overwrite and not acknowledged
             self._look(out, expected, acknowledged, where, replacing)
-        mode = ["--resume"] if began or not case.overwrite else ["--overwrite"]
+        mode = self._mode(case, out, acknowledged, 1)
         code = self._start(case, out, [*mode, "--no-check"]).wait()
         where = f"round {number} {case}"
         if code != 0:
@@ -316,6 +314,12 @@ class Campaign:
 
     def _start(self, case: Case, out: Path, mode: list[str]) -> Victim:
         return Victim(case.words(self._bags, out, mode), self._log)
+
+    def _mode(self, case: Case, out: Path, acknowledged: int, k: int) -> list[str]:
+        """Overwrite until the old dataset is gone; apart from that, resume from the second time."""
+        if case.overwrite and not acknowledged and (out / "meta/info.json").exists():
+            return ["--overwrite"]
+        return ["--resume"] if k else []
 
     def _let_live(self, victim: Victim, case: Case, left: int) -> None:
         """Let a victim live until a random time, or until a moment within a random phase."""

@@ -88,7 +88,7 @@ def test_depth(samples, tmp_path, codec):
             "observation.depth": {"topic": facts.depths[0], "kind": "depth", "codec": codec},
         },
     }
-    from penstock.conversion.mapping import from_json
+    from penstock.conversion.settings import from_json
 
     report = penstock.convert(facts.path, tmp_path / "out", from_json(mapping), **QUIET)
     assert report.ok, report.text()
@@ -112,7 +112,7 @@ def test_raw_pictures_and_resize(samples, tmp_path):
             },
         },
     }
-    from penstock.conversion.mapping import from_json
+    from penstock.conversion.settings import from_json
 
     report = penstock.convert(facts.path, tmp_path / "out", from_json(mapping), **QUIET)
     assert report.ok, report.text()

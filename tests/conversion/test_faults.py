@@ -281,8 +281,17 @@ def test_out_may_be_the_folder_one_is_in(bags, whole, tmp_path, monkeypatch, cap
 
 @pytest.mark.parametrize(
     "name",
-    ["with space.bag", "-dash.bag", "--resume", "new\nline.bag", "tick`$(x).bag", "名字.bag"]
-    + ["fps=3.bag", "a" * 250 + ".bag", "\udcff.bag"],
+    [
+        "with space.bag",
+        "-dash.bag",
+        "--resume",
+        "new\nline.bag",
+        "tick`$(x).bag",
+        "名字.bag",
+        "fps=3.bag",
+        "a" * 250 + ".bag",
+        "\udcff.bag",
+    ],
 )
 def test_names_of_bags(samples, tmp_path, name):
     bag = tmp_path / "bags" / name
@@ -344,13 +353,15 @@ HOSTILE_FEATURES = [
     "timestamp",
     "{chunk_index}",
     "observation.images.\u202egnp",
+    "observation.images.\u00e9",  # looks like the next one
+    "observation.images.e\u0301",
 ]
 
 
 @pytest.mark.parametrize("name", HOSTILE_FEATURES)
 @pytest.mark.parametrize("camera", [True, False])
 def test_names_of_features(samples, tmp_path, name, camera):
-    from penstock.conversion.mapping import from_json
+    from penstock.conversion.settings import from_json
 
     facts = samples(seconds=2)
     state = {"topic": "/sensors_data_raw", "field": "joint_data.joint_q"}
@@ -366,26 +377,10 @@ def test_names_of_features(samples, tmp_path, name, camera):
         assert "\n" not in str(error)
         assert len(str(error)) < 400
         assert sorted(tmp_path.rglob("*")) == before
-        assert not name.startswith("{")
     else:
-        assert name.startswith("{"), name
-        assert report.ok
-        assert Dataset(out).features[name]
+        raise AssertionError(f"{name!r} became a feature: {report.text()}")
     assert {p.name for p in tmp_path.iterdir()} == {"root"}
     assert {p.name for p in out.parent.iterdir()} <= {"out"}
-
-
-def test_unicode_twins_are_two_features(samples, tmp_path):
-    from penstock.conversion.mapping import from_json
-
-    facts = samples(seconds=2)
-    picture = {"topic": facts.cameras[0], "kind": "color"}
-    twins = ["observation.images.\u00e9", "observation.images.e\u0301"]
-    mapping = from_json({"fps": 30, "features": dict.fromkeys(twins, picture)})
-    report = penstock.convert(facts.path, tmp_path / "out", mapping, **QUIET)
-    assert report.ok
-    assert set(twins) <= set(Dataset(tmp_path / "out").features)
-    assert not [f for f in doctor.check(tmp_path / "out").findings if f.severity == "error"]
 
 
 HOSTILE_TOPICS = [
@@ -521,7 +516,8 @@ def test_a_signal_stops_it_at_once_and_it_can_be_resumed(
         time.sleep(0.01)
     assert not [child for child in children if alive(child)]
     assert leftovers(out) == []
-    assert assert_sound(out, whole) >= after
+    # A line that was written and not yet acknowledged may be taken back.
+    assert assert_sound(out, whole) >= after - 1
     again = command(bags, out, "--resume", "--memory", "1GB")
     assert again.returncode == 0, again.stderr
     assert same_dataset(out, whole) == []
@@ -617,8 +613,7 @@ def test_a_failure_in_the_first_commit_leaves_no_dataset(bags, tmp_path, monkeyp
     """Neither does an interrupt that comes when its line is written and not yet counted."""
     from penstock.lerobot import journal, writer
 
-    real = os.fsync
-
+    real, real_publish = os.fsync, writer.publish_if_changed
     for place in ("journal", "info"):
         out = tmp_path / place
 
@@ -633,7 +628,6 @@ def test_a_failure_in_the_first_commit_leaves_no_dataset(bags, tmp_path, monkeyp
             if place == "info" and Path(path).name == "info.json":
                 raise KeyboardInterrupt
 
-        real_publish = writer.publish_if_changed
         with monkeypatch.context() as patch:
             patch.setattr(journal.os, "fsync", interrupted)
             patch.setattr(writer, "publish_if_changed", publishing)

@@ -6,8 +6,8 @@ import pytest
 import penstock
 from penstock.bags import open_bag
 from penstock.conversion.guess import guess_mapping
-from penstock.conversion.mapping import from_json
 from penstock.conversion.plan import plan_bag
+from penstock.conversion.settings import from_json
 from penstock.errors import DataError
 from penstock.lerobot.reader import Dataset
 from penstock.tools.samples import expected_arm_traj, expected_state, read_number

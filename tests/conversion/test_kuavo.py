@@ -3,7 +3,8 @@ import math
 import pytest
 
 from penstock.conversion.kuavo import choose_used, load_kuavo
-from penstock.conversion.mapping import Camera, from_json, options
+from penstock.conversion.mapping import Camera, options
+from penstock.conversion.settings import from_json
 from penstock.errors import UsageError
 
 YAML = """

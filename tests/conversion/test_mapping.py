@@ -1,6 +1,7 @@
 import pytest
 
-from penstock.conversion.mapping import Camera, Vector, from_json, load_map, parse_value
+from penstock.conversion.mapping import Camera, Vector
+from penstock.conversion.settings import from_json, load_map, parse_value
 from penstock.errors import UsageError
 
 SHORT = {

@@ -16,7 +16,7 @@ import pytest
 
 import penstock
 from penstock.bags import open_bag
-from penstock.conversion.mapping import from_json
+from penstock.conversion.settings import from_json
 from penstock.lerobot.depth import DepthCoding
 from penstock.lerobot.doctor import check
 from penstock.lerobot.images import ImageDecoder
@@ -189,7 +189,6 @@ def test_lerobot_reads_depth(bags, tmp_path, codec, version) -> None:
         values[f"number/{DEPTH}"] = numbers()
     else:
         values[f"pic/{DEPTH}"] = (DepthCoding().encode(depth) >> 4).astype(np.uint8)
-        exact = {"near": 0, "far": 0}
         position = 0
         for episode in Dataset(root).episodes:
             for frame in episode.frames([DEPTH]):
@@ -199,7 +198,6 @@ def test_lerobot_reads_depth(bags, tmp_path, codec, version) -> None:
                 bound = (wanted + 3500) * np.log(13.5 / 3.51) / 4095 / 2 + 0.5
                 assert np.all(np.abs(found - wanted) <= bound)
                 assert read_number(found, 750) == numbers()[position]
-                exact["near" if wanted.mean() < 1000 else "far"] += 1
                 position += 1
         assert position == 135
     expect = save(tmp_path / "x.npz", values)
@@ -207,7 +205,7 @@ def test_lerobot_reads_depth(bags, tmp_path, codec, version) -> None:
     assert set(verdict["backends"]) == {"torchcodec", "pyav"}
 
 
-@pytest.mark.parametrize("codec", ["h264", "av1", "copy", "png"])
+@pytest.mark.parametrize("codec", ["h264", "copy"])
 def test_lerobot_merges_two_conversions(bags, tmp_path, codec) -> None:
     chosen = mapping(bags[0], codec, 1)
     one, two = (convert(bags, tmp_path / name, chosen, "v3.0") for name in ("one", "two"))
@@ -244,31 +242,45 @@ def jpeg(pixels: np.ndarray, subsampling: str) -> bytes:
     return b"".join(bytes(packet) for packet in [*encoder.encode(frame), *encoder.encode(None)])
 
 
-def colour_bag(path: Path, subsampling: str, frames: int = 20) -> list[bytes]:
-    """Write a recording of one camera that looks at colour bars."""
+def colour_bag(path: Path, frames: int = 20) -> dict[str, list[bytes]]:
+    """Write a recording of three cameras that look at colour bars, each in another subsampling."""
     made = Messages(True, "4pro", "leju_claw", False)
-    files = [jpeg(bars(number), subsampling) for number in range(frames)]
+    files = {
+        f"/cam{kind}": [jpeg(bars(number), kind) for number in range(frames)]
+        for kind in ("420", "422", "444")
+    }
     with closing(new_writer(path, "bag", "none", made.store)) as writer:
-        handle = writer.add("/cam", "sensor_msgs/msg/CompressedImage")
-        for number, data in enumerate(files):
+        handles = {topic: writer.add(topic, "sensor_msgs/msg/CompressedImage") for topic in files}
+        for number in range(frames):
             t_ns = 1_700_000_000 * 10**9 + number * 10**9 // 30
-            writer.write(handle, t_ns, made.compressed(t_ns, number, "jpeg", data))
+            for topic, handle in handles.items():
+                data = made.compressed(t_ns, number, "jpeg", files[topic][number])
+                writer.write(handle, t_ns, data)
     return files
 
 
-@pytest.mark.parametrize("subsampling", ["420", "422", "444"])
 @pytest.mark.parametrize("codec", ["h264", "av1", "copy"])
-def test_colours_are_right_in_lerobot(tmp_path, codec, subsampling) -> None:
-    """A wrong range shifts dark and bright pixels by up to 16, a wrong matrix colours by more."""
-    files = colour_bag(tmp_path / "colours.bag", subsampling)
-    features = {CAMERAS[0]: {"topic": "/cam", "kind": "color"}}
-    chosen = from_json({"fps": 30, "codec": codec, "features": features})
-    report = penstock.convert(tmp_path / "colours.bag", tmp_path / "out", chosen, **QUIET)
+def test_colours_are_right_in_lerobot(tmp_path, codec) -> None:
+    """A wrong range shifts dark and bright pixels by up to 16, a wrong matrix colours by more.
+
+    Both back ends convert to RGB by rounding down, so that all videos are darker by 1.
+    """
+    bag = tmp_path / "colours.bag"
+    files = colour_bag(bag)
+    cameras = dict(zip(CAMERAS, files, strict=True))
+    features = {name: {"topic": topic, "kind": "color"} for name, topic in cameras.items()}
+    chosen = from_json({"fps": 30, "codec": codec, "timeline": "/cam420", "features": features})
+    report = penstock.convert(bag, tmp_path / "out", chosen, **QUIET)
     assert report.ok, report.text()
-    values = {f"jpeg/{CAMERAS[0]}": padded(files), f"number/{CAMERAS[0]}": np.arange(len(files))}
-    expect = save(tmp_path / "x.npz", values)
-    verdict = lerobot_reads(tmp_path / "out", expect, "--error", 4)
+    values = {}
+    for name, topic in cameras.items():
+        values[f"jpeg/{name}"] = padded(files[topic])
+        values[f"number/{name}"] = np.arange(len(files[topic]))
+    verdict = lerobot_reads(tmp_path / "out", save(tmp_path / "x.npz", values), "--error", 4)
     for backend in ("torchcodec", "pyav"):
-        facts = verdict["backends"][backend]["pictures"][CAMERAS[0]]
-        for band, shift in facts["shift"].items():
-            assert np.abs(shift).max() < 1.5, (backend, band, facts)
+        for name in CAMERAS:
+            facts = verdict["backends"][backend]["pictures"][name]
+            for band, shift in facts["shift"].items():
+                brightness = np.dot([0.299, 0.587, 0.114], shift)
+                assert abs(brightness) < 1.5, (backend, name, band, facts)
+                assert np.abs(shift).max() < 2, (backend, name, band, facts)

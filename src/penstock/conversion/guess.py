@@ -11,7 +11,12 @@ from typing import Any, Final
 from penstock.bags import Bag, Topic
 from penstock.conversion import kuavo
 from penstock.conversion.align import SECOND_NS, in_order
-from penstock.conversion.mapping import Camera, Mapping, Source, Vector
+from penstock.conversion.mapping import (
+    Camera,
+    Mapping,
+    Source,
+    Vector,
+)
 from penstock.errors import DataError
 
 _IMAGES: Final = ("sensor_msgs/msg/Image", "sensor_msgs/msg/CompressedImage")

@@ -40,10 +40,9 @@ from penstock.conversion.mapping import (
     Mapping,
     Source,
     Vector,
-    did_you_mean,
-    load_yaml,
-    parse_value,
 )
+from penstock.conversion.settings import load_yaml, parse_value
+from penstock.core.words import did_you_mean
 from penstock.errors import UsageError
 
 _ARMS_AT: Final = {"4pro": 12, "5": 13, "5w": 4}

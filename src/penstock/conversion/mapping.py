@@ -16,17 +16,13 @@ compares it with that of the first one.
 
 from __future__ import annotations
 
-import difflib
 import re
-from collections.abc import Collection, Iterator, Sequence
-from collections.abc import Mapping as AnyMapping
-from dataclasses import MISSING as NO_DEFAULT
-from dataclasses import asdict, dataclass, fields
-from pathlib import Path
-from typing import Any, Final, Literal, get_args, get_type_hints
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from typing import Any, Final, Literal
 
 from penstock.conversion.align import Align
-from penstock.core.files import storage_error
+from penstock.core.words import did_you_mean
 from penstock.errors import UsageError
 
 Clock = Literal["bag", "header"]
@@ -44,7 +40,6 @@ AUTO_NAMES: Final = frozenset(
 )
 GAP_FLAG: Final = "observation.gap"
 _FEATURE_NAME: Final = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,99}")
-_MAX_YAML_BYTES: Final = 4 * 2**20
 
 
 @dataclass(frozen=True, slots=True)
@@ -203,178 +198,12 @@ class Mapping:
         return content
 
 
-def from_json(content: AnyMapping[str, Any], where: str = "mapping") -> Mapping:
-    """Build a mapping from JSON or YAML values.
-
-    Raises:
-        UsageError: A key or value is wrong; says which, where, and what was probably meant.
-    """
-    values = dict(content)
-    described = values.pop("features", None)
-    if not isinstance(described, AnyMapping) or not described:
-        raise UsageError(f"{where} has no features: list at least one under `features:`")
-    features = {
-        str(name): _feature(entry, f"{where}: feature {name!r}")
-        for name, entry in described.items()
-    }
-    if _is_number(values.get("timeline"), float):  # a fixed rate, which is that of the frames
-        if values["timeline"] != values.get("fps"):
-            raise UsageError(f"{where}: timeline is {values['timeline']}, and fps is not: set fps")
-        values["timeline"] = "rate"
-    return Mapping(features=features, **_fit(Mapping, values, where, skip={"features"}))
-
-
-def _feature(entry: Any, where: str) -> Vector | Camera:
-    if not isinstance(entry, AnyMapping):
-        raise UsageError(f"{where} is {entry!r}: describe it by topic and field")
-    values = dict(entry)
-    kind = values.pop("feature", None)
-    if kind == "camera" or (kind is None and "kind" in values):
-        if "topic" in values:
-            values["topics"] = (values.pop("topic"),)
-        return Camera(**_fit(Camera, values, where))
-    if "sources" not in values:  # the short form: one source, its keys beside the feature's
-        wide = {f.name for f in fields(Vector)}
-        own = ({f.name for f in fields(Source)} | {"topic"}) - wide
-        unknown = next((key for key in values if key not in own | wide), None)
-        if unknown is not None:
-            hint = did_you_mean(unknown, own | wide)
-            raise UsageError(f"{where} has an unknown key {unknown!r}: {hint}")
-        values["sources"] = [{key: values.pop(key) for key in list(values) if key in own}]
-    if not isinstance(values["sources"], Sequence) or isinstance(values["sources"], str):
-        raise UsageError(f"{where}: sources is {values['sources']!r}: give a list")
-    values["sources"] = tuple(
-        _source(source, f"{where}, source {number}")
-        for number, source in enumerate(values["sources"], 1)
-    )
-    return Vector(**_fit(Vector, values, where, skip={"sources"}))
-
-
-def _source(entry: Any, where: str, depth: int = 0) -> Source:
-    if not isinstance(entry, AnyMapping) or depth > 8:
-        raise UsageError(f"{where} is {str(entry)[:80]!r}: give topic and field")
-    values = dict(entry)
-    if "topic" in values:
-        values["topics"] = (values.pop("topic"),)
-    if values.get("otherwise") is not None:
-        values["otherwise"] = _source(values["otherwise"], f"{where}, otherwise", depth + 1)
-    return Source(**_fit(Source, values, where, skip={"otherwise"}))
-
-
-def _fit(
-    kind: type, values: dict[str, Any], where: str, skip: Collection[str] = ()
-) -> dict[str, Any]:
-    """Check keys and types against a dataclass; turn lists into tuples."""
-    hints = get_type_hints(kind)
-    known = {f.name: f for f in fields(kind)}
-    fitted: dict[str, Any] = {}
-    for key, value in values.items():
-        if key not in known:
-            raise UsageError(f"{where} has an unknown key {key!r}: {did_you_mean(key, known)}")
-        fitted[key] = value if key in skip else _convert(value, hints[key], f"{where}: {key}")
-    for name, entry in known.items():
-        required = entry.default is NO_DEFAULT and entry.default_factory is NO_DEFAULT
-        if required and name not in fitted and name not in skip:
-            label = "topic" if name == "topics" else name
-            raise UsageError(f"{where} lacks {label!r}: add it")
-    return fitted
-
-
-def _convert(value: Any, hint: Any, where: str) -> Any:
-    """Return the value as its type hint wants it, or say what is wrong with it."""
-    options = get_args(hint)
-    if value is None and type(None) in options:
-        return None
-    text = str(hint)
-    if text.startswith("typing.Literal") or (options and str(options[0]).startswith("typing.Lit")):
-        choices = get_args(options[0]) if type(None) in options else options
-        if value not in choices:
-            raise UsageError(f"{where} is {value!r}: {did_you_mean(value, choices)}")
-        return value
-    if "tuple[str" in text:
-        items = [value] if isinstance(value, str) else value
-        if not isinstance(items, Sequence) or not all(isinstance(v, str) for v in items):
-            raise UsageError(f"{where} is {value!r}: give a list of names")
-        return tuple(items)
-    if "tuple[int" in text or "tuple[float" in text:
-        number = int if "tuple[int" in text else float
-        if (
-            not isinstance(value, Sequence)
-            or len(value) != 2
-            or not all(_is_number(v, number) for v in value)
-        ):
-            raise UsageError(f"{where} is {value!r}: give two numbers, such as [0, 10]")
-        return tuple(number(v) for v in value)
-    for kind, words in ((bool, "true or false"), (int, "a whole number"), (float, "a number")):
-        if hint is kind or (kind in options):
-            if not _is_number(value, kind):
-                raise UsageError(f"{where} is {value!r}: give {words}")
-            return kind(value)
-    if not isinstance(value, str):
-        raise UsageError(f"{where} is {value!r}: give a text")
-    return value
-
-
-def _is_number(value: Any, kind: type) -> bool:
-    if kind is bool or isinstance(value, bool):
-        return kind is bool and isinstance(value, bool)
-    if kind is int:
-        return isinstance(value, int)
-    return isinstance(value, int | float) and value == value and abs(value) != float("inf")
-
-
 def options(source: Source) -> Iterator[Source]:
     """Yield a source and those that stand in for it, in the order they are tried."""
     option: Source | None = source
     while option is not None:
         yield option
         option = option.otherwise
-
-
-def did_you_mean(word: Any, known: Any) -> str:
-    """Return a hint for a word that is not one of those known."""
-    choices = sorted(map(str, known))
-    close = difflib.get_close_matches(str(word), choices, n=1, cutoff=0.5)
-    return f"did you mean {close[0]!r}?" if close else f"use one of {', '.join(choices)}"
-
-
-def load_map(path: Path) -> Mapping:
-    """Read a mapping from a YAML file."""
-    return from_json(load_yaml(path), str(path))
-
-
-def load_yaml(path: Path) -> dict[str, Any]:
-    """Read a YAML file of settings; tags that would build objects are refused."""
-    from ruamel.yaml import YAML
-    from ruamel.yaml.error import YAMLError
-
-    try:
-        if path.stat().st_size > _MAX_YAML_BYTES:
-            raise UsageError(f"{path} is larger than {_MAX_YAML_BYTES} bytes: not a settings file")
-        text = path.read_text(encoding="utf-8")
-    except OSError as error:
-        raise storage_error("read", path, error) from error
-    except UnicodeDecodeError as error:
-        raise UsageError(f"{path} is not a text file: {error.reason}") from error
-    try:
-        content = YAML(typ="safe", pure=True).load(text)
-    except (YAMLError, ValueError, RecursionError) as error:
-        reason = " ".join(str(error).split())
-        raise UsageError(f"{path} is not YAML: {reason}") from error
-    if not isinstance(content, dict):
-        raise UsageError(f"{path} holds no settings: write `key: value` lines")
-    return content
-
-
-def parse_value(text: str) -> Any:
-    """Read the value of a `key=value` word as YAML: 10, true, null, [0, 1500], text."""
-    from ruamel.yaml import YAML
-    from ruamel.yaml.error import YAMLError
-
-    try:
-        return YAML(typ="safe", pure=True).load(text)
-    except (YAMLError, ValueError, RecursionError):
-        return text
 
 
 def _check(mapping: Mapping) -> None:

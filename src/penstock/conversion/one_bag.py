@@ -20,6 +20,7 @@ import numpy as np
 
 from penstock.bags import Bag, Message, open_bag
 from penstock.conversion import mapping as maps
+from penstock.conversion import settings
 from penstock.conversion.account import Account
 from penstock.conversion.align import Times
 from penstock.conversion.features import describe
@@ -99,7 +100,7 @@ def convert_bag(job: Job, advance: Advance) -> Converted:
     Raises:
         PenstockError: The bag cannot be converted; the staging folder holds nothing of use.
     """
-    mapping = maps.from_json(job.mapping)
+    mapping = settings.from_json(job.mapping)
     features = {name: Feature.from_json(name, value) for name, value in job.features.items()}
     start_s, start_cpu_s = time.perf_counter(), time.process_time()
     with open_bag(job.bag, salvage=job.salvage) as bag:

@@ -23,7 +23,13 @@ from penstock.conversion.align import (
     inside,
     match,
 )
-from penstock.conversion.mapping import Camera, Mapping, Source, Vector, options
+from penstock.conversion.mapping import (
+    Camera,
+    Mapping,
+    Source,
+    Vector,
+    options,
+)
 from penstock.conversion.timeline import (
     Choice,
     Frames,

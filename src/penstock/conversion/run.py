@@ -16,20 +16,16 @@ from penstock.bags import find_bags, open_bag
 from penstock.conversion import kuavo
 from penstock.conversion.features import describe
 from penstock.conversion.guess import guess_mapping
-from penstock.conversion.mapping import (
-    Mapping,
-    did_you_mean,
-    from_json,
-    load_map,
-    parse_value,
-)
+from penstock.conversion.mapping import Mapping
 from penstock.conversion.one_bag import Converted, Job
 from penstock.conversion.plan import plan_bag
 from penstock.conversion.report import BagReport, Report
+from penstock.conversion.settings import from_json, load_map, parse_value
 from penstock.conversion.workers import Outcome, run_jobs
 from penstock.core.files import storage_error
 from penstock.core.memory import MemoryWatch, parse_bytes, rss_bytes
 from penstock.core.progress import Mode, Progress
+from penstock.core.words import did_you_mean
 from penstock.errors import DataError, PenstockError, StorageError, UsageError
 from penstock.lerobot import doctor
 from penstock.lerobot.layout import VERSIONS, Feature, Version
@@ -248,6 +244,7 @@ def _convert_all(
             report.skipped.append(path)
         else:
             todo.append(path)
+            complete.add(prints[path])  # a copy under another name is the same recording
     workers = report.workers = _fitting_workers(request, len(todo))
     total_bytes = sum(_size(path) for path in todo)
     with Progress(total_bytes, "convert", "bytes", request.progress) as progress:

@@ -23,7 +23,13 @@ from penstock.conversion.align import (
     in_order,
     rate_slots,
 )
-from penstock.conversion.mapping import Camera, Clock, Mapping, Source, did_you_mean
+from penstock.conversion.mapping import (
+    Camera,
+    Clock,
+    Mapping,
+    Source,
+)
+from penstock.core.words import did_you_mean
 from penstock.errors import DataError
 
 Mask = NDArray[np.bool_]
