@@ -6,7 +6,8 @@ Prints one JSON document: {"ok": ..., "problems": [...], "frames": ..., "backend
 The npz may hold `lengths` (frames per episode), `task` (one per frame), `vec/<feature>` (values,
 one row per frame), `mean/<camera>` (mean of each channel in [0, 1], one row per frame), and the
 pictures themselves: `jpeg/<camera>` (files, one padded row per frame), or `pic/<camera>` (pixels),
-and `number/<camera>` (the number that is written into each).
+and `number/<camera>` (the number that is written into each). `mask` (height, width) says which
+pixels tell a shift of brightness; without it all do.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ from lerobot.datasets.lerobot_dataset import LeRobotDataset
 from PIL import Image
 
 MEAN_TOLERANCE = 0.02
-PICTURES = ("jpeg/", "pic/", "number/")
+PICTURES = ("jpeg/", "pic/", "number/", "mask")
 BANDS = {"all": (0, 255), "dark": (0, 63), "middle": (64, 191), "bright": (192, 255)}
 
 
@@ -47,8 +48,11 @@ class Pictures:
     """
 
     def __init__(self, expect: dict, name: str, error: float, shift: float) -> None:
-        self._jpegs, self._pixels, self._numbers = (expect.get(p + name) for p in PICTURES)
+        self._jpegs, self._pixels, self._numbers = (
+            expect.get(kind + name) for kind in ("jpeg/", "pic/", "number/")
+        )
         self._name, self._error, self._shift = name, error, shift
+        self._mask = expect["mask"][:, :, None] if "mask" in expect else np.True_
         self.worst = 0.0
         self._sums, self._counts = np.zeros((4, 3)), np.zeros((4, 3))
 
@@ -71,7 +75,7 @@ class Pictures:
         error = np.abs(found - wanted).mean((0, 1)).max()
         self.worst = max(self.worst, float(error))
         for band, (low, high) in enumerate(BANDS.values()):
-            inside = (wanted >= low) & (wanted <= high)
+            inside = (wanted >= low) & (wanted <= high) & self._mask
             self._sums[band] += np.where(inside, found - wanted, 0).sum((0, 1))
             self._counts[band] += inside.sum((0, 1))
         problems = []

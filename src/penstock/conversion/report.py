@@ -9,6 +9,7 @@ from typing import Any
 
 from penstock.conversion.account import Account
 from penstock.conversion.mapping import Mapping
+from penstock.conversion.one_bag import Converted
 from penstock.core.memory import format_bytes
 from penstock.core.report import Report as Page
 from penstock.lerobot.findings import Finding
@@ -16,32 +17,34 @@ from penstock.lerobot.findings import Finding
 
 @dataclass(slots=True)
 class BagReport:
-    """What came of one bag; see `one_bag.Converted`."""
+    """One bag and what came of it."""
 
     path: Path
     size_bytes: int
-    episodes: int
-    account: Account
-    skew: dict[str, Any]
-    skew_ms: dict[str, list[float]]
-    timeline: str
-    salvage: str | None
-    previews: dict[str, bytes]
-    wall_s: float
-    cpu_s: float
+    done: Converted
+
+    @property
+    def account(self) -> Account:
+        """Where its frames went."""
+        return self.done.account
+
+    @property
+    def salvage(self) -> str | None:
+        """What was recovered of it; None if it was whole."""
+        return self.done.salvage
 
     def to_json(self) -> dict[str, Any]:
         """Return it as JSON values, without the pictures."""
         return {
             "bag": str(self.path),
             "size_bytes": self.size_bytes,
-            "episodes": self.episodes,
+            "episodes": len(self.done.folders),
             **self.account.to_json(),
-            "skew": self.skew,
-            "timeline": self.timeline,
+            "skew": self.done.skew,
+            "timeline": self.done.timeline,
             "salvage": self.salvage,
-            "wall_s": round(self.wall_s, 3),
-            "cpu_s": round(self.cpu_s, 3),
+            "wall_s": round(self.done.wall_s, 3),
+            "cpu_s": round(self.done.cpu_s, 3),
         }
 
 
@@ -117,7 +120,7 @@ class Report:
             "memory_limit_bytes": self.memory_limit_bytes,
             "workers": self.workers,
             "wall_s": round(self.wall_s, 3),
-            "cpu_s": round(sum(bag.cpu_s for bag in self.bags), 3),
+            "cpu_s": round(sum(bag.done.cpu_s for bag in self.bags), 3),
             "checked": self.checked,
             "findings": None
             if self.findings is None
@@ -215,7 +218,7 @@ class Report:
 
     def mapping_text(self) -> str:
         """Say what the frames follow."""
-        return self.bags[0].timeline if self.bags else "-"
+        return self.bags[0].done.timeline if self.bags else "-"
 
     def _bags_part(self, page: Page) -> None:
         if not self.bags:
@@ -227,13 +230,13 @@ class Report:
                 (
                     bag.path.name,
                     format_bytes(bag.size_bytes),
-                    bag.episodes,
+                    len(bag.done.folders),
                     bag.account.frames_in,
                     bag.account.frames_repeated,
                     bag.account.frames_out,
                     bag.account.frames_dropped,
-                    f"{bag.wall_s:.1f}",
-                    f"{bag.cpu_s:.1f}",
+                    f"{bag.done.wall_s:.1f}",
+                    f"{bag.done.cpu_s:.1f}",
                 )
                 for bag in self.bags
             ],
@@ -243,7 +246,7 @@ class Report:
                 page.text(f"{bag.path.name} was damaged. {bag.salvage}.")
 
     def _pictures_part(self, page: Page) -> None:
-        shown = [(bag, bag.previews) for bag in self.bags if bag.previews][:12]
+        shown = [(bag, bag.done.previews) for bag in self.bags if bag.done.previews][:12]
         if not shown:
             return
         page.heading("First pictures")
@@ -264,8 +267,8 @@ class Report:
         page.heading("Time errors")
         page.text("Stamp of the message that a frame took, minus the time of the frame.")
         rows = []
-        for name in self.bags[0].skew:
-            facts = [bag.skew[name] for bag in self.bags if name in bag.skew]
+        for name in self.bags[0].done.skew:
+            facts = [bag.done.skew[name] for bag in self.bags if name in bag.done.skew]
             rows.append(
                 (
                     name,
@@ -277,7 +280,7 @@ class Report:
         page.table(("feature", "median ms", "p95 ms", "largest ms"), rows)
         series: dict[str, list[float]] = {}
         for bag in self.bags:
-            for name, values in bag.skew_ms.items():
+            for name, values in bag.done.skew_ms.items():
                 if any(values):
                     series.setdefault(name, []).extend(values)
         if series:

@@ -17,7 +17,7 @@ from penstock.conversion import kuavo
 from penstock.conversion.features import describe
 from penstock.conversion.guess import guess_mapping
 from penstock.conversion.mapping import Mapping
-from penstock.conversion.one_bag import Converted, Job
+from penstock.conversion.one_bag import Job
 from penstock.conversion.plan import plan_bag
 from penstock.conversion.report import BagReport, Report
 from penstock.conversion.settings import from_json, load_map, parse_value
@@ -34,7 +34,7 @@ from penstock.lerobot.writer import DatasetWriter
 DEFAULT_MEMORY: Final = "512MB"
 # What one worker needs beside its queue: the interpreter, the codecs, the parquet writer.
 _BASE_BYTES: Final = 220 * 10**6
-_QUEUE_BYTES: Final = 64 * 2**20
+_QUEUE_BYTES: Final = 16 * 2**20  # hundreds of pictures: more would only be more memory
 _LEAST_QUEUE_BYTES: Final = 4 * 2**20
 
 
@@ -318,25 +318,9 @@ def _commit(
                     "parts": len(outcome.folders),
                 },
             )
-        report.add(_bag_report(job.bag, outcome))
+        report.add(BagReport(job.bag, _size(job.bag), outcome))
     finally:
         shutil.rmtree(job.staging, ignore_errors=True)
-
-
-def _bag_report(path: Path, outcome: Converted) -> BagReport:
-    return BagReport(
-        path=path,
-        size_bytes=_size(path),
-        episodes=len(outcome.folders),
-        account=outcome.account,
-        skew=outcome.skew,
-        skew_ms=outcome.skew_ms,
-        timeline=outcome.timeline,
-        salvage=outcome.salvage,
-        previews=outcome.previews,
-        wall_s=outcome.wall_s,
-        cpu_s=outcome.cpu_s,
-    )
 
 
 class _Meter:
