@@ -237,7 +237,14 @@ def state_of(out: Path) -> dict:
 
 
 # What the doctor may say of an episode that was on its way when its writer was killed.
-IN_FLIGHT = ("total_", "no episode refers to it", "meta/stats.json", "tasks", "there are")
+IN_FLIGHT = (
+    "total_",
+    "no episode refers to it",
+    "meta/stats.json",
+    "tasks",
+    "there are",
+    "meta/episodes_stats.jsonl",
+)
 
 
 class Campaign:

@@ -1,6 +1,7 @@
 """Full and read-only disks, hostile names and inputs, signals, two writers: one clear line each."""
 
 import contextlib
+import io
 import json
 import os
 import shutil
@@ -25,17 +26,24 @@ pytestmark = pytest.mark.timeout(300)
 QUIET = {"progress": "quiet", "memory": "1GB", "check": False}
 COMMAND = [sys.executable, "-m", "penstock", "convert"]
 ENVIRONMENT = {**os.environ, "PENSTOCK_PROGRESS": "quiet"}
+STREAMS = ("strict", "backslashreplace")
 
 
-def command(*words: object, timeout_s: float = 100) -> subprocess.CompletedProcess:
-    return subprocess.run(
-        [*COMMAND, *map(str, words)],
-        capture_output=True,
-        text=True,
-        timeout=timeout_s,
-        env=ENVIRONMENT,
-        check=False,
-    )
+@pytest.fixture(autouse=True)
+def quiet(monkeypatch):
+    monkeypatch.setenv("PENSTOCK_PROGRESS", "quiet")
+
+
+def command(*words: object) -> subprocess.CompletedProcess:
+    """Run the command in this process, with streams as strict as those of a real one."""
+    out, err = (io.TextIOWrapper(io.BytesIO(), "utf-8", errors) for errors in STREAMS)
+    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+        code = main(["convert", *map(str, words)])
+    texts = []
+    for stream in (out, err):
+        stream.flush()
+        texts.append(stream.buffer.getvalue().decode())
+    return subprocess.CompletedProcess(words, code, *texts)
 
 
 def one_line(result: subprocess.CompletedProcess, code: int) -> str:
@@ -109,12 +117,12 @@ def remount(path: Path, options: str) -> None:
 
 
 # From too small for the first staged video to too small for packing: see the stages seen below.
-SIZES_KB = (24, 120, 180, 210, 240, 300, 400, 600, 800, 1000, 1200, 1400)
+SIZES_KB = (24, 180, 300, 400, 600, 1000, 1200, 1400)
 
 
 @pytest.mark.parametrize("workers", [1, 2])
 def test_a_full_disk(bags, whole, tmp_path, workers):
-    sizes = SIZES_KB if workers == 1 else SIZES_KB[2::4]
+    sizes = SIZES_KB if workers == 1 else (300, 1200)
     stages = []
     for size_kb in sizes:
         with tmpfs(tmp_path / f"disk-{size_kb}", f"size={size_kb}k") as disk:
@@ -123,14 +131,14 @@ def test_a_full_disk(bags, whole, tmp_path, workers):
             report = ("--report", tmp_path / "page.html")
             result = command(*words, *report)
             if result.returncode == 0:
-                stages.append("none")
+                stages.append((size_kb, "none"))
                 continue
             line = one_line(result, 4)
             assert "No space left on device; free some space" in line
             committed = assert_sound(out, whole) if out.exists() else 0
             if out.exists():
                 assert leftovers(out) == []
-            stages.append("pack" if committed == 4 else committed)
+            stages.append((size_kb, "pack" if committed == 4 else committed))
             remount(disk, "size=16m")
             again = command(*words, *report, "--resume")
             assert again.returncode == 0, again.stderr
@@ -138,9 +146,10 @@ def test_a_full_disk(bags, whole, tmp_path, workers):
             assert leftovers(out) == []
     if workers == 1:
         # It failed before the first commit, between commits, and in the packing at the end.
-        assert 0 in stages, stages
-        assert {1, 2, 3} & set(stages), stages
-        assert "pack" in stages, stages
+        seen = {stage for _, stage in stages}
+        assert 0 in seen, stages
+        assert {1, 2, 3} & seen, stages
+        assert "pack" in seen, stages
 
 
 def test_a_read_only_disk(bags, whole, tmp_path):
@@ -206,6 +215,7 @@ def test_unreadable_bags(samples, tmp_path):
 
 
 @pytest.mark.parametrize("kind", ["empty", "folder", "dangling", "loop", "fifo", "missing"])
+@pytest.mark.timeout(20)
 def test_one_unreadable_bag_is_one_line(tmp_path, kind):
     bag = tmp_path / "x.bag"
     match kind:
@@ -219,7 +229,7 @@ def test_one_unreadable_bag_is_one_line(tmp_path, kind):
             bag.symlink_to(bag)
         case "fifo":
             os.mkfifo(bag)
-    result = command(bag, tmp_path / "out", timeout_s=20)
+    result = command(bag, tmp_path / "out")
     assert str(bag) in one_line(result, 3)
     assert not (tmp_path / "out").exists()
 
@@ -252,7 +262,7 @@ def test_out_inside_the_bags_folder(bags, whole, tmp_path):
     again = penstock.convert(folder, folder / "out", resume=True, **QUIET)
     assert len(again.skipped) == 4
     for mode in ({}, {"overwrite": True}, {"append": True}):
-        with pytest.raises(UsageError, match="not empty"):
+        with pytest.raises(UsageError, match=r"not empty|lies in"):
             penstock.convert(folder, folder, **mode, **QUIET)
     assert len(list(folder.glob("*.bag"))) == 4
 
@@ -270,7 +280,6 @@ def test_overwriting_never_deletes_the_bags(bags, whole, tmp_path):
 
 
 def test_out_may_be_the_folder_one_is_in(bags, whole, tmp_path, monkeypatch, capsys):
-    monkeypatch.setenv("PENSTOCK_PROGRESS", "quiet")
     here = tmp_path / "data.v1"
     here.mkdir()
     monkeypatch.chdir(here)
@@ -327,8 +336,7 @@ WRONG_WORDS = [
 
 
 @pytest.mark.parametrize(("word", "text"), WRONG_WORDS)
-def test_wrong_settings(bags, tmp_path, capsys, monkeypatch, word, text):
-    monkeypatch.setenv("PENSTOCK_PROGRESS", "quiet")
+def test_wrong_settings(bags, tmp_path, capsys, word, text):
     code = main(["convert", str(bags), str(tmp_path / "out"), "--no-check", word])
     error = capsys.readouterr().err
     if word == "task=":
@@ -497,7 +505,7 @@ def stopped(bags: Path, out: Path, workers: int, number: int, after: int, group:
     return process.returncode, output, error, took_s, workers_found
 
 
-CASES = [(1, 0, True), (1, 2, True), (1, 3, False), (2, 0, True), (2, 1, False), (2, 2, True)]
+CASES = [(1, 0, True), (1, 2, False), (2, 0, True), (2, 1, False)]
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])

@@ -7,9 +7,9 @@ from html.parser import HTMLParser
 
 import pytest
 
-from penstock.errors import UsageError
 from penstock.core.plot import draw
 from penstock.core.report import Report, text_table
+from penstock.errors import UsageError
 
 NASTY = "<script>alert('&')</script>"
 

@@ -28,7 +28,7 @@ def environment(old: bool) -> dict[str, str]:
         if not (folder / "lerobot").is_dir():
             pytest.fail(f"{folder} has no lerobot 0.3.3; see the head of {__file__}")
         chosen["PYTHONPATH"] = str(folder)
-    return {**chosen, "HF_HUB_OFFLINE": "1", "SVT_LOG": "1"}
+    return {**chosen, "HF_HUB_OFFLINE": "1", "SVT_LOG": "1", "OMP_NUM_THREADS": "1"}
 
 
 def run(script: str, *words: object, old: bool = False) -> subprocess.CompletedProcess[str]:

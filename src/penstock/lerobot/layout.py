@@ -399,10 +399,8 @@ def _stat_type(feature: Feature, stat: str) -> pa.DataType:
     if stat == "count":
         return pa.list_(pa.int64())
     nested = pa.float64()
-    if stat in ("min", "max") and feature.dtype == "bool":
-        nested = pa.bool_()
-    elif stat in ("min", "max") and "int" in feature.dtype:
-        nested = pa.int64()
+    if stat in ("min", "max") and not feature.is_picture and "float" not in feature.dtype:
+        nested = pa.bool_() if feature.dtype == "bool" else pa.int64()
     for _ in feature.shape:  # a picture's are (channels, 1, 1)
         nested = pa.list_(nested)
     return nested

@@ -200,13 +200,14 @@ def recover(root: Path, spec: Spec, state: State, records: list[Record]) -> None
             raise CorruptFile(f"{root / path} is missing ({error.strerror})") from error
         if found != size:
             raise CorruptFile(f"{root / path} has {found} bytes, and {size} were committed")
-    for path in _ours(root, spec, state):
-        if path not in needed:
-            (root / path).unlink()
+    # What names files goes before the files, so that a reader never looks for one in vain.
     for name, size in state.sizes.items():
         with suppress(FileNotFoundError):
             if (root / name).stat().st_size > size:
                 os.truncate(root / name, size)
+    for path in _ours(root, spec, state):
+        if path not in needed:
+            (root / path).unlink()
     private = root / PRIVATE_FOLDER
     for pack in private.glob("stats-*.pack"):
         if pack.name != state.stats_file:
@@ -229,7 +230,7 @@ def _ours(root: Path, spec: Spec, state: State) -> list[str]:
             layout.video_path("v2.1", k, number // per_chunk, number) for k in spec.video_keys
         ]
         return [name for name in names if (root / name).exists()]
-    kinds = {"data": "data", "episodes": layout.EPISODES_FOLDER}
+    kinds = {"episodes": layout.EPISODES_FOLDER, "data": "data"}
     kinds |= {f"videos/{key}": f"videos/{key}" for key in spec.video_keys}
     for kind, folder in kinds.items():
         first = state.base.next_file.get(kind, 0)
