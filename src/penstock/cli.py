@@ -6,9 +6,13 @@ Nothing heavy is imported before a verb is chosen, so that `--help` answers at o
 from __future__ import annotations
 
 import argparse
+import contextlib
+import io
 import os
+import signal
 import sys
-from collections.abc import Callable, Sequence
+import threading
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NoReturn
 
 from penstock import __version__
@@ -19,17 +23,22 @@ EXIT_FINDING = 1
 EXIT_STORAGE = 4
 EXIT_INTERNAL = 70
 EXIT_INTERRUPTED = 130
+EXIT_TERMINATED = 143
 
 _EXIT_CODES = """\
 exit codes:
   0 ok            1 a finding, or a bag that failed        2 usage
   3 unusable data 4 storage            5 missing extra     6 save discarded
-  70 internal error                    130 interrupted
+  70 internal error                    130 interrupted    143 terminated
 
 examples:
   penstock info flight.bag
   penstock convert bags/ dataset --memory 512MB
   penstock doctor dataset"""
+
+
+class _Terminated(KeyboardInterrupt):
+    """SIGTERM: whoever runs us asks us to stop."""
 
 
 class _Parser(argparse.ArgumentParser):
@@ -46,6 +55,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         argv: The words after `penstock`; by default those of this process.
     """
     words = list(sys.argv[1:] if argv is None else argv)
+    if isinstance(sys.stdout, io.TextIOWrapper):  # a file name may hold bytes that are no text
+        sys.stdout.reconfigure(errors="backslashreplace")
     try:
         code = _run(words)
         sys.stdout.flush()
@@ -56,6 +67,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         # The reader has gone (`| head`): point stdout elsewhere, or the interpreter complains.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
+    except _Terminated:
+        return _fail("terminated", EXIT_TERMINATED, words)
     except KeyboardInterrupt:
         return _fail("interrupted", EXIT_INTERRUPTED, words)
     except PenstockError as error:
@@ -296,12 +309,31 @@ def _doctor(arguments: argparse.Namespace) -> int:
 def _convert(arguments: argparse.Namespace) -> int:
     from penstock.tools import convert_command
 
-    report = convert_command.run(arguments)
+    with _stoppable():
+        report = convert_command.run(arguments)
     if arguments.json:
         _print_json(report.to_json())
     else:
         print(report.text())
     return 0 if report.ok else EXIT_FINDING
+
+
+@contextlib.contextmanager
+def _stoppable() -> Iterator[None]:
+    """Let SIGTERM unwind the stack as Ctrl-C does, once: workers end, staged files are removed."""
+
+    def stop(*_: object) -> NoReturn:
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        raise _Terminated
+
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = signal.signal(signal.SIGTERM, stop)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 def _bench(arguments: argparse.Namespace) -> int:

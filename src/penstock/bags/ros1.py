@@ -171,7 +171,8 @@ class Ros1Bag(ChunkedBag):
             self._scan(reason)
         self.topics = self._make_topics(self._count_all())
         if self._chunks:
-            fields, _, _ = self._chunk_header(self._chunks[0])
+            with self._named():
+                fields, _, _ = self._chunk_header(self._chunks[0])
             self.compression = fields[b"compression"].decode("ascii", "replace")
 
     def _scan(self, reason: str) -> None:

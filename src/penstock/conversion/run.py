@@ -156,12 +156,23 @@ def make_request(
     given = {name: value for name, value in settings.items() if value is not None}
     if given:
         mapping = from_json({**mapping.to_json(), **given}, "the settings")
+    # Packing exchanges the folder: a relative name would then mean the old one.
+    out = Path(out).absolute()
+    if overwrite:
+        _check_outside(used, out)
     mode: OpenMode = "create"
     if resume or append or overwrite:
         mode = "resume" if resume else "append" if append else "overwrite"
     return Request(
         used, Path(out), mapping, version, memory_bytes, workers, mode, salvage, check, progress
     )
+
+
+def _check_outside(bags: Sequence[Path], out: Path) -> None:
+    """Refuse to replace a folder that holds what is to be converted."""
+    for bag in bags:
+        if out.resolve() in (bag.resolve(), *bag.resolve().parents):
+            raise UsageError(f"{bag} lies in {out}, which would be deleted: move it elsewhere")
 
 
 def _guess(bags: Sequence[Path], salvage: bool) -> Mapping:

@@ -77,8 +77,12 @@ class Lanes:
         with self._changed:
             self._ending = True
             self._changed.notify_all()
-        for thread in self._threads:
-            thread.join()
+        try:
+            for thread in self._threads:
+                thread.join()
+        except BaseException:  # an interrupt: whoever cleans up now must find no thread at work
+            self.cancel()
+            raise
         self._raise()
 
     def cancel(self) -> None:

@@ -155,7 +155,7 @@ class Report:
     def write(self, path: str | PathLike[str]) -> Path:
         """Publish the page, whole or not at all; return where it is."""
         target = Path(path)
-        publish_bytes(target, self.html().encode())
+        publish_bytes(target, self.html().encode(errors="replace"))
         return target
 
 

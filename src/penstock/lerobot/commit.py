@@ -171,6 +171,8 @@ class Placement:
                 {"task_index": number, "task": tasks[number]}
                 for number in range(len(self._before.tasks), len(tasks))
             ],
+            # Statistics first: an episode that is listed has some, wherever we are killed.
+            layout.EPISODES_STATS_JSONL: [{"episode_index": record["episode"], "stats": stats}],
             layout.EPISODES_JSONL: [
                 {
                     "episode_index": record["episode"],
@@ -178,7 +180,6 @@ class Placement:
                     "length": record["frames"],
                 }
             ],
-            layout.EPISODES_STATS_JSONL: [{"episode_index": record["episode"], "stats": stats}],
         }
         make_folders(self._root / "meta")
         for path, values in lines.items():

@@ -56,8 +56,11 @@ class Dataset:
         self.fps = known.fps
         self.features = known.features
         empty = known.raw["total_episodes"] == 0
-        self.tasks = [] if empty else metadata.read_tasks(self.path, known.version)
+        # A writer adds tasks and episodes before info.json counts them: those do not exist yet.
+        tasks = [] if empty else metadata.read_tasks(self.path, known.version)
+        self.tasks = tasks[: known.raw["total_tasks"]]
         records = [] if empty else list(metadata.read_episodes(self.path, known))
+        records = [record for record in records if record.index < known.raw["total_episodes"]]
         for source, problem in metadata.record_problems(known, self.tasks, records):
             raise DataError(f"{source} in {self.path}: {problem}; run `penstock doctor` on it")
         starts: dict[str, int] = {}  # the first frame of each data file

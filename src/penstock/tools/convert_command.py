@@ -22,7 +22,7 @@ def run(arguments: argparse.Namespace) -> Report | Prediction:
     if arguments.dry_run:
         return predict(request)
     report = carry_out(request)
-    page = Path(arguments.report or f"{request.out}.html")
+    page = Path(arguments.report or f"{request.out.absolute()}.html")
     report.write_page(page)
     return report
 
