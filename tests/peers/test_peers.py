@@ -193,7 +193,7 @@ def test_lerobot_merges_what_we_wrote(made, tmp_path, packed) -> None:
 
 @pytest.mark.parametrize("mode", ["video", "image"])
 def test_lerobot_reads_what_we_added_to_its_own(tmp_path, mode) -> None:
-    source = Dataset(make_golden(tmp_path / "golden", mode, "--plain"))
+    source = Dataset(make_golden(tmp_path / "golden", mode))
     root = Path(shutil.copytree(tmp_path / "golden", tmp_path / "both"))
     with DatasetWriter(root, own_features(source), 30, "tester", mode="append") as writer:
         write(writer, source, "av1")

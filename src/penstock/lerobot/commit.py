@@ -16,6 +16,7 @@ import pyarrow as pa
 from penstock.core.files import NewFile, sync_folder, write_all
 from penstock.errors import CorruptFile
 from penstock.lerobot import layout
+from penstock.lerobot.adopt import fitting_stats, fitting_table
 from penstock.lerobot.episode import AnyStats, StagedEpisode, file_digest, write_stats
 from penstock.lerobot.journal import Record
 from penstock.lerobot.layout import PRIVATE_FOLDER, QUANTILES
@@ -137,9 +138,14 @@ class Placement:
         record["episodes"] = self._next("episodes", next_file)
         path = layout.episodes_path(*record["episodes"])
         target = self._prepare(path)
-        row = episode_row(self._spec, record, described)
-        schema = self._schema or layout.episodes_schema(self._spec.features)
-        write_table(target, pa.Table.from_pylist([row], schema))
+        if self._schema is None:
+            row = episode_row(self._spec, record, described)
+            table = pa.Table.from_pylist([row], layout.episodes_schema(self._spec.features))
+        else:  # the records of others, in their shapes and types
+            complete = layout.all_features(self._spec.features)
+            row = episode_row(self._spec, record, fitting_stats(own, complete, self._schema))
+            table = fitting_table(row, self._schema)
+        write_table(target, table)
         record["files"][path] = file_digest(target)
         merged = dict(self._before.stats)
         for name, stats in own.items():
