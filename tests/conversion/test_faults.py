@@ -485,6 +485,8 @@ def stopped(bags: Path, out: Path, workers: int, number: int, after: int, group:
         text=True,
         env=ENVIRONMENT,
         start_new_session=True,
+        # A shell in the background lets its programs ignore SIGINT: not what is tested here.
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
     )
     try:
         while process.poll() is None and (
