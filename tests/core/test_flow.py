@@ -273,6 +273,8 @@ def test_error_in_size_is_raised() -> None:
 def test_interrupt_while_waiting_for_an_item() -> None:
     main = threading.main_thread().ident
     assert main is not None
+    # A shell in the background lets its programs ignore SIGINT: not what is tested here.
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
 
     def numbers() -> Iterator[int]:
         yield 1
@@ -282,9 +284,12 @@ def test_interrupt_while_waiting_for_an_item() -> None:
             time.sleep(0.001)
             yield i
 
-    with pytest.raises(KeyboardInterrupt), Flow(limit_bytes=2) as flow:
-        for _ in flow.map(int, flow.source(numbers(), name="s", size=one), name="m", size=one):
-            pass
+    try:
+        with pytest.raises(KeyboardInterrupt), Flow(limit_bytes=2) as flow:
+            for _ in flow.map(int, flow.source(numbers(), name="s", size=one), name="m", size=one):
+                pass
+    finally:
+        signal.signal(signal.SIGINT, before)
 
 
 def test_first_error_wins() -> None:
