@@ -155,7 +155,7 @@ def make_request(
         mapping = _guess(used, salvage)
     given = {name: value for name, value in settings.items() if value is not None}
     if given:
-        mapping = from_json({**mapping.to_json(), **given}, "the settings")
+        mapping = from_json({**mapping.to_json(), **given}, "the command")
     # Packing exchanges the folder: a relative name would then mean the old one.
     out = Path(out).absolute()
     if overwrite:

@@ -156,6 +156,8 @@ def load_yaml(path: Path) -> dict[str, Any]:
         if path.stat().st_size > _MAX_YAML_BYTES:
             raise UsageError(f"{path} is larger than {_MAX_YAML_BYTES} bytes: not a settings file")
         text = path.read_text(encoding="utf-8")
+    except FileNotFoundError:
+        raise UsageError(f"there is no settings file {path}: check the path") from None
     except OSError as error:
         raise storage_error("read", path, error) from error
     except UnicodeDecodeError as error:
