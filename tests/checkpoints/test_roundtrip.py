@@ -14,7 +14,7 @@ from penstock import errors
 from penstock.checkpoints.load import load_checkpoint, load_metadata
 from penstock.checkpoints.rng import rng_state, set_rng_state
 from penstock.checkpoints.saver import AsyncCheckpointSaver
-from penstock.checkpoints.tensors import NAMES
+from penstock.tensors import NAMES
 
 from .conftest import Training, assert_equal
 

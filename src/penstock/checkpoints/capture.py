@@ -27,10 +27,10 @@ from numpy.typing import NDArray
 
 from penstock.checkpoints import cuda
 from penstock.checkpoints.freeze import Frozen, version_of
-from penstock.checkpoints.tensors import NAMES, store_torch_value
 from penstock.core import tree
 from penstock.core.pack import DTYPES
 from penstock.core.tree import Json
+from penstock.tensors import NAMES, store_torch_value
 
 SETTLE_AFTER_S = 1.0
 _CHUNK_BYTES = 4 << 20

@@ -19,10 +19,10 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from penstock.checkpoints.tensors import NAMES, check_storable, store_torch_value
 from penstock.core import tree
 from penstock.core.pack import DTYPES
 from penstock.errors import UnsupportedValue
+from penstock.tensors import NAMES, check_storable, store_torch_value
 
 _TENSORS = frozenset({torch.Tensor, torch.nn.Parameter})
 version_of = attrgetter("_version")  # in C: a third faster than a comprehension

@@ -13,7 +13,6 @@ import lz4.frame
 import torch
 
 from penstock.checkpoints import folder
-from penstock.checkpoints.tensors import empty_tensor, fetch_torch_value, flat_words
 from penstock.core import tree
 from penstock.core.files import storage_error
 from penstock.core.pack import PackReader, is_pack
@@ -25,6 +24,7 @@ from penstock.errors import (
     UnknownFormat,
     UsageError,
 )
+from penstock.tensors import empty_tensor, fetch_torch_value, flat_words
 
 _LZ4_MAGIC = b"\x04\x22\x4d\x18"
 _ZIP_MAGIC = b"PK\x03\x04"

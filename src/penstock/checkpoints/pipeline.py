@@ -9,11 +9,11 @@ from collections import deque
 from collections.abc import Callable
 
 from penstock.checkpoints.capture import Capture
-from penstock.checkpoints.handle import SaveHandle, poll
 from penstock.checkpoints.publish import Job, Publisher
 from penstock.checkpoints.queue import SaveQueue
 from penstock.core.background import Background
 from penstock.core.files import storage_error
+from penstock.core.handle import SaveHandle, poll
 from penstock.core.memory import format_bytes
 from penstock.core.pack import PackWriter
 from penstock.errors import PenstockError, StorageError

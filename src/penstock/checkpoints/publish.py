@@ -12,9 +12,9 @@ from numpy.typing import NDArray
 from penstock import __version__
 from penstock.checkpoints import folder
 from penstock.checkpoints.capture import Capture, Part
-from penstock.checkpoints.handle import SaveHandle
 from penstock.core.codecs import Codec, Delta, Planes
 from penstock.core.files import sweep
+from penstock.core.handle import SaveHandle
 from penstock.core.pack import Item, PackReader, PackWriter
 from penstock.core.tree import Json
 from penstock.errors import DataError

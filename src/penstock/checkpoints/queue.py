@@ -11,8 +11,8 @@ import torch
 
 from penstock.checkpoints import cuda
 from penstock.checkpoints.capture import Staging
-from penstock.checkpoints.handle import SaveHandle, poll
 from penstock.checkpoints.publish import Job
+from penstock.core.handle import SaveHandle, poll
 
 OnFull = Literal["wait", "skip", "drop_oldest"]
 SMALLEST_LIMIT_BYTES = 64 << 20

@@ -29,15 +29,15 @@ import torch
 from penstock.checkpoints import folder, hooks
 from penstock.checkpoints.capture import Capture, staging_bytes
 from penstock.checkpoints.freeze import Owned, freeze
-from penstock.checkpoints.handle import SaveHandle, poll
 from penstock.checkpoints.pipeline import Pipeline
 from penstock.checkpoints.publish import Job, Publisher
 from penstock.checkpoints.queue import OnFull, SaveQueue
-from penstock.checkpoints.signals import SignalGuard
 from penstock.core import tree
 from penstock.core.codecs import Planes
 from penstock.core.files import storage_error
+from penstock.core.handle import SaveHandle, poll
 from penstock.core.monitor import PerformanceMonitor
+from penstock.core.signals import SignalGuard
 from penstock.errors import PenstockError, PenstockWarning, SaverClosed, UsageError
 
 KeepBest = int | tuple[int, Literal["max", "min"]]

@@ -1,0 +1,1 @@
+"""Replay buffers: episodes and frames, compressed where it pays."""

@@ -1,0 +1,1 @@
+"""Rollouts: batches of experience on disk, compressed in memory, collected ahead."""
