@@ -7,6 +7,7 @@ codec keeps state between calls, so that blocks may be coded by several threads.
     raw        the bytes as they are
     lz4, zstd  a general compressor over the bytes
     planes     the k-th bytes of all elements together, each plane compressed if that helps
+    series     series.py: zeros as a bitmap, the rest as differences to the one before, in planes
     delta      zigzag integer difference to a base of the same size, then an inner codec
     quantize   bounded error: only when the user states the epsilon; then an inner codec
 
@@ -64,12 +65,12 @@ class Raw(Codec):
 
     def encode(self, values: Array, base: Array | None = None) -> list[Buffer]:
         """Return a view, no copy."""
-        return [_bytes_of(values)]
+        return [bytes_of(values)]
 
     def decode(self, data: memoryview, out: Array, base: Array | None = None) -> None:
         """Copy."""
-        target = _bytes_of(out)
-        _expect(len(data) == len(target), "a raw block has the wrong length")
+        target = bytes_of(out)
+        expect(len(data) == len(target), "a raw block has the wrong length")
         target[:] = data
 
 
@@ -79,14 +80,14 @@ class Lz4(Codec):
     id = "lz4"
 
     def __init__(self, level: int = 0) -> None:
-        self.level = _checked_level("lz4", level, 0, 16)
+        self.level = checked_level("lz4", level, 0, 16)
 
     def encode(self, values: Array, base: Array | None = None) -> list[Buffer]:
         """Compress; level 0 is the fast mode, higher levels are the slow, smaller one."""
         mode = "default" if self.level == 0 else "high_compression"
         return [
             lz4.block.compress(
-                _bytes_of(values), mode=mode, compression=self.level, store_size=False
+                bytes_of(values), mode=mode, compression=self.level, store_size=False
             )
         ]
 
@@ -96,8 +97,8 @@ class Lz4(Codec):
             content = lz4.block.decompress(data, uncompressed_size=out.nbytes)
         except (lz4.block.LZ4BlockError, ValueError) as error:
             raise CorruptFile(f"a block is not LZ4 data ({error})") from error
-        _expect(len(content) == out.nbytes, "an LZ4 block has the wrong length")
-        _bytes_of(out)[:] = content
+        expect(len(content) == out.nbytes, "an LZ4 block has the wrong length")
+        bytes_of(out)[:] = content
 
     def config(self) -> Config:
         """Return the settings."""
@@ -110,15 +111,15 @@ class Zstd(Codec):
     id = "zstd"
 
     def __init__(self, level: int = 3) -> None:
-        self.level = _checked_level("zstd", level, 1, 22)
+        self.level = checked_level("zstd", level, 1, 22)
 
     def encode(self, values: Array, base: Array | None = None) -> list[Buffer]:
         """Compress; the frame states its content size."""
-        return [zstandard.ZstdCompressor(level=self.level).compress(_bytes_of(values))]
+        return [zstandard.ZstdCompressor(level=self.level).compress(bytes_of(values))]
 
     def decode(self, data: memoryview, out: Array, base: Array | None = None) -> None:
         """Decompress into `out`."""
-        _bytes_of(out)[:] = _unzstd(data, out.nbytes)
+        bytes_of(out)[:] = unzstd(data, out.nbytes)
 
     def config(self) -> Config:
         """Return the settings."""
@@ -139,11 +140,11 @@ class Planes(Codec):
         if inner not in ("zstd", "lz4"):
             raise UsageError(f"planes: unknown inner codec {inner!r}; use 'zstd' or 'lz4'")
         self.inner = inner
-        self.level = _checked_level("planes", level, 0, 22)
+        self.level = checked_level("planes", level, 0, 22)
 
     def encode(self, values: Array, base: Array | None = None) -> list[Buffer]:
         """Split into planes and compress each one that gets smaller."""
-        words = _as_unsigned(values)
+        words = as_unsigned(values)
         count, width = words.size, words.itemsize
         compress = self._compressor(width)
         out = np.empty(4 * width + values.nbytes, np.uint8)
@@ -160,11 +161,11 @@ class Planes(Codec):
 
     def decode(self, data: memoryview, out: Array, base: Array | None = None) -> None:
         """Put the planes together again."""
-        words = _as_unsigned(out)
+        words = as_unsigned(out)
         head = 4 * words.itemsize
-        _expect(len(data) >= head, "a block of planes is too short")
+        expect(len(data) >= head, "a block of planes is too short")
         lengths = struct.unpack_from(f"<{words.itemsize}I", data)
-        _expect(sum(lengths) == len(data) - head, "a block of planes has the wrong length")
+        expect(sum(lengths) == len(data) - head, "a block of planes has the wrong length")
         planes = []
         at = head
         for length in lengths:
@@ -176,7 +177,7 @@ class Planes(Codec):
         if len(part) == count:
             return np.frombuffer(part, np.uint8)
         if self.inner == "zstd":
-            return np.frombuffer(_unzstd(part, count), np.uint8)
+            return np.frombuffer(unzstd(part, count), np.uint8)
         plane = np.empty(count, np.uint8)
         Lz4().decode(part, plane)
         return plane
@@ -217,7 +218,7 @@ class Delta(Codec):
 
     def encode(self, values: Array, base: Array | None = None) -> list[Buffer]:
         """Encode the difference to `base`, which must have the same size."""
-        current, reference = _as_unsigned(values), self._reference(values, base)
+        current, reference = as_unsigned(values), self._reference(values, base)
         signed = SIGNED[current.itemsize]
         difference = SCRATCH.array("difference", current.size, current.dtype)
         difference = np.subtract(current, reference, out=difference).view(signed)
@@ -229,7 +230,7 @@ class Delta(Codec):
 
     def decode(self, data: memoryview, out: Array, base: Array | None = None) -> None:
         """Decode the difference and add it to `base`."""
-        target, reference = _as_unsigned(out), self._reference(out, base)
+        target, reference = as_unsigned(out), self._reference(out, base)
         self.inner.decode(data, target)
         negative = (target & target.dtype.type(1)).view(SIGNED[target.itemsize])
         np.right_shift(target, 1, out=target)
@@ -239,7 +240,7 @@ class Delta(Codec):
     def _reference(self, values: Array, base: Array | None) -> Array:
         if base is None or base.nbytes != values.nbytes:
             raise UsageError("delta: a base block of the same size is needed")
-        return _as_unsigned(base).view(_as_unsigned(values).dtype)
+        return as_unsigned(base).view(as_unsigned(values).dtype)
 
     def config(self) -> Config:
         """Return the settings."""
@@ -288,8 +289,8 @@ class Quantize(Codec):
 
     def decode(self, data: memoryview, out: Array, base: Array | None = None) -> None:
         """Decode the grid and scale it."""
-        _expect(out.dtype.kind == "f", "a quantised block can only hold floats")
-        _expect(len(data) > 0 and data[0] in (2, 4), "a quantised block has no grid width")
+        expect(out.dtype.kind == "f", "a quantised block can only hold floats")
+        expect(len(data) > 0 and data[0] in (2, 4), "a quantised block has no grid width")
         grid = np.empty(out.size, SIGNED[data[0]])
         self.inner.decode(data[1:], grid)
         out[:] = self._values(grid, out.dtype)
@@ -345,6 +346,10 @@ def from_config(config: Mapping[str, Any]) -> Codec:
                 return Zstd(**settings)
             case "planes":
                 return Planes(**settings)
+            case "series":
+                from penstock.core.series import Series
+
+                return Series(**settings)
             case "delta":
                 return Delta(**settings)
             case "quantize":
@@ -356,7 +361,8 @@ def from_config(config: Mapping[str, Any]) -> Codec:
     raise CorruptFile(f"unknown codec {kind!r}; a newer penstock may have written this file")
 
 
-def _bytes_of(values: Array) -> memoryview:
+def bytes_of(values: Array) -> memoryview:
+    """View the bytes of a contiguous array."""
     return memoryview(_bytes_array(values))  # type: ignore[arg-type]
 
 
@@ -364,16 +370,17 @@ def _bytes_array(values: Array) -> NDArray[np.uint8]:
     return values.reshape(-1).view(np.uint8)
 
 
-def _as_unsigned(values: Array) -> Array:
+def as_unsigned(values: Array) -> Array:
     """View as unsigned words; complex numbers become pairs of words."""
     width = values.itemsize // 2 if values.dtype.kind == "c" else values.itemsize
     return values.reshape(-1).view(UNSIGNED[width])
 
 
-def _unzstd(data: Buffer, size_bytes: int) -> bytes:
+def unzstd(data: Buffer, size_bytes: int) -> bytes:
+    """Decompress a frame that must hold `size_bytes`."""
     try:
         # The frame states its size: an allocation is made only when it is the expected one.
-        _expect(
+        expect(
             zstandard.frame_content_size(data) == size_bytes, "a zstd block has the wrong length"
         )
         return zstandard.ZstdDecompressor().decompress(data)
@@ -381,7 +388,8 @@ def _unzstd(data: Buffer, size_bytes: int) -> bytes:
         raise CorruptFile(f"a block is not zstd data ({error})") from error
 
 
-def _expect(condition: bool, message: str) -> None:
+def expect(condition: bool, message: str) -> None:
+    """Say that encoded bytes make no sense."""
     if not condition:
         raise CorruptFile(message)
 
@@ -392,7 +400,8 @@ def _checked_inner(codec: str, inner: Codec | None) -> Codec:
     return inner or Planes()
 
 
-def _checked_level(codec: str, level: int, lowest: int, highest: int) -> int:
+def checked_level(codec: str, level: int, lowest: int, highest: int) -> int:
+    """Refuse a level that a codec does not have."""
     if not isinstance(level, int) or not lowest <= level <= highest:
         raise UsageError(f"{codec}: level {level!r} is not in {lowest}..{highest}")
     return level

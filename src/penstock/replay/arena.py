@@ -1,0 +1,227 @@
+"""Many small pieces of bytes in a few large chunks, found by location, moved to disk if need be.
+
+A location is a number: the chunk in its upper bits, the offset in the lower ones. It stays valid
+until the piece is freed or moved by `compact`; a chunk that has gone to disk keeps its locations.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import mmap
+import os
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from penstock.core.files import storage_error, write_all
+from penstock.errors import UsageError
+
+Bytes = NDArray[np.uint8]
+Longs = NDArray[np.int64]
+
+_OFFSET_BITS = 40
+_OFFSET_MASK = (1 << _OFFSET_BITS) - 1
+_MOSTLY_DEAD = 0.5
+_FIRST_BYTES = 256 * 1024
+
+
+@dataclass
+class _Chunk:
+    content: Bytes
+    used: int = 0
+    live: int = 0
+    map: mmap.mmap | None = None  # set when the chunk lies on disk
+
+
+class Arena:
+    """Append-only memory with eviction: freed pieces give their chunk back when all of it is dead.
+
+    Not thread-safe: its owner holds a lock.
+
+    Args:
+        chunk_bytes: Largest size of a shared chunk; a large piece gets a chunk of its own.
+        memory_bytes: Memory to hold before chunks go to disk; needs `spill_dir`.
+        spill_dir: Where chunks go. The files have no name there: they vanish with the process,
+            however it ends.
+    """
+
+    def __init__(
+        self,
+        chunk_bytes: int = 8 << 20,
+        memory_bytes: int | None = None,
+        spill_dir: str | os.PathLike[str] | None = None,
+    ) -> None:
+        if memory_bytes is not None and spill_dir is None:
+            raise UsageError("memory_bytes needs spill_dir: where should the rest go?")
+        self._chunk_bytes = chunk_bytes
+        self._memory_bytes = memory_bytes
+        self._spill_dir = Path(spill_dir) if spill_dir is not None else None
+        if self._spill_dir is not None:
+            try:
+                self._spill_dir.mkdir(parents=True, exist_ok=True)
+            except OSError as error:
+                raise storage_error("create", self._spill_dir, error) from error
+        self._chunks: dict[int, _Chunk] = {}
+        self._bases = np.zeros(16, np.uint64)
+        self._free_numbers: list[int] = []
+        self._open = -1
+        self.live_bytes = 0
+        self.nbytes = 0
+        self.spilled_bytes = 0
+
+    def put(self, data: Bytes) -> int:
+        """Copy a piece in and return its location."""
+        return int(self.put_many(data, np.array([data.size], np.int64))[0])
+
+    def put_many(self, data: Bytes, lengths: Longs) -> Longs:
+        """Copy consecutive pieces in and return their locations.
+
+        Args:
+            data: All pieces, one behind the other.
+            lengths: Bytes of each.
+        """
+        locations = np.empty(lengths.size, np.int64)
+        ends = np.cumsum(lengths)
+        first = 0
+        while first < lengths.size:
+            start = int(ends[first] - lengths[first])
+            number, chunk = self._room_for(int(lengths[first]))
+            # As many as fit, in one copy.
+            last = int(np.searchsorted(ends, start + chunk.content.size - chunk.used, "right"))
+            stop = int(ends[last - 1])
+            size = stop - start
+            chunk.content[chunk.used : chunk.used + size] = data[start:stop]
+            begins = ends[first:last] - lengths[first:last] - start + chunk.used
+            locations[first:last] = begins + (number << _OFFSET_BITS)
+            chunk.used += size
+            chunk.live += size
+            self.live_bytes += size
+            first = last
+        return locations
+
+    def free(self, locations: Longs, lengths: Longs) -> None:
+        """Give pieces back; chunks in which nothing lives any more are dropped."""
+        if not locations.size:
+            return
+        numbers = locations >> _OFFSET_BITS
+        touched, where = np.unique(numbers, return_inverse=True)
+        dead = np.bincount(where, weights=lengths).astype(np.int64)
+        for number, size in zip(touched.tolist(), dead.tolist(), strict=True):
+            chunk = self._chunks[number]
+            chunk.live -= size
+            self.live_bytes -= size
+            if chunk.live == 0 and number != self._open:
+                self._drop(number)
+
+    def addresses(self, locations: Longs) -> NDArray[np.uint64]:
+        """Return where pieces lie in memory; valid until the next put, free or compact."""
+        found: NDArray[np.uint64] = self._bases[locations >> _OFFSET_BITS]
+        found += (locations & _OFFSET_MASK).view(np.uint64)
+        return found
+
+    def read(self, location: int, nbytes: int) -> Bytes:
+        """View a piece."""
+        start = location & _OFFSET_MASK
+        return self._chunks[location >> _OFFSET_BITS].content[start : start + nbytes]
+
+    def compact(self, locations: Longs, lengths: Longs) -> Longs | None:
+        """Move what still lives in mostly dead chunks, so that these can go.
+
+        Args:
+            locations: Of all pieces that live: the caller's whole table.
+            lengths: Bytes of each.
+
+        Returns:
+            The new table, or None if there was nothing to do.
+        """
+        dead = [
+            number
+            for number, chunk in self._chunks.items()
+            if number != self._open and chunk.live < _MOSTLY_DEAD * chunk.used
+        ]
+        # A few half-dead chunks are cheaper than moving; but never more than a quarter is wasted.
+        waste = sum(self._chunks[number].used - self._chunks[number].live for number in dead)
+        if not dead or waste < (self.live_bytes + waste) // 4:
+            return None
+        moved = np.flatnonzero(np.isin(locations >> _OFFSET_BITS, dead))
+        table = locations.copy()
+        for at in moved.tolist():
+            size = int(lengths[at])
+            table[at] = self.put(self.read(int(locations[at]), size))
+        self.free(locations[moved], lengths[moved])
+        for number in dead:
+            if number in self._chunks and self._chunks[number].live == 0:
+                self._drop(number)
+        return table
+
+    def _room_for(self, size: int) -> tuple[int, _Chunk]:
+        """Return the open chunk, or a new one if the next piece does not fit."""
+        chunk = self._chunks.get(self._open)
+        if chunk is not None and chunk.used + size <= chunk.content.size:
+            return self._open, chunk
+        # Small arenas have small chunks; a large piece has its own, so that no room is wasted.
+        usual = min(self._chunk_bytes, max(_FIRST_BYTES, self.live_bytes // 8))
+        if size * 8 >= usual:
+            return self._new_chunk(size)
+        sealed, self._open = self._open, -1
+        if chunk is not None and chunk.live == 0:
+            self._drop(sealed)
+        self._open, chunk = self._new_chunk(usual)
+        return self._open, chunk
+
+    def _new_chunk(self, size: int) -> tuple[int, _Chunk]:
+        self._spill(size)
+        number = self._free_numbers.pop() if self._free_numbers else len(self._chunks)
+        if number >= self._bases.size:
+            self._bases = np.concatenate([self._bases, np.zeros_like(self._bases)])
+        chunk = _Chunk(np.empty(size, np.uint8))
+        self._chunks[number] = chunk
+        self._bases[number] = _address_of(chunk.content)
+        self.nbytes += size
+        return number, chunk
+
+    def _drop(self, number: int) -> None:
+        chunk = self._chunks.pop(number)
+        self._free_numbers.append(number)
+        if chunk.map is None:
+            self.nbytes -= chunk.content.size
+        else:
+            self.spilled_bytes -= chunk.content.size
+
+    def _spill(self, coming: int) -> None:
+        """Move the oldest chunks to disk until there is room for what is coming."""
+        if self._memory_bytes is None:
+            return
+        for number, chunk in self._chunks.items():
+            if self.nbytes + coming <= self._memory_bytes:
+                return
+            if chunk.map is None:
+                self._to_disk(number, chunk)
+
+    def _to_disk(self, number: int, chunk: _Chunk) -> None:
+        assert self._spill_dir is not None
+        try:
+            with tempfile.TemporaryFile(dir=self._spill_dir) as file:
+                write_all(file, chunk.content[: chunk.used].data)
+                file.flush()
+                if not chunk.used:
+                    return
+                chunk.map = mmap.mmap(file.fileno(), chunk.used, access=mmap.ACCESS_READ)
+        except OSError as error:
+            raise storage_error("spill to", self._spill_dir, error) from error
+        with contextlib.suppress(OSError, AttributeError):
+            chunk.map.madvise(
+                mmap.MADV_RANDOM
+            )  # a sample reads single frames, not their neighbours
+        self.nbytes -= chunk.content.size
+        chunk.content = np.frombuffer(chunk.map, np.uint8)
+        self.spilled_bytes += chunk.content.size
+        self._bases[number] = _address_of(chunk.content)
+
+
+def _address_of(array: NDArray[Any]) -> int:
+    return int(array.__array_interface__["data"][0])

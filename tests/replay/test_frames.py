@@ -1,0 +1,168 @@
+"""Frames to bytes and back, by every codec."""
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from penstock.errors import CorruptFile, UsageError
+from penstock.replay import frames as module
+from penstock.replay.frames import (
+    BitFrames,
+    Lz4Frames,
+    RawFrames,
+    SparseFrames,
+    ZstdFrames,
+    choose_codec,
+    frame_codec,
+)
+
+RNG = np.random.default_rng(7)
+
+
+def pictures(count=40, noise=0.0, side=84):
+    rows, columns = np.mgrid[0:side, 0:side]
+    out = np.empty((count, side, side), np.uint8)
+    for t in range(count):
+        depth = 255 - np.clip((rows - 30) * 3.5, 0, 200)
+        depth = np.where(abs(columns - (t * 2) % side) < 12, 60 + 0.2 * columns, depth)
+        out[t] = np.clip(depth + RNG.normal(0, noise, depth.shape), 0, 255)
+    return out
+
+
+def decoded(codec, data, lengths, which):
+    data = np.ascontiguousarray(data)
+    starts = (np.cumsum(lengths) - lengths).astype(np.uint64) + np.uint64(data.ctypes.data)
+    out = np.empty((len(which), codec.size), np.uint8)
+    codec.decode(starts[which], lengths[which], out)
+    return out
+
+
+def codecs_for(size):
+    found = [RawFrames(size), ZstdFrames(size), Lz4Frames(size), Lz4Frames(size, level=0)]
+    for row in (3, 84):
+        if row < size:
+            found += [Lz4Frames(size, row), BitFrames(size, row)]
+    found.append(BitFrames(size))
+    if size % 4 == 0:
+        found.append(SparseFrames(size))
+    return found
+
+
+KINDS = {
+    "zeros": lambda n, size: np.zeros((n, size), np.uint8),
+    "noise": lambda n, size: RNG.integers(0, 256, (n, size), dtype=np.uint8),
+    "small": lambda n, size: RNG.integers(0, 3, (n, size), dtype=np.uint8),
+    "sparse": lambda n, size: (
+        RNG.integers(1, 256, (n, size), dtype=np.uint8)
+        * np.repeat(RNG.random((n, -(-size // 4))) < 0.2, 4, axis=1)[:, :size]
+    ),
+    "ramp": lambda n, size: np.tile(np.arange(size) % 251, (n, 1)).astype(np.uint8),
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("size", [1, 3, 4, 63, 64, 65, 576, 7056])
+def test_every_codec_gives_everything_back(kind, size):
+    frames = KINDS[kind](9, size)
+    which = np.array([8, 0, 3, 3, 5])
+    for codec in codecs_for(size):
+        data, lengths = codec.encode(frames)
+        assert lengths.sum() == data.size <= frames.size
+        again = frame_codec(codec.config())
+        assert (decoded(again, data, lengths, which) == frames[which]).all(), codec.config()
+
+
+@settings(max_examples=150, deadline=None)
+@given(st.integers(1, 200), st.integers(0, 12), st.binary(min_size=1, max_size=600))
+def test_any_bytes_come_back(size, count, content):
+    flat = np.resize(np.frombuffer(content, np.uint8), size * count)
+    frames = flat.reshape(count, size)
+    for codec in codecs_for(size):
+        data, lengths = codec.encode(frames)
+        assert (decoded(codec, data, lengths, np.arange(count)) == frames).all()
+
+
+@settings(max_examples=400, deadline=None)
+@given(st.data())
+def test_nonsense_never_leaves_its_memory(data):
+    """Random bytes decode to something or are refused; nothing beyond the frame is touched."""
+    size = data.draw(st.sampled_from([4, 64, 100, 576]))
+    codec = data.draw(st.sampled_from(codecs_for(size)))
+    junk = np.frombuffer(data.draw(st.binary(min_size=1, max_size=size)), np.uint8).copy()
+    guarded = np.full((3, size), 0xA5, np.uint8)
+    try:
+        codec.decode(np.array([junk.ctypes.data], np.uint64), np.array([junk.size]), guarded[1:2])
+    except CorruptFile as error:
+        assert codec.id in str(error)
+    assert (guarded[0] == 0xA5).all()
+    assert (guarded[2] == 0xA5).all()
+
+
+@pytest.mark.parametrize("length", [0, -1, 577, 10_000])
+def test_a_wrong_length_is_refused(length):
+    memory = np.zeros(10_000, np.uint8)
+    for codec in codecs_for(576):
+        with pytest.raises(CorruptFile):
+            codec.decode(
+                np.array([memory.ctypes.data], np.uint64),
+                np.array([length]),
+                np.empty((1, 576), np.uint8),
+            )
+
+
+def test_auto_takes_what_suits_the_data():
+    assert choose_codec(pictures()).id == "lz4"
+    assert choose_codec(pictures()).config()["row"] == 84
+    assert choose_codec(pictures(noise=1.5)).id == "bits"
+    lidar = np.where(RNG.random((50, 36, 4)) < 0.6, 0, RNG.random((50, 36, 4))).astype(np.float32)
+    assert choose_codec(lidar).id == "sparse"
+    assert choose_codec(RNG.random((50, 100))).id == "raw"
+    assert choose_codec(np.zeros((50, 3), np.float32)).id == "raw"  # too small to be worth it
+
+
+def test_auto_is_smaller_than_zlib_on_depth():
+    import zlib
+
+    for noise in (0.0, 1.5):
+        frames = pictures(noise=noise)
+        codec = choose_codec(frames)
+        used = codec.encode(frames.reshape(len(frames), -1))[1].sum()
+        assert used < sum(len(zlib.compress(frame.tobytes(), 3)) for frame in frames)
+
+
+@pytest.mark.parametrize("layout", ["chw", "hwc"])
+def test_colour_pictures_find_the_row_above(layout):
+    grey = pictures(20, side=64)
+    stacked = np.stack([grey, grey // 2, grey // 3], axis=1)
+    sample = stacked if layout == "chw" else np.ascontiguousarray(stacked.transpose(0, 2, 3, 1))
+    codec = choose_codec(sample)
+    assert codec.config()["row"] == (64 if layout == "chw" else 192)
+
+
+def test_a_name_is_obeyed_or_refused():
+    sample = pictures(5)
+    for name in ("raw", "lz4", "bits", "sparse", "zstd"):
+        assert choose_codec(sample, name).id == name
+    with pytest.raises(UsageError, match="did you mean 'lz4'"):
+        choose_codec(sample, "lz5", "obs")
+    with pytest.raises(UsageError, match="sparse cannot hold"):
+        choose_codec(np.zeros((5, 3), np.uint8), "sparse", "obs")
+    config = choose_codec(sample, "lz4").config()
+    assert choose_codec(sample, config).config() == config
+    with pytest.raises(UsageError, match="bytes"):
+        choose_codec(sample[:, :5], config)
+
+
+@pytest.mark.parametrize(
+    "config",
+    [{}, {"id": "x"}, {"id": "lz4"}, {"id": "lz4", "size": -1}, {"id": "lz4", "size": "4"},
+     {"id": "sparse", "size": 3}, {"id": "raw", "size": 4, "more": 1}, {"id": "raw", "size": True}],
+)  # fmt: skip
+def test_settings_from_a_file_are_checked(config):
+    with pytest.raises(CorruptFile):
+        frame_codec(config)
+
+
+def test_names_are_complete():
+    assert set(module.NAMES) == {"auto", *module._KINDS}
