@@ -93,12 +93,7 @@ class Lz4(Codec):
 
     def decode(self, data: memoryview, out: Array, base: Array | None = None) -> None:
         """Decompress into `out`."""
-        try:
-            content = lz4.block.decompress(data, uncompressed_size=out.nbytes)
-        except (lz4.block.LZ4BlockError, ValueError) as error:
-            raise CorruptFile(f"a block is not LZ4 data ({error})") from error
-        expect(len(content) == out.nbytes, "an LZ4 block has the wrong length")
-        bytes_of(out)[:] = content
+        bytes_of(out)[:] = unlz4(data, out.nbytes)
 
     def config(self) -> Config:
         """Return the settings."""
@@ -146,7 +141,7 @@ class Planes(Codec):
         """Split into planes and compress each one that gets smaller."""
         words = as_unsigned(values)
         count, width = words.size, words.itemsize
-        compress = self._compressor(width)
+        compress = self.compressor(width)
         out = np.empty(4 * width + values.nbytes, np.uint8)
         at, lengths = 4 * width, []
         for k in range(width):
@@ -178,11 +173,10 @@ class Planes(Codec):
             return np.frombuffer(part, np.uint8)
         if self.inner == "zstd":
             return np.frombuffer(unzstd(part, count), np.uint8)
-        plane = np.empty(count, np.uint8)
-        Lz4().decode(part, plane)
-        return plane
+        return np.frombuffer(unlz4(part, count), np.uint8)
 
-    def _compressor(self, width: int) -> Callable[[Any], bytes]:
+    def compressor(self, width: int) -> Callable[[Any], bytes]:
+        """Return what compresses one plane of words of this width."""
         if self.inner == "lz4":
             return lambda plane: bytes(Lz4(0).encode(plane)[0])
         # Narrow words are worth more effort: half of their bytes compress, not a quarter.
@@ -376,6 +370,16 @@ def as_unsigned(values: Array) -> Array:
     return values.reshape(-1).view(UNSIGNED[width])
 
 
+def unlz4(data: Buffer, size_bytes: int) -> bytes:
+    """Decompress a block that must hold `size_bytes`."""
+    try:
+        content: bytes = lz4.block.decompress(data, uncompressed_size=size_bytes)
+    except (lz4.block.LZ4BlockError, ValueError) as error:
+        raise CorruptFile(f"a block is not LZ4 data ({error})") from error
+    expect(len(content) == size_bytes, "an LZ4 block has the wrong length")
+    return content
+
+
 def unzstd(data: Buffer, size_bytes: int) -> bytes:
     """Decompress a frame that must hold `size_bytes`."""
     try:
@@ -383,7 +387,8 @@ def unzstd(data: Buffer, size_bytes: int) -> bytes:
         expect(
             zstandard.frame_content_size(data) == size_bytes, "a zstd block has the wrong length"
         )
-        return zstandard.ZstdDecompressor().decompress(data)
+        content: bytes = SCRATCH.zstd.decompress(data)
+        return content
     except zstandard.ZstdError as error:
         raise CorruptFile(f"a block is not zstd data ({error})") from error
 

@@ -365,17 +365,63 @@ def take_nonzero(words, marks, differences):
     last = np.uint64(0)
     used = 0
     for byte in range(marks.size):
-        mask = 0
-        for k in range(min(8, words.size - 8 * byte)):
-            word = np.uint64(words[8 * byte + k])
-            if word:
-                mask |= 1 << k
+        base = 8 * byte
+        count = min(8, words.size - base)
+        mask = np.uint64(0)
+        for k in range(count):
+            mask |= np.uint64(words[base + k] != 0) << np.uint64(k)
+        marks[byte] = mask
+        if mask == 0:
+            continue
+        for k in range(count):
+            if (mask >> np.uint64(k)) & one:
+                word = np.uint64(words[base + k])
                 gap = word - last
                 last = word
                 differences[used] = (gap << one) ^ (np.uint64(0) - ((gap >> top) & one))
                 used += 1
-        marks[byte] = mask
     return used
+
+
+@compiled
+def split_planes(words, out):
+    """Write the k-th bytes of all words into row k of `out`, four rows in one pass."""
+    width = words.itemsize
+    if width == 4:
+        first, second, third, fourth = out[0], out[1], out[2], out[3]
+        for i in range(words.size):
+            word = words[i]
+            first[i] = word & 255
+            second[i] = (word >> 8) & 255
+            third[i] = (word >> 16) & 255
+            fourth[i] = word >> 24
+        return
+    for k in range(width):
+        row, shift = out[k], np.uint64(8 * k)
+        for i in range(words.size):
+            row[i] = (np.uint64(words[i]) >> shift) & np.uint64(255)
+
+
+@compiled
+def join_planes(addresses, out):
+    """Undo `split_planes`; the planes lie at these addresses."""
+    count = out.size
+    if out.itemsize == 4:
+        first = _bytes_at(addresses[0], count)
+        second = _bytes_at(addresses[1], count)
+        third = _bytes_at(addresses[2], count)
+        fourth = _bytes_at(addresses[3], count)
+        for i in range(count):
+            low = np.uint32(first[i]) | (np.uint32(second[i]) << np.uint32(8))
+            high = np.uint32(third[i]) | (np.uint32(fourth[i]) << np.uint32(8))
+            out[i] = low | (high << np.uint32(16))
+        return
+    for i in range(count):
+        out[i] = 0
+    for k in range(out.itemsize):
+        plane, shift = _bytes_at(addresses[k], count), np.uint64(8 * k)
+        for i in range(count):
+            out[i] |= np.uint64(plane[i]) << shift
 
 
 @compiled
@@ -386,17 +432,28 @@ def put_nonzero(marks, differences, out):
     used = 0
     for byte in range(marks.size):
         mask = marks[byte]
-        count = min(8, out.size - 8 * byte)
+        base = 8 * byte
+        count = min(8, out.size - base)
         if mask >> count:
             return False
-        for k in range(count):
-            if (mask >> k) & 1:
-                if used == differences.size:
-                    return False
-                code = np.uint64(differences[used])
-                used += 1
+        if mask == 0:
+            for k in range(count):
+                out[base + k] = 0
+        elif mask == 255 and used + 8 <= differences.size:  # most of the time: all or nothing
+            for k in range(8):
+                code = np.uint64(differences[used + k])
                 last += (code >> one) ^ (np.uint64(0) - (code & one))
-                out[8 * byte + k] = last
-            else:
-                out[8 * byte + k] = 0
+                out[base + k] = last
+            used += 8
+        else:
+            for k in range(count):
+                if (mask >> k) & 1:
+                    if used == differences.size:
+                        return False
+                    code = np.uint64(differences[used])
+                    used += 1
+                    last += (code >> one) ^ (np.uint64(0) - (code & one))
+                    out[base + k] = last
+                else:
+                    out[base + k] = 0
     return used == differences.size

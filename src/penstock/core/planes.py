@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import threading
+from collections import deque
 from collections.abc import Callable
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
+import zstandard
 from numpy.typing import NDArray
 
 Array = NDArray[Any]
@@ -15,24 +17,54 @@ UNSIGNED = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64}
 SIGNED = {1: np.int8, 2: np.int16, 4: np.int32, 8: np.int64}
 
 
+class _Memory:
+    """What one thread has; its heir, when it ends, is whichever thread starts next."""
+
+    def __init__(self, idle: deque[_Memory]) -> None:
+        self.buffers: dict[str, NDArray[np.uint8]] = {}
+        self.zstd = zstandard.ZstdDecompressor()  # its tables are memory of that kind, too
+        self.idle = idle
+
+
+class _Lease:
+    """Ends with its thread, and gives the memory back then."""
+
+    def __init__(self, idle: deque[_Memory]) -> None:
+        try:
+            self.memory = idle.pop()
+        except IndexError:
+            self.memory = _Memory(idle)
+
+    def __del__(self) -> None:
+        self.memory.idle.append(self.memory)
+
+
 class Scratch(threading.local):
-    """Memory that each thread keeps between blocks.
+    """Memory that each thread keeps between blocks, and passes on when it ends.
 
     Fresh temporaries of a megabyte are mapped, touched and unmapped for every block: measured, that
     took five times as long as the work on them. What it holds means nothing after the call.
     """
 
+    _idle: ClassVar[deque[_Memory]] = deque(maxlen=8)
+
     def __init__(self) -> None:
-        self._buffers: dict[str, NDArray[np.uint8]] = {}
+        self._lease = _Lease(self._idle)
+
+    @property
+    def zstd(self) -> zstandard.ZstdDecompressor:
+        """A decompressor for this thread alone."""
+        return self._lease.memory.zstd
 
     def array(self, role: str, count: int, dtype: Any) -> Array:
         """Return an array of this role; it is valid until the same thread asks for it again."""
         nbytes = count * np.dtype(dtype).itemsize
         if nbytes > _MOST_SCRATCH_BYTES:
             return np.empty(count, dtype)
-        buffer = self._buffers.get(role)
+        buffers = self._lease.memory.buffers
+        buffer = buffers.get(role)
         if buffer is None or buffer.nbytes < nbytes:
-            buffer = self._buffers[role] = np.empty(nbytes, np.uint8)
+            buffer = buffers[role] = np.empty(nbytes, np.uint8)
         return buffer[:nbytes].view(dtype)
 
 
