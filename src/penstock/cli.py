@@ -169,7 +169,7 @@ def _build_parser() -> argparse.ArgumentParser:
 
     _add_convert(verbs)
 
-    bench = _verb(
+    measure = _verb(
         verbs,
         "bench",
         "measure penstock and its peers side by side on this machine",
@@ -177,10 +177,12 @@ def _build_parser() -> argparse.ArgumentParser:
         "penstock bench checkpoint --quick --html bench.html",
         _bench,
     )
-    bench.add_argument("cases", nargs="*", metavar="CASE", help="checkpoint (default: all)")
-    bench.add_argument("--quick", action="store_true", help="fewer repetitions, under 90 s")
-    bench.add_argument("--json", action="store_true", help="one JSON document on stdout")
-    bench.add_argument("--html", metavar="FILE", help="also write a report")
+    from penstock.tools import bench
+
+    measure.add_argument("cases", nargs="*", metavar="CASE", help=", ".join(bench.NAMES))
+    measure.add_argument("--quick", action="store_true", help="fewer repetitions, under 90 s")
+    measure.add_argument("--json", action="store_true", help="one JSON document on stdout")
+    measure.add_argument("--html", metavar="FILE", help="also write a report")
 
     demo = _verb(
         verbs,

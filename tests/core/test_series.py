@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
-from penstock.core import kernels, series
+from penstock.core import series
 from penstock.core.codecs import from_config
 from penstock.core.series import Series
 from penstock.errors import CorruptFile, UsageError
@@ -23,9 +23,10 @@ def round_trip(values, codec=None):
     return data
 
 
+@pytest.mark.parametrize("level", [0, 1, 2, 9])
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("count", [1, 7, 8, 9, 63, 1000])
-def test_every_type_comes_back(dtype, count):
+def test_every_type_comes_back(level, dtype, count):
     rng = np.random.default_rng(count)
     values = rng.integers(0, 255, count * np.dtype(dtype).itemsize, dtype=np.uint8)
     values = (
@@ -35,8 +36,8 @@ def test_every_type_comes_back(dtype, count):
     )
     values = values.copy()
     values[rng.random(values.size) < 0.5] = 0
-    round_trip(values)
-    round_trip(np.zeros(count, dtype))
+    round_trip(values, Series(level))
+    round_trip(np.zeros(count, dtype), Series(level))
 
 
 @settings(max_examples=200, deadline=None)
@@ -49,16 +50,13 @@ def test_every_type_comes_back(dtype, count):
     )
 )
 def test_kernel_and_numpy_write_the_same_bytes(words):
-    size = -(-words.size // 8)
-    ours, theirs = np.zeros(size, np.uint8), np.zeros(size, np.uint8)
-    one, two = np.empty_like(words), np.empty_like(words)
-    count = series.take_nonzero(words, ours, one)
-    assert kernels.take_nonzero(words, theirs, two) == count == np.count_nonzero(words)
-    assert (ours == theirs).all()
-    assert (one[:count] == two[:count]).all()
-    for put in (kernels.put_nonzero, series.put_nonzero):
+    marks, planes = series.take_apart(words)
+    slow_marks, slow_planes = series.slow_take_apart(words)
+    assert (marks == slow_marks).all()
+    assert all((a == b).all() for a, b in zip(planes, slow_planes, strict=True))
+    for put in (series.put_together, series.slow_put_together):
         out = np.full_like(words, 77)
-        assert put(ours, one[:count], out)
+        assert put(slow_marks, slow_planes, out)
         assert (out == words).all()
 
 
@@ -66,12 +64,12 @@ def test_kernel_and_numpy_write_the_same_bytes(words):
 @given(st.integers(1, 40), st.binary(min_size=5, max_size=5), st.integers(0, 41))
 def test_a_bitmap_that_does_not_fit_is_noticed_by_both(size, bitmap, count):
     marks = np.frombuffer(bitmap, np.uint8)[: -(-size // 8)].copy()
-    differences = np.ones(count, np.uint32)
+    planes = [np.ones(count, np.uint8)] * 4
     fits = int(np.unpackbits(marks).sum()) == count and not (
         np.unpackbits(marks, bitorder="little")[size:].any()
     )
-    assert kernels.put_nonzero(marks, differences, np.empty(size, np.uint32)) == fits
-    assert series.put_nonzero(marks, differences, np.empty(size, np.uint32)) == fits
+    assert series.put_together(marks, planes, np.empty(size, np.uint32)) == fits
+    assert series.slow_put_together(marks, planes, np.empty(size, np.uint32)) == fits
 
 
 def test_lidar_over_time_gets_much_smaller_than_with_planes_alone():

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import struct
-from collections.abc import Callable
 from typing import Any
 
 import lz4.block
@@ -28,20 +27,21 @@ from penstock.core.planes import SCRATCH, SIGNED, join, looks_compressible, spli
 _HEAD = struct.Struct("<I")  # how many values are not zero
 _PIECE = struct.Struct("<BI")  # how the bitmap or a plane is kept, and its bytes
 _AS_IT_IS, _LZ4, _ZSTD = range(3)
-_VERY_SMALL = (
-    8  # what LZ4 makes this many times smaller needs no entropy coder: it reads back faster
-)
+_LZ4_ACCELERATION = 4
+_VERY_SMALL = 1 / 8  # what LZ4 makes this small needs no entropy coder: it reads back faster
+_WORTH_LZ4, _WORTH_ZSTD = 7 / 8, 2 / 3  # what does not get this small is read faster as it is
 
 
 class Series(Codec):
-    """Zeros as a bitmap, the rest as zigzag differences in byte planes; time must come last.
+    """Zeros as a bitmap, the rest as the gaps between neighbours, in byte planes; time comes last.
 
     Of 36 x 4 lidar rays most see nothing, and the others change little from step to step: the
-    bitmap takes out the zeros, the differences make the upper bytes compressible. Any data comes
-    back exactly, bit for bit; what is not of this kind only compresses as with `Planes`.
+    bitmap takes out the zeros, and of the gaps only the lower bytes are noise. Any data comes back
+    exactly, bit for bit.
 
     Args:
-        level: Of `Planes`: 1 fastest, 2 balanced, 3 and above smallest.
+        level: 0 and 1 compress a plane only where that is worth the time to read it, with LZ4 if
+            that is enough; 2 and above make everything as small as `Planes` of this level can.
     """
 
     id = "series"
@@ -52,14 +52,10 @@ class Series(Codec):
 
     def encode(self, values: Array, base: Array | None = None) -> list[Buffer]:
         """Take out the zeros and encode the differences between the rest."""
-        words = as_unsigned(values)
-        marks = SCRATCH.array("marks", -(-words.size // 8), np.uint8)
-        differences = SCRATCH.array("differences", words.size, words.dtype)
-        count = _take_nonzero(words, marks, differences)
-        compress = self._planes.compressor(words.itemsize)
-        parts: list[Buffer] = [_HEAD.pack(count)]
-        for plane in (marks, *_split(differences[:count])):
-            method, data = _packed(plane, compress)
+        marks, planes = take_apart(as_unsigned(values))
+        parts: list[Buffer] = [_HEAD.pack(planes[0].size)]
+        for plane in (marks, *planes):
+            method, data = self._packed(plane, len(planes))
             parts += [_PIECE.pack(method, len(data)), data]
         return parts
 
@@ -79,22 +75,33 @@ class Series(Codec):
             pieces.append(_unpacked(method, data[at : at + length], size))
             at += length
         expect(at == len(data), "a series has the wrong length")
-        differences = SCRATCH.array("differences", count, words.dtype)
-        _join(pieces[1:], differences)
-        expect(_put_nonzero(pieces[0], differences, words), "a series does not fit its bitmap")
+        expect(put_together(pieces[0], pieces[1:], words), "a series does not fit its bitmap")
+
+    def _packed(self, plane: Array, width: int) -> tuple[int, Buffer]:
+        """Compress a plane if that is worth it; say how."""
+        smallest = self.level >= 2
+        if looks_compressible(plane, _fast):
+            fast = _fast(plane)
+            if len(fast) <= plane.size * (_VERY_SMALL if smallest else _WORTH_LZ4):
+                return _LZ4, fast
+        compress = self._planes.compressor(width)
+        if looks_compressible(plane, compress):
+            packed = compress(plane)
+            if len(packed) < plane.size * (1 if smallest else _WORTH_ZSTD):
+                return _ZSTD, packed
+        return _AS_IT_IS, plane.tobytes()
 
     def config(self) -> Config:
         """Return the settings."""
         return {"id": self.id, "level": self.level}
 
 
-def _packed(plane: Array, compress: Callable[[Array], bytes]) -> tuple[int, Buffer]:
-    """Compress a plane if it gets smaller; say how."""
-    fast = lz4.block.compress(bytes_of(plane), store_size=False)
-    if len(fast) * _VERY_SMALL <= plane.size:
-        return _LZ4, fast
-    packed = compress(plane) if looks_compressible(plane, compress) else b""
-    return (_ZSTD, packed) if 0 < len(packed) < plane.size else (_AS_IT_IS, plane.tobytes())
+def _fast(plane: Array) -> bytes:
+    # Some speed for little size: matches are short or plenty here.
+    data: bytes = lz4.block.compress(
+        bytes_of(plane), mode="fast", acceleration=_LZ4_ACCELERATION, store_size=False
+    )
+    return data
 
 
 def _unpacked(method: int, data: memoryview, size: int) -> Array:
@@ -116,52 +123,47 @@ def _kernels() -> Any:
     return kernels
 
 
-def _take_nonzero(words: Array, marks: Array, differences: Array) -> int:
-    if (kernels := _kernels()) is not None:
-        return int(kernels.take_nonzero(words, marks, differences))
-    return take_nonzero(words, marks, differences)
-
-
-def _put_nonzero(marks: Array, differences: Array, out: Array) -> bool:
-    if (kernels := _kernels()) is not None:
-        return bool(kernels.put_nonzero(marks, differences, out))
-    return put_nonzero(marks, differences, out)
-
-
-def _split(words: Array) -> list[Array]:
+def take_apart(words: Array) -> tuple[Array, list[Array]]:
+    """Return the bitmap of what is not zero, and the byte planes of the gaps between the rest."""
     if (kernels := _kernels()) is None:
-        return [split(words, k).copy() for k in range(words.itemsize)]
-    planes = SCRATCH.array("planes", words.nbytes, np.uint8).reshape(words.itemsize, words.size)
-    kernels.split_planes(words, planes)
-    return list(planes)
+        return slow_take_apart(words)
+    marks = SCRATCH.array("marks", -(-words.size // 8), np.uint8)
+    gaps = SCRATCH.array("gaps", words.size, words.dtype)
+    gaps = gaps[: kernels.take_nonzero(words, marks, gaps)]
+    planes = SCRATCH.array("planes", gaps.nbytes, np.uint8).reshape(gaps.itemsize, gaps.size)
+    kernels.split_planes(gaps, planes)
+    return marks, list(planes)
 
 
-def _join(planes: list[Array], out: Array) -> None:
+def put_together(marks: Array, planes: list[Array], out: Array) -> bool:
+    """Undo `take_apart`; return whether bitmap and planes fit each other."""
     if (kernels := _kernels()) is None:
-        join(planes, out)
-    elif out.size:
-        addresses = [plane.__array_interface__["data"][0] for plane in planes]
-        kernels.join_planes(np.array(addresses, np.uint64), out)
+        return slow_put_together(marks, planes, out)
+    gaps = SCRATCH.array("gaps", planes[0].size, out.dtype)
+    addresses = [plane.__array_interface__["data"][0] for plane in planes]
+    kernels.join_planes(np.array(addresses, np.uint64), gaps)
+    return bool(kernels.put_nonzero(marks, gaps, out))
 
 
-def take_nonzero(words: Array, marks: Array, differences: Array) -> int:
-    """Do in numpy what the kernel of this name does."""
+def slow_take_apart(words: Array) -> tuple[Array, list[Array]]:
+    """Do in numpy what the kernels do."""
     present = words != 0
-    marks[:] = np.packbits(present, bitorder="little")
     kept = words[present]
     gaps = np.diff(kept, prepend=kept.dtype.type(0)).view(SIGNED[kept.itemsize])
-    differences[: kept.size] = ((gaps << 1) ^ (gaps >> (8 * kept.itemsize - 1))).view(kept.dtype)
-    return int(kept.size)
+    codes = ((gaps << 1) ^ (gaps >> (8 * kept.itemsize - 1))).view(kept.dtype)
+    planes = [split(codes, k).copy() for k in range(kept.itemsize)]
+    return np.packbits(present, bitorder="little"), planes
 
 
-def put_nonzero(marks: Array, differences: Array, out: Array) -> bool:
-    """Do in numpy what the kernel of this name does."""
+def slow_put_together(marks: Array, planes: list[Array], out: Array) -> bool:
+    """Do in numpy what the kernels do."""
     bits = np.unpackbits(marks, bitorder="little")
     present = bits[: out.size].view(bool)
-    if bits[out.size :].any() or int(np.count_nonzero(present)) != differences.size:
+    codes = np.empty(planes[0].size, out.dtype)
+    if bits[out.size :].any() or int(np.count_nonzero(present)) != codes.size:
         return False
-    one = differences.dtype.type(1)
-    gaps = (differences >> one) ^ (~(differences & one) + one)
+    join(planes, codes)
+    one = codes.dtype.type(1)
     out[:] = 0
-    out[present] = np.cumsum(gaps, dtype=differences.dtype)
+    out[present] = np.cumsum((codes >> one) ^ (~(codes & one) + one), dtype=codes.dtype)
     return True

@@ -6,9 +6,13 @@ makes the data, measure.py times, runner.py adds machine and versions and lays o
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+
+from penstock.core.words import did_you_mean
+from penstock.errors import UsageError
 
 
 @dataclass(frozen=True)
@@ -84,8 +88,16 @@ class Case:
     run: Callable[[Settings], list[Row]]
 
 
-def registry() -> dict[str, Case]:
-    """Return the cases by name; their modules are imported only now."""
-    from penstock.tools.bench import checkpoint, convert
+NAMES = ("checkpoint", "convert", "replay", "rollout", "pipeline")
 
-    return {case.name: case for case in (checkpoint.CASE, convert.CASE)}
+
+def find_case(name: str) -> Case:
+    """Return a case; only its own module is imported, with the peers it needs.
+
+    Raises:
+        UsageError: There is no such case.
+    """
+    if name not in NAMES:
+        raise UsageError(f"there is no case {name!r}; {did_you_mean(name, NAMES)}")
+    found: Case = importlib.import_module(f"penstock.tools.bench.{name}").CASE
+    return found

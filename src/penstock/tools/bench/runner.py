@@ -14,10 +14,12 @@ from typing import Any
 
 from penstock import __version__
 from penstock.core.report import Report, text_table
-from penstock.errors import UsageError
-from penstock.tools.bench import Case, Row, Settings, registry
+from penstock.tools.bench import NAMES, Case, Row, Settings, find_case
 
-_PACKAGES = ("torch", "numpy", "safetensors", "lz4", "zstandard", "isal", "av", "pyarrow")
+_PACKAGES = (
+    *("torch", "torchrl", "tensordict", "numba", "numpy"),
+    *("safetensors", "lz4", "zstandard", "isal", "av", "pyarrow", "cpprb"),
+)
 _QUICK = {"train_steps": 24, "rounds": 5, "repeats": 2, "faults": 300, "peer_faults": 10}
 _COLUMNS = (
     "what",
@@ -43,17 +45,14 @@ def run(names: Sequence[str] = (), quick: bool = False, settings: Settings | Non
     Raises:
         UsageError: There is no such case.
     """
-    cases = registry()
-    for name in names:
-        if name not in cases:
-            raise UsageError(f"there is no case {name!r}; use {', '.join(cases)}")
+    cases = [find_case(name) for name in names or NAMES]
     # Not the temporary folder of the system, which may be in memory: a disk is to be measured.
     with tempfile.TemporaryDirectory(prefix=".penstock-bench-", dir=".") as scratch:
         chosen = settings or Settings(Path(scratch))
         if quick:
             chosen = replace(chosen, **_QUICK)  # type: ignore[arg-type]
         load_before = os.getloadavg()[0]
-        results = [_run_case(cases[name], chosen) for name in (names or list(cases))]
+        results = [_run_case(one, chosen) for one in cases]
     return {
         "penstock": __version__,
         "machine": machine(),

@@ -1,0 +1,81 @@
+"""The case `pipeline`: collecting the next batch while this one trains."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+
+import torch
+from tensordict import TensorDict
+
+from penstock.rollouts.collect import PipelinedDataCollector
+from penstock.tools.bench import Case, Row, Settings
+from penstock.tools.bench.measure import clock, interleave, time_rows
+from penstock.tools.bench.state import torch_threads
+
+OURS = "penstock"
+SERIAL = "one after the other"
+_BATCHES = 16
+_SLEEP_S = 0.05
+
+
+def run(settings: Settings) -> list[Row]:
+    """Measure a collector and a learner of equal cost: waiting, and working."""
+    return [
+        *_compare("waiting (a GPU, a robot)", lambda: time.sleep(_SLEEP_S), settings, bar=1.7),
+        *_compare("working (both on the CPU)", _work, settings, bar=None),
+    ]
+
+
+def _work() -> None:
+    """Multiply for a while, on one core."""
+    matrix = torch.full((400, 400), 0.01)
+    for _ in range(25):
+        matrix = (matrix @ matrix).clamp_(-1, 1)
+
+
+def _batches(effort: Callable[[], object]) -> Iterator[TensorDict]:
+    for number in range(_BATCHES):
+        effort()
+        yield TensorDict({"number": torch.full((64,), number)}, batch_size=[64])
+
+
+def _compare(
+    name: str, effort: Callable[[], object], settings: Settings, bar: float | None
+) -> list[Row]:
+    def serial() -> None:
+        for _ in _batches(effort):
+            effort()
+
+    def pipelined() -> None:
+        with PipelinedDataCollector(_batches(effort)) as collector:
+            for _ in collector:
+                effort()
+
+    with torch_threads(1):
+        turns = {OURS: lambda: clock(pipelined), SERIAL: lambda: clock(serial)}
+        timings = interleave(turns, max(3, settings.repeats), name)
+    rows = time_rows(f"{_BATCHES} batches, collector and learner {name}", timings, OURS)
+    if bar is None:
+        return rows
+    return [
+        row
+        if row.who == OURS
+        else Row(
+            **{
+                **row.__dict__,
+                "bar": f">= {bar} x penstock",
+                "met": row.ratio is not None and row.ratio >= bar,
+            }
+        )
+        for row in rows
+    ]
+
+
+CASE = Case(
+    name="pipeline",
+    claim="002_264a9765fbfbcad6.txt: collecting ahead makes training 5-15 % faster",
+    peers=("collect, then train (SyncDataCollector's way)",),
+    data=f"{_BATCHES} batches; collector and learner take equally long, 1 torch thread each",
+    run=run,
+)
