@@ -11,25 +11,47 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from penstock.checkpoints.load import load_checkpoint, load_metadata
-    from penstock.checkpoints.model import (
-        format_checkpoint_name,
-        get_model_size,
-        print_model_info,
-    )
+    from penstock.checkpoints.model import format_checkpoint_name, get_model_size, print_model_info
     from penstock.checkpoints.rng import rng_state, set_rng_state
     from penstock.checkpoints.saver import AsyncCheckpointSaver
     from penstock.conversion.run import convert
     from penstock.core.monitor import PerformanceMonitor
     from penstock.errors import PenstockError
+    from penstock.replay.buffer import DictReplayBuffer
+    from penstock.replay.images import (
+        compress_image,
+        compress_image_seq,
+        decompress_image,
+        decompress_image_seq,
+    )
+    from penstock.replay.index import PrefixSum
+    from penstock.replay.torchrl import CompressedStorage
+    from penstock.replay.torchrl_sampler import PrioritySampler
+    from penstock.rollouts.collect import PipelinedDataCollector
+    from penstock.rollouts.compressed import CompressedDataCollector
+    from penstock.rollouts.storage import RolloutStorage
+    from penstock.rollouts.transform import CompressedLidarTransform
 
 __version__ = "0.1.0"
 
 __all__ = [
     "AsyncCheckpointSaver",
+    "CompressedDataCollector",
+    "CompressedLidarTransform",
+    "CompressedStorage",
+    "DictReplayBuffer",
     "PenstockError",
     "PerformanceMonitor",
+    "PipelinedDataCollector",
+    "PrefixSum",
+    "PrioritySampler",
+    "RolloutStorage",
     "__version__",
+    "compress_image",
+    "compress_image_seq",
     "convert",
+    "decompress_image",
+    "decompress_image_seq",
     "format_checkpoint_name",
     "get_model_size",
     "load_checkpoint",
@@ -41,9 +63,21 @@ __all__ = [
 
 _HOMES = {
     "AsyncCheckpointSaver": "penstock.checkpoints.saver",
+    "CompressedDataCollector": "penstock.rollouts.compressed",
+    "CompressedLidarTransform": "penstock.rollouts.transform",
+    "CompressedStorage": "penstock.replay.torchrl",
+    "DictReplayBuffer": "penstock.replay.buffer",
     "PenstockError": "penstock.errors",
     "PerformanceMonitor": "penstock.core.monitor",
+    "PipelinedDataCollector": "penstock.rollouts.collect",
+    "PrefixSum": "penstock.replay.index",
+    "PrioritySampler": "penstock.replay.torchrl_sampler",
+    "RolloutStorage": "penstock.rollouts.storage",
+    "compress_image": "penstock.replay.images",
+    "compress_image_seq": "penstock.replay.images",
     "convert": "penstock.conversion.run",
+    "decompress_image": "penstock.replay.images",
+    "decompress_image_seq": "penstock.replay.images",
     "format_checkpoint_name": "penstock.checkpoints.model",
     "get_model_size": "penstock.checkpoints.model",
     "load_checkpoint": "penstock.checkpoints.load",
@@ -58,18 +92,18 @@ def __getattr__(name: str) -> Any:
     """Import a public name on first use.
 
     Raises:
-        MissingExtra: The name needs torch, which is not installed.
+        MissingExtra: The name needs a package of the extra `rl`, which is not installed.
     """
     if name not in _HOMES:
         raise AttributeError(f"module 'penstock' has no attribute {name!r}")
     try:
         value = getattr(importlib.import_module(_HOMES[name]), name)
     except ModuleNotFoundError as error:
-        if error.name != "torch":
+        if error.name not in ("torch", "torchrl", "tensordict", "numba"):
             raise
         from penstock.errors import MissingExtra
 
-        raise MissingExtra("torch", "rl") from error
+        raise MissingExtra(error.name, "rl") from error
     globals()[name] = value  # the next look-up does not come here
     return value
 

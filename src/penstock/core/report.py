@@ -6,7 +6,7 @@ telephone as well as a desktop.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from html import escape
 from os import PathLike
 from pathlib import Path
@@ -157,6 +157,11 @@ class Report:
         target = Path(path)
         publish_bytes(target, self.html().encode(errors="replace"))
         return target
+
+
+def aligned(lines: Iterable[tuple[str, str]]) -> str:
+    """Lay out labels and values for the terminal, one below the other."""
+    return "\n".join(f"{label + ':':<14}{text}" for label, text in lines)
 
 
 def text_table(columns: Sequence[str], rows: Sequence[Sequence[Any]]) -> str:

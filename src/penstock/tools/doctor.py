@@ -1,4 +1,4 @@
-"""Verify datasets, checkpoints and folders of them, byte by byte, without torch."""
+"""Verify datasets, checkpoints, rollouts and replay buffers, byte by byte, without torch."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from penstock.core.pack import PackReader
 from penstock.core.progress import Progress
 from penstock.errors import PenstockError, UsageError
 from penstock.lerobot import doctor as lerobot_doctor
-from penstock.tools import inspect, inspect_dataset
+from penstock.tools import inspect, inspect_dataset, inspect_replay
 
 
 @dataclass(frozen=True)
@@ -76,7 +76,7 @@ def check_all(paths: Iterable[str | os.PathLike[str]], quick: bool = False) -> E
     """Verify several files and folders.
 
     Args:
-        paths: Datasets, checkpoints, folders of checkpoints.
+        paths: Datasets, checkpoints, rollouts, folders of them, saved replay buffers.
         quick: Of a dataset, decode only a sample of the pictures.
 
     Raises:
@@ -89,6 +89,8 @@ def check_all(paths: Iterable[str | os.PathLike[str]], quick: bool = False) -> E
     for path in map(Path, paths):
         if inspect_dataset.is_dataset(path):
             _check_dataset(path, result, quick)
+        elif inspect_replay.is_replay(path):
+            _check_replay(path, result)
         elif path.is_dir():
             files += _folder_files(path, result)
             newest = folder.latest(path)
@@ -125,6 +127,20 @@ def _check_dataset(path: Path, result: Examination, quick: bool) -> None:
     result.notes.append(f"{path}: checked {covered}")
     result.files += checkup.checked.get("files", 0)
     result.size_bytes += size_bytes
+
+
+def _check_replay(path: Path, result: Examination) -> None:
+    """Verify a saved replay buffer: its manifest, and the very segments it names."""
+    for name, problem in inspect_replay.check_replay(path):
+        result.findings.append(Finding(str(path / name), _without_name(path / name, problem)))
+    files = inspect_replay.replay_files(path)
+    result.files += len(files)
+    result.size_bytes += sum(file.stat().st_size for file in files)
+
+
+def _without_name(path: Path, problem: str) -> str:
+    """The readers' messages begin with the file, by its full name; a finding names it already."""
+    return problem.removeprefix(f"{path.resolve()} is ").removeprefix(f"{path} is ")
 
 
 def _folder_files(where: Path, result: Examination) -> list[Path]:
@@ -176,9 +192,7 @@ def _check_file(path: Path, result: Examination, *, meant: bool) -> int:
         problems, size_bytes = [str(storage_error("read", path, error))], 0
     except PenstockError as error:
         problems = [str(error)]
-    # The readers' messages begin with the file, by its full name; a finding names it already.
-    name = f"{path.resolve()} is "
-    result.findings += [Finding(str(path), text.removeprefix(name)) for text in problems]
+    result.findings += [Finding(str(path), _without_name(path, text)) for text in problems]
     result.files += 1
     result.size_bytes += size_bytes
     return size_bytes

@@ -1,4 +1,4 @@
-"""What is in a checkpoint or a folder of them (`info`), read from headers alone, without torch."""
+"""What is in a file or folder (`info`); of checkpoints from headers alone, without torch."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ import os
 import struct
 import zipfile
 from collections import Counter
-from collections.abc import Iterable
 from datetime import datetime
 from pathlib import Path
 from typing import Any, Literal
@@ -17,9 +16,9 @@ from penstock.core import tree
 from penstock.core.files import storage_error
 from penstock.core.memory import format_bytes
 from penstock.core.pack import Entry, Limits, PackReader, is_pack
-from penstock.core.report import text_table
+from penstock.core.report import aligned, text_table
 from penstock.errors import CorruptFile, DataError, UnknownFormat, UsageError
-from penstock.tools import inspect_bag, inspect_dataset
+from penstock.tools import inspect_bag, inspect_dataset, inspect_replay
 
 FileKind = Literal["pack", "torch", "pickle", "lz4", "safetensors", "damaged", "unknown"]
 Facts = dict[str, Any]
@@ -87,8 +86,12 @@ def open_pack(path: Path) -> PackReader:
 
 
 def describe_any(path: str | os.PathLike[str], salvage: bool = False) -> Facts:
-    """Say what is in a recording, a dataset, a checkpoint, or a folder of checkpoints."""
+    """Say what is in a recording, a dataset, a checkpoint, a rollout, a replay buffer, a folder."""
     where = Path(path)
+    if inspect_replay.is_replay(where):
+        return inspect_replay.describe_replay(where)
+    if inspect_replay.is_rollouts(where):
+        return inspect_replay.describe_rollouts(where)
     if inspect_dataset.is_dataset(where):
         return inspect_dataset.describe(where)
     if inspect_bag.is_bag(where):
@@ -98,6 +101,10 @@ def describe_any(path: str | os.PathLike[str], salvage: bool = False) -> Facts:
 
 def any_text(facts: Facts, top: int = 10) -> str:
     """Lay out what `describe_any` found for the terminal."""
+    if "segments" in facts:
+        return inspect_replay.replay_text(facts)
+    if "rollouts" in facts:
+        return inspect_replay.rollouts_text(facts)
     if "topics" in facts:
         return inspect_bag.describe_text(facts)
     if "episodes" in facts:
@@ -221,19 +228,22 @@ def describe_text(facts: Facts, top: int = 10) -> str:
     lines.append(("size on disk", format_bytes(facts["size_bytes"])))
     if "load_with" in facts:
         lines.append(("load with", facts["load_with"]))
-        return _aligned(lines)
+        return aligned(lines)
     codecs = (f"{name} ({count})" for name, count in facts["codecs"].items())
     lines += [
         ("raw size", f"{format_bytes(facts['raw_bytes'])}, ratio {facts['ratio']:.2f}"),
         ("tensors", str(facts["tensors"])),
         ("codecs", ", ".join(codecs) or "none"),
-        ("stored as", _stored_as(facts)),
-        ("sequence", _or_dash(facts["sequence"])),
-        ("saved at", _or_dash(facts["saved_at"])),
-        ("written by", _or_dash(facts["written_by"])),
-        ("metric", _or_dash(facts["metric"])),
-        ("metadata", _metadata_text(facts["metadata"])),
     ]
+    if facts["kind"].endswith(folder.KIND):
+        lines += [
+            ("stored as", _stored_as(facts)),
+            ("sequence", _or_dash(facts["sequence"])),
+            ("saved at", _or_dash(facts["saved_at"])),
+            ("written by", _or_dash(facts["written_by"])),
+            ("metric", _or_dash(facts["metric"])),
+            ("metadata", _metadata_text(facts["metadata"])),
+        ]
     rows = [
         (
             tensor["name"],
@@ -246,10 +256,10 @@ def describe_text(facts: Facts, top: int = 10) -> str:
         for tensor in facts["largest"][:top]
     ]
     if not rows:
-        return _aligned(lines)
+        return aligned(lines)
     title = f"largest {len(rows)} of {facts['tensors']} tensors"
     table = text_table(("name", "dtype", "shape", "raw", "stored", "saved"), rows)
-    return f"{_aligned(lines)}\n\n{title}\n{table}"
+    return f"{aligned(lines)}\n\n{title}\n{table}"
 
 
 def folder_table(facts: Facts) -> tuple[tuple[str, ...], list[tuple[str, ...]]]:
@@ -274,7 +284,7 @@ def _folder_text(facts: Facts) -> str:
     lines = [("path", facts["path"]), ("kind", facts["kind"])]
     lines.append(("size on disk", f"{format_bytes(facts['size_bytes'])} in {len(rows)} files"))
     lines.append(("latest (*)", _or_dash(facts["latest"])))
-    return f"{_aligned(lines)}\n\n{text_table(columns, rows)}" if rows else _aligned(lines)
+    return f"{aligned(lines)}\n\n{text_table(columns, rows)}" if rows else aligned(lines)
 
 
 def _stored_as(facts: Facts) -> str:
@@ -307,7 +317,3 @@ def _date(saved_at: Any) -> str | None:
 
 def _or_dash(value: Any) -> str:
     return "-" if value is None else str(value)
-
-
-def _aligned(lines: Iterable[tuple[str, str]]) -> str:
-    return "\n".join(f"{label + ':':<14}{text}" for label, text in lines)

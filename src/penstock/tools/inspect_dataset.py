@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from penstock.core.memory import format_bytes
-from penstock.core.report import text_table
+from penstock.core.report import aligned, text_table
 from penstock.lerobot.layout import INFO_PATH
 from penstock.lerobot.reader import Dataset
 
@@ -67,4 +67,4 @@ def describe_text(facts: Facts) -> str:
         for name, entry in facts["features"].items()
     ]
     table = text_table(("feature", "dtype", "shape", "codec"), rows)
-    return "\n".join(f"{label + ':':<14}{text}" for label, text in head) + f"\n\n{table}"
+    return f"{aligned(head)}\n\n{table}"
