@@ -9,7 +9,6 @@ from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
-import torch
 from tensordict import TensorDict
 from torchrl._utils import logger
 from torchrl.data import LazyTensorStorage, TensorDictReplayBuffer
@@ -112,7 +111,7 @@ def _sizes(data: TensorDict, noisy: TensorDict) -> list[Row]:
         listed = CompressedListStorage(count)
         _buffer(listed, only[:500])
         held = storage.nbytes / count
-        peer = sum(_tensor_bytes(item) for item in listed._storage) / 500
+        peer = listed.bytes() / 500
         what = f"memory per {name} picture"
         strict = name == "depth"
         rows += [
@@ -139,13 +138,6 @@ def _sizes(data: TensorDict, noisy: TensorDict) -> list[Row]:
             ),
         ]
     return rows
-
-
-def _tensor_bytes(item: Any) -> int:
-    """Return the bytes of the tensors that CompressedListStorage holds for one item."""
-    if isinstance(item, TensorDict):
-        return sum(_tensor_bytes(value) for value in item.values(True, True))
-    return int(item.numel() * item.element_size()) if isinstance(item, torch.Tensor) else 0
 
 
 def _slices(data: TensorDict, rounds: int) -> list[Row]:

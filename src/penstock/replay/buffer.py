@@ -1,0 +1,399 @@
+"""DictReplayBuffer: whole episodes in, batches of frames out, compressed where that pays."""
+
+from __future__ import annotations
+
+import math
+import operator
+import os
+import threading
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import ArrayLike, NDArray
+
+from penstock.errors import UsageError
+from penstock.replay import batches, persist
+from penstock.replay.frame_priority import FramePriorities
+from penstock.replay.held import Held
+from penstock.replay.sampling import Draw
+from penstock.replay.schema import Key, as_path, is_tensordict, read_episode
+from penstock.replay.settings import Settings
+from penstock.replay.store import EpisodeStore
+
+Ints = NDArray[np.int64]
+
+
+class DictReplayBuffer:
+    """A replay buffer of episodes: nested dicts (or TensorDicts) with one frame per step and key.
+
+    Episodes come and go whole. What a key looks like is fixed by the first episode, and so is its
+    codec where "auto" chooses it: the smallest that reads fast, verified by a round trip, and none
+    if it saves less than 10 %. Every method may be called from any thread.
+
+    Args:
+        max_size: Frames to hold; may be None if `max_bytes` is given.
+        keys: What an episode holds: names, or tuples of names for nested keys.
+        device: Where batches go.
+        img_compressed: Compress every key that gains by it ("auto"); else store keys as they are.
+        codecs: "auto", "raw", "lz4", "bits", "sparse" or "zstd", for all keys or by key; the keys
+            left out follow `img_compressed`.
+        mode: What is compressed as one, for all keys or by key: "frame" reads fastest, "block" and
+            "episode" are smaller and must unpack more than was asked for.
+        block_frames: Frames of a block.
+        max_bytes: Bytes of episodes to hold, as stored, such as "2GB". Memory (`nbytes`) may be
+            about a fifth more, for what was freed and not yet reused.
+        eviction: "fifo" forgets the oldest episode first, "lru" the one whose last appearance in a
+            batch is longest ago.
+        next_keys: Keys of which a batch also holds the next frame, under ("next", key). It is found
+            by index, not stored. ("next", "valid") is False where the episode ends: there the last
+            frame stands in for its own successor.
+        priority: The exponent alpha of prioritised sampling (True: 0.6); False draws all alike. A
+            batch then has "index", the ids of its frames for `update_priority`, and "weight".
+        seed: Makes the draws reproducible.
+        spill_dir: A folder on a fast disk for what exceeds `max_bytes`, instead of evicting it.
+
+    Raises:
+        UsageError: An argument is not as above.
+
+    Example:
+        buffer = DictReplayBuffer(100_000, ["obs", "action", "reward", "done"],
+                                  img_compressed=True, next_keys=["obs"], seed=0)
+        buffer.add({"obs": frames, "action": actions, "reward": rewards, "done": dones})
+        batch = buffer.sample(256)
+        batch["obs"], batch["next"]["obs"]
+    """
+
+    def __init__(
+        self,
+        max_size: int | None,
+        keys: Iterable[Key],
+        device: str | torch.device = "cpu",
+        img_compressed: bool = False,
+        *,
+        codecs: str | Mapping[Key, str] | None = None,
+        mode: str | Mapping[Key, str] = "frame",
+        block_frames: int = 8,
+        max_bytes: int | str | None = None,
+        eviction: str = "fifo",
+        next_keys: Iterable[Key] = (),
+        priority: bool | float = False,
+        seed: int | None = None,
+        spill_dir: str | os.PathLike[str] | None = None,
+    ) -> None:
+        settings = Settings.check(
+            max_size=max_size,
+            max_bytes=max_bytes,
+            keys=keys,
+            img_compressed=img_compressed,
+            codecs=codecs,
+            mode=mode,
+            block_frames=block_frames,
+            eviction=eviction,
+            next_keys=next_keys,
+            priority=priority,
+            spill_dir=spill_dir,
+        )
+        held = Held(settings, np.random.default_rng(seed), spill_dir)
+        self._begin(held, torch.device(device), None)
+
+    def _begin(self, held: Held, device: torch.device, saved: persist.Saved | None) -> None:
+        self._held = held
+        self._device = device
+        self._lock = threading.RLock()
+        self._saving = threading.Lock()
+        self._saved = saved
+
+    def __len__(self) -> int:
+        """Count the frames."""
+        with self._lock:
+            return self._held.store.index.frames if self._held.store else 0
+
+    @property
+    def episodes(self) -> list[int]:
+        """Ids of the episodes held, oldest first."""
+        with self._lock:
+            return self._held.store.index.ids.tolist() if self._held.store else []
+
+    @property
+    def nbytes(self) -> int:
+        """Memory held: episodes, tables, and what was freed and not yet reused."""
+        with self._lock:
+            store, priorities = self._held.store, self._held.priorities
+            return (store.nbytes if store else 0) + (priorities.nbytes if priorities else 0)
+
+    @property
+    def stored_bytes(self) -> int:
+        """Bytes of the episodes as they are stored: what `max_bytes` limits."""
+        with self._lock:
+            return self._held.store.live_bytes if self._held.store else 0
+
+    @property
+    def spilled_bytes(self) -> int:
+        """Bytes that lie in `spill_dir`."""
+        with self._lock:
+            return self._held.store.spilled_bytes if self._held.store else 0
+
+    @property
+    def codecs(self) -> dict[Key, str]:
+        """The codec of each key; empty before the first episode."""
+        with self._lock:
+            columns = self._held.store.columns if self._held.store else []
+        return {
+            path[0] if len(path) == 1 else path: column.codec.id
+            for column in columns
+            for path in [column.field.path]
+        }
+
+    def add(self, episode: Any) -> int:
+        """Add an episode, forgetting others to make room.
+
+        Args:
+            episode: A (nested) dict or a TensorDict with exactly the buffer's keys: arrays, tensors
+                or lists of frames, all with the same first length. It is copied.
+
+        Returns:
+            The id of the episode, for `remove`.
+
+        Raises:
+            UsageError: The episode is ragged or empty, lacks a key or has one too many, differs in
+                shape or type from the first one, or could not be held even alone; the buffer is
+                unchanged.
+        """
+        fields, arrays, length = read_episode(episode, self._held.settings.paths)
+        with self._lock:
+            store = self._held.store or self._held.first_store(fields, arrays)
+            for column, field in zip(store.columns, fields, strict=True):
+                if column.field != field:
+                    raise UsageError(
+                        f"the episode has {field}, the first one had {column.field}; "
+                        "use a buffer of its own"
+                    )
+            if self._held.store is None:  # the codecs are not settled: nobody may come between
+                records = store.encode(arrays)
+                store.check_fits(length, records)
+                self._held.adopt(store, is_tensordict(episode))
+                return self._held.put(length, records)
+        records = store.encode(arrays)
+        store.check_fits(length, records)
+        with self._lock:
+            return self._held.put(length, records)
+
+    def remove(self, episode_id: int) -> None:
+        """Forget one episode.
+
+        Raises:
+            UsageError: It is not held.
+        """
+        with self._lock:
+            store = self._held.store
+            row = store.index.row_of(_count("episode_id", episode_id, 0)) if store else None
+            if row is None:
+                raise UsageError(f"episode {episode_id} is not held; see the property episodes")
+            self._held.forget(row)
+
+    def sample(
+        self,
+        batch_size: int,
+        *,
+        sequence: int | None = None,
+        pad: bool = False,
+        n_step: int = 1,
+        gamma: float = 0.99,
+        reward_key: Key = "reward",
+        done_key: Key = "done",
+        beta: float = 0.4,
+    ) -> Any:
+        """Draw a batch, with replacement.
+
+        Args:
+            batch_size: How many frames, or windows.
+            sequence: Draw windows of so many steps from within one episode: tensors are then
+                [batch_size, sequence, ...]. All windows are drawn alike; with priorities a frame is
+                drawn, and the window starts there or, near the end of an episode, as late as it
+                can.
+            pad: A window may start at any frame; beyond the end of its episode the last frame is
+                repeated, and "mask" [batch_size, sequence] is False there.
+            n_step: If above 1, `reward_key` becomes the sum of the next n rewards, the k-th times
+                gamma ** k, stopping after a done or at the end of the episode; ("next", key) is the
+                frame after those, and "discount" is gamma ** (steps summed), 0 after a done: the
+                factor for the value of that frame. Where an episode ends without a done, the frame
+                after it is not known: ("next", "valid") is False, as for single steps.
+            gamma: Discount per step.
+            reward_key: The reward of a step.
+            done_key: Whether the episode is done after a step; one value per frame.
+            beta: How far "weight" undoes the bias of priorities: 0 not at all, 1 fully.
+
+        Returns:
+            Tensors on the buffer's device, nested as the keys are: a dict, or a TensorDict if the
+            first episode was one.
+
+        Raises:
+            UsageError: The buffer is empty, no episode is as long as `sequence`, or an argument is
+                not as above.
+        """
+        count = _count("batch_size", batch_size)
+        if sequence is not None:
+            sequence = _count("sequence", sequence)
+        steps_ahead = _count("n_step", n_step)
+        if not 0 <= gamma <= 1:
+            raise UsageError(f"gamma is {gamma}; give a number from 0 to 1")
+        if not 0 <= beta < math.inf:
+            raise UsageError(f"beta is {beta}; give a number from 0, usually up to 1")
+        if pad and sequence is None:
+            raise UsageError("pad=True is about windows; give their length as sequence")
+        settings = self._held.settings
+        if pad:
+            batches.check_free(settings, ("mask",))
+        if steps_ahead > 1:
+            batches.check_free(settings, ("discount",))
+        with self._lock:
+            store, sampler = self._held.filled()
+            ahead = made = None
+            if steps_ahead > 1:
+                keys = batches.check_n_step(store, as_path(reward_key), as_path(done_key))
+            draw = sampler.draw(count, self._held.rng, store.leaves, sequence, pad)
+            rows, steps = draw.rows.reshape(-1), draw.steps.reshape(-1)
+            store.touch(rows)
+            if steps_ahead > 1:
+                ahead, made = batches.n_ahead(store, rows, steps, steps_ahead, gamma, keys)
+            leaves = batches.read(store, settings, rows, steps, ahead, made)
+            if pad:
+                leaves.append((("mask",), torch.from_numpy(draw.inside.reshape(-1))))
+            if self._held.priorities is not None:
+                leaves += self._with_priorities(store, self._held.priorities, draw, beta)
+        return batches.finished(leaves, draw.rows.shape, self._device, self._held.as_tensordict)
+
+    def sample_indices(self, batch_size: int) -> Ints:
+        """Draw frames as `sample` does, and return only their ids, for `get`.
+
+        Raises:
+            UsageError: The buffer is empty, or `batch_size` is not a positive whole number.
+        """
+        count = _count("batch_size", batch_size)
+        with self._lock:
+            store, sampler = self._held.filled()
+            draw = sampler.draw(count, self._held.rng, store.leaves, None, False)
+            store.touch(draw.rows)
+            return store.index.starts[draw.rows] + draw.steps
+
+    def get(self, indices: ArrayLike) -> Any:
+        """Return the frames with these ids, as `sample` would, in the order given.
+
+        A frame's id counts all frames ever added. Draws nothing, and counts as no use for "lru".
+
+        Raises:
+            UsageError: One of them is not held any more, or never was.
+        """
+        ids = _ids(indices)
+        with self._lock:
+            store, _ = self._held.filled()
+            rows, steps, alive = store.index.locate(ids.reshape(-1))
+            if not alive.all():
+                raise UsageError(f"frame {ids.reshape(-1)[~alive][0]} is not held")
+            leaves = batches.read(store, self._held.settings, rows, steps)
+        return batches.finished(leaves, ids.shape, self._device, self._held.as_tensordict)
+
+    def update_priority(self, index: ArrayLike, priority: ArrayLike) -> None:
+        """Set the priorities of frames; those forgotten meanwhile, and padding, are passed over.
+
+        Args:
+            index: The "index" of a batch.
+            priority: As many numbers from 0, for example |TD error|; or one for all.
+
+        Raises:
+            UsageError: The buffer has no priorities, or one is negative or not finite; nothing is
+                changed.
+        """
+        priorities = self._held.priorities
+        if priorities is None:
+            raise UsageError("this buffer has no priorities; make it with priority=0.6")
+        ids = _ids(index).reshape(-1)
+        given = priority.detach().cpu() if isinstance(priority, torch.Tensor) else priority
+        values = np.asarray(given, np.float64).reshape(-1)
+        if values.size == 1:
+            values = np.repeat(values, ids.size)
+        if values.size != ids.size:
+            raise UsageError(f"{values.size} priorities for {ids.size} frames")
+        priorities.raised(values)  # also those of forgotten frames must make sense
+        with self._lock:
+            store = self._held.store
+            if store is None:
+                return
+            rows, steps, alive = store.index.locate(ids)
+            leaves = store.leaves[rows[alive]] + steps[alive]
+            priorities.update(leaves, values[alive])
+
+    def save(self, folder: str | os.PathLike[str]) -> None:
+        """Save everything, so that `load` gives an equal buffer with the same next draws.
+
+        Only episodes that the folder does not hold yet are written; the folder changes in one step,
+        so that a crash leaves the last save. Other threads may go on meanwhile.
+
+        Args:
+            folder: New, empty, or saved to before; an older save there is replaced.
+
+        Raises:
+            StorageError: The disk refuses; the last save in the folder stays.
+            UsageError: The folder holds something else.
+        """
+        with self._saving:
+            self._saved = persist.save(self._held, self._lock, Path(folder), self._saved)
+
+    @classmethod
+    def load(
+        cls,
+        folder: str | os.PathLike[str],
+        device: str | torch.device = "cpu",
+        *,
+        spill_dir: str | os.PathLike[str] | None = None,
+    ) -> DictReplayBuffer:
+        """Return the buffer that was saved, every byte verified.
+
+        Args:
+            folder: Given to `save`.
+            device: Where batches go.
+            spill_dir: As for a new buffer.
+
+        Raises:
+            CorruptFile: The folder is damaged.
+            UnknownFormat: It holds no saved buffer.
+        """
+        held, saved = persist.load(Path(folder), spill_dir)
+        buffer = cls.__new__(cls)
+        buffer._begin(held, torch.device(device), saved)
+        return buffer
+
+    @staticmethod
+    def _with_priorities(
+        store: EpisodeStore, priorities: FramePriorities, draw: Draw, beta: float
+    ) -> batches.Leaves:
+        """Return the ids of a batch's frames, -1 for padding, and the weights of its draws."""
+        first = draw.rows.reshape(len(draw.drawn), -1)[:, 0]
+        weight = priorities.weights(store.leaves[first] + draw.drawn, beta).astype(np.float32)
+        ids = np.where(draw.inside, store.index.starts[draw.rows] + draw.steps, -1).reshape(-1)
+        spread = np.repeat(weight, len(ids) // len(weight))
+        return [
+            (("index",), torch.from_numpy(ids)),
+            (("weight",), torch.from_numpy(spread)),
+        ]
+
+
+def _count(what: str, value: int, least: int = 1) -> int:
+    try:
+        number = operator.index(value)
+    except TypeError:
+        raise UsageError(f"{what} is {value!r}, which is not a whole number") from None
+    if number < least:
+        raise UsageError(f"{what} is {value}; give at least {least}")
+    return number
+
+
+def _ids(indices: ArrayLike) -> Ints:
+    given = indices.cpu() if isinstance(indices, torch.Tensor) else indices
+    array = np.asarray(given)
+    if array.size and array.dtype.kind not in "iu":
+        raise UsageError(f"frames are given as {array.dtype}; use their ids")
+    return array.astype(np.int64, copy=False)

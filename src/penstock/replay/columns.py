@@ -1,0 +1,160 @@
+"""Slots of compressed frames: for each key a table that says where the bytes of a slot lie.
+
+A slot is written over and over, as a ring buffer does. What was there before is given back to the
+arena, and when too much of the arena is dead, what is alive moves together. Knows no torch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from penstock.errors import UsageError
+from penstock.replay.arena import Arena
+from penstock.replay.frames import FrameCodec
+
+Ints = NDArray[np.int64]
+Bytes = NDArray[np.uint8]
+
+_SLACK_BYTES = 16 << 20  # dead memory that is not worth moving anything for
+
+
+class Encoded(NamedTuple):
+    """Frames as bytes, one after another."""
+
+    data: Bytes
+    lengths: Ints
+
+
+class CompressedColumns:
+    """A fixed number of slots, each holding one compressed frame per column.
+
+    Not for several threads at once: whoever owns it locks.
+
+    Args:
+        slots: How many.
+        codecs: One per column.
+        sizes: Bytes of a decoded frame, one per column.
+        memory_bytes: Compressed bytes kept in memory; None for all of them.
+        spill_dir: Where the rest goes.
+
+    Example:
+        columns = CompressedColumns(1000, [codec], [84 * 84])
+        columns.store(np.arange(8), {0: columns.encode(0, frames)})
+        columns.decode(0, np.array([3, 5]), out)
+    """
+
+    def __init__(
+        self,
+        slots: int,
+        codecs: Sequence[FrameCodec],
+        sizes: Sequence[int],
+        *,
+        memory_bytes: int | None = None,
+        spill_dir: Path | str | None = None,
+    ) -> None:
+        self.codecs = list(codecs)
+        self.sizes = list(sizes)
+        self._settings: dict[str, Any] = {"memory_bytes": memory_bytes, "spill_dir": spill_dir}
+        self._arena = Arena(**self._settings)
+        self._locations = np.full((len(self.codecs), slots), -1, np.int64)
+        self._lengths = np.zeros((len(self.codecs), slots), np.int32)
+        self._patience = 0
+
+    @property
+    def nbytes(self) -> int:
+        """Memory held: frames, alive or not yet given back, and tables."""
+        return int(self._arena.nbytes + self._locations.nbytes + self._lengths.nbytes)
+
+    @property
+    def live_bytes(self) -> int:
+        """Compressed bytes of what is stored."""
+        return int(self._arena.live_bytes)
+
+    @property
+    def spilled_bytes(self) -> int:
+        """Compressed bytes that lie on disk."""
+        return int(self._arena.spilled_bytes)
+
+    def written(self, column: int, slots: Ints | slice) -> NDArray[np.bool_]:
+        """Tell which slots hold a frame."""
+        found: NDArray[np.bool_] = self._locations[column, slots] >= 0
+        return found
+
+    def encode(self, column: int, frames: Bytes) -> Encoded:
+        """Encode frames of shape [n, size]; changes nothing."""
+        return Encoded(*self.codecs[column].encode(frames))
+
+    def store(self, slots: Ints, encoded: Mapping[int, Encoded]) -> None:
+        """Put frames into slots, each of them named once; what was there is given back."""
+        fresh: dict[int, Ints] = {}
+        try:
+            for column, (data, lengths) in encoded.items():
+                fresh[column] = self._arena.put_many(data, lengths)
+        except BaseException:  # a full disk: what is stored stays as it is
+            for column, locations in fresh.items():
+                self._arena.free(locations, encoded[column].lengths)
+            raise
+        for column, locations in fresh.items():
+            places, sizes = self._locations[column], self._lengths[column]
+            old = places[slots]
+            alive = old >= 0
+            freed = sizes[slots][alive].astype(np.int64)
+            places[slots] = locations
+            sizes[slots] = encoded[column].lengths
+            if freed.size:
+                self._arena.free(old[alive], freed)
+        self._compact()
+
+    def decode(self, column: int, slots: Ints, out: Bytes) -> None:
+        """Decode the frames of slots into `out` of shape [n, size].
+
+        Raises:
+            UsageError: A slot was never written.
+            CorruptFile: The bytes of a frame are not what the codec wrote.
+        """
+        locations = self._locations[column][slots]
+        if locations.size and int(locations.min()) < 0:
+            empty = int(slots[locations < 0][0])
+            raise UsageError(f"slot {empty} was never written, there is nothing to read")
+        addresses = self._arena.addresses(locations)
+        lengths = self._lengths[column][slots].astype(np.int64)
+        self.codecs[column].decode(addresses, lengths, out)
+
+    def gather(self, column: int, slots: Ints) -> Encoded:
+        """Copy the compressed frames of slots out; the slots must be written."""
+        locations = self._locations[column][slots]
+        lengths = self._lengths[column][slots].astype(np.int64)
+        ends = np.cumsum(lengths)
+        data = np.empty(int(ends[-1]) if ends.size else 0, np.uint8)
+        # What was stored together lies together: it is copied in one go.
+        breaks = np.flatnonzero(locations[1:] != locations[:-1] + lengths[:-1]) + 1
+        for begin, stop in zip([0, *breaks.tolist()], [*breaks.tolist(), ends.size], strict=True):
+            if stop > begin:
+                first = int(ends[begin] - lengths[begin])
+                size = int(ends[stop - 1]) - first
+                data[first : first + size] = self._arena.read(int(locations[begin]), size)
+        return Encoded(data, lengths)
+
+    def clear(self) -> None:
+        """Give everything back."""
+        self._arena = Arena(**self._settings)
+        self._locations[:] = -1
+        self._lengths[:] = 0
+        self._patience = 0
+
+    def _compact(self) -> None:
+        dead = self._arena.nbytes + self._arena.spilled_bytes - self._arena.live_bytes
+        if dead <= max(_SLACK_BYTES, self._arena.live_bytes // 2, self._patience):
+            return
+        alive = self._locations >= 0
+        moved = self._arena.compact(self._locations[alive], self._lengths[alive].astype(np.int64))
+        if moved is None:  # looking costs: not again before there is more to gain
+            self._patience = dead + dead // 4
+        else:
+            self._patience = 0
+            self._locations[alive] = moved

@@ -1,0 +1,168 @@
+"""Priorities of the frames of episodes that come and go: a sum tree laid out episode by episode."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+from penstock.errors import UsageError
+from penstock.replay.index import EpisodeIndex
+from penstock.replay.priority import SumTree, importance_weights
+
+Ints = NDArray[np.int64]
+Floats = NDArray[np.float64]
+
+_FIRST_CAPACITY = 1024
+_EPSILON = 1e-8  # so that a frame without error is still drawn now and then
+
+
+class FramePriorities:
+    """One priority per frame held; new frames get the largest so far.
+
+    The frames of an episode take consecutive entries of the tree, behind those of the episode
+    before. When the end is reached, all move to the front: the tree has twice the entries needed,
+    so that this costs little per frame.
+
+    Args:
+        alpha: 0 draws all frames alike, 1 in proportion to their priority.
+
+    Raises:
+        UsageError: alpha is not a number from 0 to 1.
+    """
+
+    def __init__(self, alpha: float) -> None:
+        if not 0 <= alpha <= 1:
+            raise UsageError(f"priority is {alpha}; give the exponent alpha, from 0 to 1")
+        self.alpha = float(alpha)
+        self.largest = 1.0
+        self.cursor = 0
+        self.tree = SumTree(_FIRST_CAPACITY)
+
+    @property
+    def nbytes(self) -> int:
+        """Memory held."""
+        return self.tree.nbytes
+
+    def add(self, length: int, index: EpisodeIndex, leaves: Ints) -> int:
+        """Make room for an episode at the end, and return where its entries start.
+
+        Args:
+            length: Its frames.
+            index: Of the episodes before it.
+            leaves: Where their entries start; changed if they move.
+        """
+        if self.cursor + length > self.tree.capacity:
+            self._move(length, index, leaves)
+        start = self.cursor
+        self.tree.set(np.arange(start, start + length), self.largest)
+        self.cursor += length
+        return start
+
+    def remove(self, leaf: int, length: int) -> None:
+        """Forget the priorities of an episode."""
+        self.tree.set(np.arange(leaf, leaf + length), 0.0)
+
+    def update(self, leaves: Ints, priorities: ArrayLike) -> None:
+        """Set the priorities of frames, given by their entries.
+
+        Raises:
+            UsageError: A priority is negative or not finite; nothing is changed.
+        """
+        raised = self.raised(priorities)
+        self.tree.set(leaves, raised)
+        if raised.size:
+            self.largest = max(self.largest, float(raised.max()))
+
+    def raised(self, priorities: ArrayLike) -> Floats:
+        """Return priorities as the tree holds them.
+
+        Raises:
+            UsageError: One is negative or not finite.
+        """
+        values = np.asarray(priorities, np.float64)
+        if values.size and not (values.min() >= 0 and values.max() < math.inf):
+            bad = values[~((values >= 0) & (values < math.inf))].flat[0]
+            raise UsageError(f"priority {bad} is not a number from 0; use for example |TD error|")
+        return np.asarray((values + _EPSILON) ** self.alpha)
+
+    def draw(
+        self, count: int, rng: np.random.Generator, leaves: Ints, good: NDArray[np.bool_] | None
+    ) -> tuple[Ints, Ints]:
+        """Draw frames; return their rows and steps.
+
+        Args:
+            count: How many.
+            rng: Source of random numbers.
+            leaves: Where the entries of each episode start.
+            good: By row, the episodes that may be drawn from; None for all.
+        """
+        drawn = self.tree.sample(count, rng)
+        rows = leaves.searchsorted(drawn, side="right") - 1
+        if good is not None:
+            bad = np.flatnonzero(~good[rows])
+            if bad.size:
+                drawn[bad] = self._draw_among(bad.size, rng, leaves, good)
+                rows = leaves.searchsorted(drawn, side="right") - 1
+        return rows, drawn - leaves[rows]
+
+    def weights(self, leaves: Ints, beta: float) -> Floats:
+        """Return the importance weights of entries."""
+        return importance_weights(self.tree.get(leaves), self.tree.min, beta)
+
+    def _draw_among(
+        self, count: int, rng: np.random.Generator, leaves: Ints, good: NDArray[np.bool_]
+    ) -> Ints:
+        """Draw from some episodes only, by a running sum over all entries: exact, but linear."""
+        mass = self.tree.get(np.arange(self.cursor))
+        owner = np.searchsorted(leaves, np.arange(self.cursor), side="right") - 1
+        mass[(owner < 0) | ~good[owner]] = 0
+        sums = np.cumsum(mass)
+        drawn = np.searchsorted(sums, rng.random(count) * sums[-1], side="right")
+        kept: Ints = np.minimum(drawn, np.flatnonzero(mass)[-1])
+        return kept
+
+    def _move(self, length: int, index: EpisodeIndex, leaves: Ints) -> None:
+        frames = index.frames
+        values = self.held(index, leaves)
+        capacity = max(_FIRST_CAPACITY, 2 * (frames + length))
+        self.tree = SumTree(capacity)
+        self.tree.set(np.arange(frames), values)
+        leaves[:] = index.positions
+        self.cursor = frames
+
+    def held(self, index: EpisodeIndex, leaves: Ints) -> Floats:
+        """Return the entries of all frames held, by position."""
+        return self.tree.get(_where(index, leaves))
+
+    def restore(
+        self, capacity: int, cursor: int, largest: float, index: EpisodeIndex, leaves: Ints
+    ) -> None:
+        """Lay the tree out as it was, so that it draws the same; `fill` gives the values.
+
+        Args:
+            capacity: Of the tree.
+            cursor: Where the next episode starts.
+            largest: The largest entry so far.
+            index: The episodes.
+            leaves: Where their entries start.
+
+        Raises:
+            UsageError: These numbers contradict each other.
+        """
+        ends = leaves + index.lengths
+        apart = (ends[:-1] <= leaves[1:]).all() and (not len(leaves) or leaves[0] >= 0)
+        last = int(ends[-1]) if len(ends) else 0
+        if not (apart and last <= cursor <= capacity and 0 < largest < math.inf):
+            raise UsageError("the layout of the priorities makes no sense")
+        self.tree = SumTree(capacity)
+        self.cursor, self.largest = cursor, largest
+
+    def fill(self, index: EpisodeIndex, leaves: Ints, values: Floats) -> None:
+        """Set the entries of all frames held, by position."""
+        self.tree.set(_where(index, leaves), values)
+
+
+def _where(index: EpisodeIndex, leaves: Ints) -> Ints:
+    return np.repeat(leaves - index.positions, index.lengths) + np.arange(index.frames)

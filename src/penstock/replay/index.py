@@ -1,0 +1,362 @@
+"""Which episode a frame belongs to: look-ups of whole batches, right after any eviction.
+
+A frame has two numbers. Its *position* counts the frames held now, from 0: what a sampler draws.
+Its *id* counts every frame that was ever added: it never changes and never comes back.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Sequence
+from typing import Any, SupportsIndex, overload
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+from penstock.errors import UsageError
+
+Ints = NDArray[np.int64]
+
+_FIRST_ROWS = 16
+_LENGTH, _START, _ID, _AT = range(4)
+_OWN_COLUMNS = 4
+
+
+class GrowingTable:
+    """Columns of int64 that grow at the end and shrink at the front, in amortised O(1) per row.
+
+    Args:
+        columns: How many numbers a row has.
+    """
+
+    def __init__(self, columns: int) -> None:
+        self._data = np.zeros((columns, _FIRST_ROWS), np.int64)
+        self._head = 0
+        self._tail = 0
+        self.reallocations = 0
+
+    def __len__(self) -> int:
+        return self._tail - self._head
+
+    @property
+    def nbytes(self) -> int:
+        """Memory held."""
+        return int(self._data.nbytes)
+
+    def column(self, number: int) -> Ints:
+        """Return a column as a view: writing to it writes to the table."""
+        return self._data[number, self._head : self._tail]
+
+    def columns(self, start: int, stop: int) -> Ints:
+        """Return several columns as a view [columns, rows]."""
+        return self._data[start:stop, self._head : self._tail]
+
+    def append(self, row: Sequence[int]) -> None:
+        """Add a row at the end."""
+        if self._tail == self._data.shape[1]:
+            self._make_room()
+        self._data[:, self._tail] = row
+        self._tail += 1
+
+    def drop_first(self) -> None:
+        """Remove the first row."""
+        self._head += 1
+
+    def drop(self, row: int) -> None:
+        """Remove any row; the later ones move up."""
+        at = self._head + row
+        if row == 0:
+            self._head += 1
+            return
+        self._data[:, at : self._tail - 1] = self._data[:, at + 1 : self._tail]
+        self._tail -= 1
+
+    def _make_room(self) -> None:
+        """Move to twice the rows in use: so many appends pass before the next move."""
+        count = len(self)
+        data = np.zeros((self._data.shape[0], max(_FIRST_ROWS, 2 * count)), np.int64)
+        data[:, :count] = self._data[:, self._head : self._tail]
+        self._data, self._head, self._tail = data, 0, count
+        self.reallocations += 1
+
+
+class EpisodeIndex:
+    """Episodes in the order of their arrival, with look-ups in both directions.
+
+    A *row* is the place of an episode among those held now. Columns beyond the index's own travel
+    with the rows, for whoever keeps something per episode.
+
+    Args:
+        extra_columns: How many numbers of its own the caller keeps per episode.
+
+    Example:
+        index = EpisodeIndex()
+        first, second = index.append(10), index.append(20)
+        index.evict_oldest()
+        rows, steps = index.find([0, 19])   # [0, 0], [0, 19]
+    """
+
+    def __init__(self, extra_columns: int = 0) -> None:
+        self._table = GrowingTable(_OWN_COLUMNS + extra_columns)
+        self._next_id = 0
+        self._next_frame = 0
+        self._end = 0
+        self.version = 0
+
+    def __len__(self) -> int:
+        """Count the episodes."""
+        return len(self._table)
+
+    @property
+    def frames(self) -> int:
+        """Number of frames held."""
+        return self._end - int(self._table.column(_AT)[0]) if len(self._table) else 0
+
+    @property
+    def nbytes(self) -> int:
+        """Memory held."""
+        return self._table.nbytes
+
+    @property
+    def reallocations(self) -> int:
+        """How often the table moved."""
+        return self._table.reallocations
+
+    @property
+    def lengths(self) -> Ints:
+        """Frames of each episode, by row."""
+        return self._table.column(_LENGTH)
+
+    @property
+    def starts(self) -> Ints:
+        """Frame id of each episode's first frame, by row."""
+        return self._table.column(_START)
+
+    @property
+    def ids(self) -> Ints:
+        """Id of each episode, by row."""
+        return self._table.column(_ID)
+
+    @property
+    def positions(self) -> Ints:
+        """Position of each episode's first frame, by row."""
+        at = self._table.column(_AT)
+        return at - at[:1]
+
+    @property
+    def next_id(self) -> int:
+        """Id that the next episode will get."""
+        return self._next_id
+
+    @property
+    def next_frame(self) -> int:
+        """Frame id that the next episode will start with."""
+        return self._next_frame
+
+    def column(self, number: int) -> Ints:
+        """Return a column of the caller, by row, as a view that may be written to."""
+        return self._table.column(_OWN_COLUMNS + number)
+
+    def columns(self, start: int, stop: int) -> Ints:
+        """Return several columns of the caller as a view [columns, rows]."""
+        return self._table.columns(_OWN_COLUMNS + start, _OWN_COLUMNS + stop)
+
+    def append(self, length: int, extra: Sequence[int] = ()) -> int:
+        """Add an episode; return its id.
+
+        Args:
+            length: Its frames, at least 1.
+            extra: The caller's columns.
+        """
+        if length < 1:
+            raise UsageError(f"an episode has at least 1 frame, not {length}")
+        if self._next_frame + length > np.iinfo(np.int64).max:
+            raise UsageError(f"{length} frames more would not fit a 64-bit frame id")
+        if not len(self._table):
+            self._end = 0
+        identity = self._next_id
+        self._table.append((length, self._next_frame, identity, self._end, *extra))
+        self._next_id += 1
+        self._next_frame += length
+        self._end += length
+        self.version += 1
+        return identity
+
+    def restore(self, rows: Sequence[tuple[int, int, int, Sequence[int]]], next_ids: Ints) -> None:
+        """Fill an empty index from saved rows: (id, first frame id, length, extra) each."""
+        assert not len(self._table)
+        for identity, start, length, extra in rows:
+            self._next_id, self._next_frame = identity, start
+            self.append(length, extra)
+        self._next_id, self._next_frame = int(next_ids[0]), int(next_ids[1])
+
+    def evict_oldest(self) -> int:
+        """Remove the oldest episode; return its id."""
+        if not len(self._table):
+            raise UsageError("there is no episode to evict")
+        identity = int(self.ids[0])
+        self._table.drop_first()
+        self.version += 1
+        return identity
+
+    def remove(self, row: int) -> None:
+        """Remove the episode of a row."""
+        if not 0 <= row < len(self._table):
+            raise UsageError(f"row {row} is not one of {len(self._table)} episodes")
+        if row:
+            length = int(self.lengths[row])
+            self._table.column(_AT)[row + 1 :] -= length
+            self._end -= length
+        self._table.drop(row)
+        self.version += 1
+
+    def row_of(self, episode_id: int) -> int | None:
+        """Return the row of an episode, None if it is not held."""
+        row = int(np.searchsorted(self.ids, episode_id))
+        return row if row < len(self) and int(self.ids[row]) == episode_id else None
+
+    def find(self, positions: ArrayLike) -> tuple[Ints, Ints]:
+        """Return rows and steps of a batch of positions.
+
+        Raises:
+            UsageError: A position is not in [0, frames).
+        """
+        wanted = np.asarray(positions, np.int64)
+        frames = self.frames
+        if wanted.size and (int(wanted.min()) < 0 or int(wanted.max()) >= frames):
+            bad = wanted[(wanted < 0) | (wanted >= frames)].flat[0]
+            raise UsageError(f"frame {bad} is not one of the {frames} frames held")
+        at = self._table.column(_AT)
+        if not wanted.size:
+            return np.zeros(wanted.shape, np.int64), np.zeros(wanted.shape, np.int64)
+        absolute = wanted + at[0]
+        rows = at.searchsorted(absolute, side="right") - 1
+        return rows, absolute - at[rows]
+
+    def locate(self, frame_ids: ArrayLike) -> tuple[Ints, Ints, NDArray[np.bool_]]:
+        """Return rows and steps of a batch of frame ids, and which of them are still held.
+
+        Rows and steps mean nothing where a frame is not held.
+        """
+        wanted = np.asarray(frame_ids, np.int64)
+        if not len(self):
+            nothing = np.zeros(wanted.shape, np.int64)
+            return nothing, nothing, np.zeros(wanted.shape, np.bool_)
+        starts = self.starts
+        rows = np.maximum(starts.searchsorted(wanted, side="right") - 1, 0)
+        steps = wanted - starts[rows]
+        return rows, steps, (steps >= 0) & (steps < self.lengths[rows])
+
+
+class PrefixSum:
+    """Lengths of episodes and their running sum: which episode holds the n-th frame.
+
+    Episodes that no longer fit `max_len` frames are forgotten whole, oldest first, as a
+    `DictReplayBuffer` of that size forgets them; positions count from the oldest one held.
+
+    Args:
+        max_len: The most frames to hold.
+
+    Raises:
+        UsageError: `max_len` is not a positive whole number.
+
+    Example:
+        sums = PrefixSum(max_len=1000)
+        for length in (10, 20, 15):
+            sums.add(length)
+        sums.get_range_idx(25)              # 1: the second episode
+        sums.get_range_relative_idx(25, 1)  # 15: its sixteenth frame
+    """
+
+    def __init__(self, max_len: int) -> None:
+        self.max_len = _whole("max_len", max_len)
+        if self.max_len < 1:
+            raise UsageError(f"max_len is {max_len}; give the most frames to hold, at least 1")
+        self._index = EpisodeIndex()
+
+    def __len__(self) -> int:
+        """Count the frames."""
+        return self._index.frames
+
+    @property
+    def ar(self) -> Ints:
+        """Length of each episode held, read-only."""
+        return _read_only(self._index.lengths)
+
+    @property
+    def prefix_sum(self) -> Ints:
+        """Position of each episode's first frame and, last, the number of frames; read-only."""
+        return _read_only(np.append(self._index.positions, self._index.frames))
+
+    @property
+    def reallocations(self) -> int:
+        """How often the arrays moved: at most about log2 of the number of episodes."""
+        return self._index.reallocations
+
+    def add(self, val: int) -> None:
+        """Add an episode of `val` frames, forgetting the oldest ones that no longer fit.
+
+        Raises:
+            UsageError: `val` is not a whole number from 1 to `max_len`; nothing is changed.
+        """
+        length = _whole("the length of an episode", val)
+        if not 1 <= length <= self.max_len:
+            raise UsageError(f"an episode of {length} frames; at least 1, at most {self.max_len}")
+        while self._index.frames + length > self.max_len:
+            self._index.evict_oldest()
+        self._index.append(length)
+
+    @overload
+    def get_range_idx(self, idx: SupportsIndex) -> int: ...
+    @overload
+    def get_range_idx(self, idx: ArrayLike) -> Ints: ...
+    def get_range_idx(self, idx: Any) -> Any:
+        """Return the number, in `ar`, of the episode that holds a frame, or each of an array.
+
+        Raises:
+            UsageError: A frame is not held.
+        """
+        positions = _whole_array("a frame", idx)
+        rows, _ = self._index.find(positions)
+        return rows if positions.ndim else int(rows)
+
+    @overload
+    def get_range_relative_idx(self, idx: SupportsIndex, range_idx: SupportsIndex) -> int: ...
+    @overload
+    def get_range_relative_idx(self, idx: ArrayLike, range_idx: ArrayLike) -> Ints: ...
+    def get_range_relative_idx(self, idx: Any, range_idx: Any) -> Any:
+        """Return the step of a frame inside its episode, or of each of an array.
+
+        Raises:
+            UsageError: A frame does not lie in the episode it is said to lie in.
+        """
+        positions, given = _whole_array("a frame", idx), _whole_array("an episode", range_idx)
+        rows, steps = self._index.find(positions)
+        wrong = rows != given
+        if np.any(wrong):
+            frame = np.broadcast_to(positions, wrong.shape)[wrong].flat[0]
+            raise UsageError(
+                f"frame {frame} is not in episode {np.broadcast_to(given, wrong.shape)[wrong][0]}; "
+                "ask get_range_idx"
+            )
+        return np.broadcast_to(steps, wrong.shape).copy() if wrong.ndim else int(steps)
+
+
+def _read_only(values: Ints) -> Ints:
+    view = values.view()
+    view.flags.writeable = False
+    return view
+
+
+def _whole(what: str, value: SupportsIndex) -> int:
+    try:
+        return operator.index(value)
+    except TypeError:
+        raise UsageError(f"{what} is {value!r}, which is not a whole number") from None
+
+
+def _whole_array(what: str, value: Any) -> Ints:
+    array = np.asarray(value)
+    if array.size and array.dtype.kind not in "iu":
+        raise UsageError(f"{what} is given as {array.dtype}; use whole numbers")
+    return array.astype(np.int64, copy=False)

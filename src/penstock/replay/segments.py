@@ -1,0 +1,341 @@
+"""A folder that grows by segments and changes only by one atomic rename.
+
+`replay.pack` is the manifest: the state, and the ordered list of the segments that belong to it,
+each with its digest. Segments are published first, the manifest after them, and only then are the
+files removed that it no longer lists. So whenever the process dies, the last manifest and all of
+its segments are there; what else lies in the folder is swept by the next writer.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple, Self
+
+from numpy.typing import NDArray
+
+from penstock.core.files import TEMPORARY_PREFIX, FolderLock, storage_error, sweep
+from penstock.core.pack import Item, PackReader, PackWriter
+from penstock.errors import CorruptFile, StorageError, UnknownFormat, UsageError
+
+MANIFEST = "replay.pack"
+KIND = "replay"
+SEGMENT_KIND = "replay-segment"
+_SEGMENT = re.compile(r"segment_([0-9]{6,18})\.pack")
+
+
+class _Manifest(NamedTuple):
+    """What a manifest says, checked."""
+
+    holder: str
+    state: dict[str, Any]
+    segments: dict[str, str]
+    """Names in order, and the digest of each."""
+    next_number: int
+
+
+class LogReader:
+    """A committed log, for reading. Nothing it returns was not verified.
+
+    No lock is taken: a writer may commit meanwhile. A segment that it removed is then reported as
+    such, and reading once more gives the new state.
+
+    Attributes:
+        folder: Where the log lies.
+        digest: Identifies this very commit; see `SegmentLog.digest`.
+        holder: What the log was written for.
+        state: The state given to `commit`.
+        segments: Names of the segments, in the order given to `commit`.
+
+    Example:
+        with SegmentLog.read("runs/x/replay") as log:
+            for name in log.segments:
+                with log.open_segment(name) as segment:
+                    lengths = segment.read("lengths")
+    """
+
+    def __init__(self, folder: Path, pack: PackReader, manifest: _Manifest) -> None:
+        self.folder = folder
+        self.digest = pack.index.digest
+        self.holder = manifest.holder
+        self.state = manifest.state
+        self.segments = list(manifest.segments)
+        self._digests = manifest.segments
+        self._pack = pack
+
+    @property
+    def names(self) -> list[str]:
+        """Names of the manifest's own arrays."""
+        return self._pack.names
+
+    def item(self, name: str) -> NDArray[Any]:
+        """Read one of the manifest's own arrays.
+
+        Raises:
+            CorruptFile: It is not there, or damaged.
+        """
+        if name not in self._pack.index.entries:
+            raise CorruptFile(f"{self._pack.path} is damaged: it holds no {name!r}")
+        return self._pack.read(name)
+
+    def open_segment(self, name: str) -> PackReader:
+        """Open a segment and check that it is the file that was committed; close it yourself.
+
+        Raises:
+            CorruptFile: It is missing, damaged, or another file than the one committed.
+        """
+        if name not in self._digests:
+            raise UsageError(f"{self.folder} lists no segment {name!r}")
+        path = self.folder / name
+        try:
+            segment = PackReader(path)
+        except FileNotFoundError:
+            with SegmentLog.read(self.folder) as now:
+                if now.digest != self.digest:
+                    raise StorageError(
+                        f"{self.folder} was saved again while it was read; load it once more"
+                    ) from None
+            raise CorruptFile(
+                f"{path} is missing, and {MANIFEST} needs it; put it back, or use another copy"
+            ) from None
+        except UnknownFormat as error:
+            raise CorruptFile(f"{path} is damaged: {error}") from error
+        except OSError as error:
+            raise storage_error("read", path, error) from error
+        if segment.index.digest != self._digests[name] or segment.index.kind != SEGMENT_KIND:
+            segment.close()
+            raise CorruptFile(f"{path} is not the segment that {MANIFEST} was written with")
+        return segment
+
+    def close(self) -> None:
+        """Close the manifest; safe to call twice."""
+        self._pack.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+class SegmentLog:
+    """The one writer of a log; made by `create_or_open`.
+
+    Example:
+        with SegmentLog.create_or_open("runs/x/replay") as log:
+            name = log.append([Item("data", data)], {"episodes": 3})
+            log.commit({"frames": 1200}, keep=[*log.segments, name])
+    """
+
+    def __init__(self, folder: Path, holder: str, lock: FolderLock) -> None:
+        self.folder = folder
+        self._holder = holder
+        self._lock: FolderLock | None = lock
+        self._committed: dict[str, str] = {}
+        self._appended: dict[str, str] = {}
+        self._next = 0
+        self._digest = ""
+
+    @classmethod
+    def create_or_open(cls, folder: Path | str, holder: str = "replay") -> SegmentLog:
+        """Take a folder for writing; create it if it is not there.
+
+        Args:
+            folder: Holds one log. It must be new, empty, or hold a log of the same holder.
+            holder: What the log is written for, such as "torchrl": a log of another is refused.
+
+        Raises:
+            UsageError: The folder holds something else.
+            LockHeld: Another process writes there.
+            CorruptFile: The log that is there is damaged; nothing was changed.
+        """
+        folder = Path(folder)
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            _refuse_strangers(folder)
+        except OSError as error:
+            raise storage_error("write", folder, error) from error
+        lock = FolderLock(folder)
+        lock.acquire()
+        log = cls(folder, holder, lock)
+        try:
+            log._open()
+        except BaseException:
+            lock.release()
+            raise
+        return log
+
+    @staticmethod
+    def read(folder: Path | str, holder: str | None = None) -> LogReader:
+        """Open what was committed last.
+
+        Args:
+            folder: Holds a log.
+            holder: Refuse a log that was written for anything else; None takes any.
+
+        Raises:
+            UnknownFormat: There is no log in this folder, or it is of another holder.
+            CorruptFile: The manifest is damaged.
+        """
+        folder = Path(folder)
+        path = folder / MANIFEST
+        try:
+            pack = PackReader(path)
+        except (FileNotFoundError, NotADirectoryError):
+            raise UnknownFormat(f"{folder} holds no saved replay: there is no {MANIFEST}") from None
+        except OSError as error:
+            raise storage_error("read", path, error) from error
+        try:
+            manifest = _parse(path, pack)
+            if holder is not None and manifest.holder != holder:
+                raise UnknownFormat(
+                    f"{folder} was saved by {manifest.holder!r}, not by {holder!r}; "
+                    "load it with what wrote it"
+                )
+        except BaseException:
+            pack.close()
+            raise
+        return LogReader(folder, pack, manifest)
+
+    @property
+    def segments(self) -> list[str]:
+        """Names in the committed manifest, in order."""
+        return list(self._committed)
+
+    @property
+    def digest(self) -> str:
+        """Identifies the committed manifest; "" before the first commit.
+
+        Who saved here before compares it with what it remembers: if it differs, somebody else
+        committed since, and the segments in here must not be taken for one's own.
+        """
+        return self._digest
+
+    def append(self, items: Sequence[Item], meta: dict[str, Any]) -> str:
+        """Publish a segment, durably; it belongs to the log only when `commit` keeps it.
+
+        Args:
+            items: Arrays, stored as they are unless they name a codec.
+            meta: JSON-able, kept in the segment.
+
+        Returns:
+            The name of the segment.
+
+        Raises:
+            StorageError: The disk refuses; the log is as before.
+        """
+        self._check_open()
+        name = f"segment_{self._next:06d}.pack"
+        self._next += 1
+        with PackWriter(self.folder / name, kind=SEGMENT_KIND, meta=meta) as pack:
+            pack.add_all(items)
+        self._appended[name] = pack.index.digest
+        return name
+
+    def commit(
+        self, state: dict[str, Any], items: Sequence[Item] = (), *, keep: Iterable[str]
+    ) -> None:
+        """Make a new state the log's own, atomically; then remove what it no longer needs.
+
+        Args:
+            state: JSON-able.
+            items: Small arrays that belong to the state.
+            keep: Segments that the state needs, in order: committed ones or appended ones.
+
+        Raises:
+            UsageError: A segment in `keep` is not there.
+            StorageError: The disk refuses; the last committed state stays.
+        """
+        self._check_open()
+        known = self._committed | self._appended
+        names = list(keep)
+        missing = [name for name in names if name not in known]
+        if missing or len(set(names)) != len(names):
+            raise UsageError(f"{self.folder}: cannot keep {missing or names}: unknown or twice")
+        kept = {name: known[name] for name in names}
+        meta = {
+            "holder": self._holder,
+            "state": state,
+            "segments": [{"name": name, "digest": digest} for name, digest in kept.items()],
+            "next": self._next,
+        }
+        with PackWriter(self.folder / MANIFEST, kind=KIND, meta=meta) as pack:
+            pack.add_all(items)
+        self._digest = pack.index.digest
+        self._committed, self._appended = kept, {}
+        self._remove_unlisted()
+
+    def close(self) -> None:
+        """Remove what was appended and never committed, and let go of the folder."""
+        if self._lock is None:
+            return
+        self._remove_unlisted()
+        self._lock.release()
+        self._lock = None
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _open(self) -> None:
+        """Read what is there; it is the lock's holder who decides what is left over."""
+        sweep(self.folder)
+        if (self.folder / MANIFEST).exists():
+            with self.read(self.folder) as reader:
+                if reader.holder != self._holder:
+                    raise UsageError(
+                        f"{self.folder} holds a replay saved by {reader.holder!r}, not by "
+                        f"{self._holder!r}; choose another folder"
+                    )
+                manifest = _parse(self.folder / MANIFEST, reader._pack)
+                self._committed = manifest.segments
+                self._next = manifest.next_number
+                self._digest = reader.digest
+        self._remove_unlisted()
+
+    def _remove_unlisted(self) -> None:
+        try:
+            names = os.listdir(self.folder)
+        except OSError:  # the folder is gone: then there is nothing to remove
+            return
+        for name in names:
+            if _SEGMENT.fullmatch(name) and name not in self._committed:
+                with contextlib.suppress(OSError):  # what stays is removed by the next writer
+                    os.unlink(self.folder / name)
+
+    def _check_open(self) -> None:
+        if self._lock is None:
+            raise UsageError(f"{self.folder}: this log was closed; open it again")
+
+
+def _refuse_strangers(folder: Path) -> None:
+    """Without a manifest, a folder may hold nothing but what a dead writer left."""
+    if (folder / MANIFEST).exists():
+        return
+    for name in sorted(os.listdir(folder)):
+        ours = _SEGMENT.fullmatch(name) or name.startswith(TEMPORARY_PREFIX)
+        if not ours and name != ".penstock.lock":
+            raise UsageError(
+                f"{folder} holds something else ({name}); choose a new or empty folder"
+            )
+
+
+def _parse(path: Path, pack: PackReader) -> _Manifest:
+    if pack.index.kind != KIND:
+        raise UnknownFormat(f"{path} is a {pack.index.kind!r}, not a saved replay")
+    meta = pack.index.meta
+    try:
+        segments = {str(record["name"]): str(record["digest"]) for record in meta["segments"]}
+        manifest = _Manifest(str(meta["holder"]), meta["state"], segments, int(meta["next"]))
+        whole = isinstance(manifest.state, dict) and len(segments) == len(meta["segments"])
+    except (LookupError, TypeError, ValueError) as error:
+        raise CorruptFile(f"{path} is damaged: its manifest makes no sense ({error!r})") from error
+    # A name from a file never leaves the folder of that file.
+    if not whole or not all(_SEGMENT.fullmatch(name) for name in segments):
+        raise CorruptFile(f"{path} is damaged: its list of segments makes no sense")
+    return manifest

@@ -1,0 +1,400 @@
+"""CompressedStorage: a TorchRL storage whose large keys are compressed, whose small ones are plain.
+
+Small keys lie in one preallocated TensorDict, just as in TorchRL's LazyTensorStorage, of which this
+is a subclass: samplers that look through whole columns (SliceSampler) find them there. Large keys
+lie in `CompressedColumns`, and a batch of them is decoded in one native call per key.
+"""
+
+from __future__ import annotations
+
+import sys
+import threading
+from multiprocessing.context import get_spawning_popen
+from os import PathLike
+from types import FrameType
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from penstock.core.reuse import ReusedMemory
+from penstock.errors import MissingExtra, UnsupportedValue, UsageError
+
+try:
+    from tensordict import TensorDict
+    from torchrl.data import LazyTensorStorage, TensorStorage
+except ModuleNotFoundError as error:
+    raise MissingExtra("torchrl", "rl") from error
+
+from penstock.replay.columns import CompressedColumns, Encoded
+from penstock.replay.frames import FrameCodec, choose_codec
+from penstock.replay.torchrl_index import as_tensordict, place, slots_at
+from penstock.replay.torchrl_keys import (
+    Codecs,
+    Key,
+    KeyTree,
+    as_rows,
+    check_codecs,
+    extras_of,
+    from_rows,
+    some_items,
+    walk,
+    wanted_codec,
+)
+from penstock.replay.torchrl_save import (
+    SegmentCheckpointer,
+    SlotTracker,
+    export_state,
+    import_state,
+)
+
+Slots = NDArray[np.int64]
+Leaves = dict[tuple[str, ...], torch.Tensor]
+
+_PLAIN_BYTES = 256  # below this, a key is not worth a look-up of its own
+_REUSED_BYTES = 64 * 1024
+# Torch has no indexing for these: they go to the columns, compressed or not.
+_NOT_INDEXED = (torch.uint16, torch.uint32, torch.uint64)
+_ADDED_BY_TORCHRL = {("index",)}  # by some writers, to some data
+# Within TorchRL, these read or write single columns of `storage[...]`, and nothing else of it.
+_COLUMN_MODULES = ("torchrl.data.replay_buffers.samplers", "torchrl.data.replay_buffers.her")
+_COLUMN_METHODS = ("set_at_", "set_", "update_")
+
+
+class CompressedStorage(LazyTensorStorage):  # type: ignore[misc]
+    """A storage for TorchRL's replay buffers that compresses what is worth it.
+
+    It takes TensorDicts, nested as they like, and gives back exactly what was put in. The codec of
+    each key is chosen at the first write, from its data, and verified by a round trip. Batches are
+    decoded into memory that is used again once nobody holds the batch any more.
+
+    Reading by an index gives copies. Of a slice (`storage[:]`), small keys are views, as in
+    LazyTensorStorage; large keys are decoded copies: writing into them changes nothing, and
+    `ReplayBuffer.set_at_` refuses them. Write with `buffer[index] = data`.
+
+    Args:
+        max_size: Number of slots.
+        codecs: "auto", the name of a codec for all keys, or {key: name} with "auto" for the rest;
+            names are those of `penstock.replay.frames`. Keys below 256 bytes are always plain.
+        ndim: Leading dimensions of the data that count as slots, as in LazyTensorStorage.
+        device: Where small keys are kept and batches are delivered.
+        memory_bytes: Compressed bytes to keep in memory; needs `spill_dir`.
+        spill_dir: Where the rest goes, in files without a name. Large keys that do not compress
+            are then kept there too.
+
+    Raises:
+        UsageError: A setting makes no sense.
+
+    Example:
+        buffer = TensorDictReplayBuffer(storage=CompressedStorage(1_000_000), batch_size=256)
+        buffer.extend(data)
+        batch = buffer.sample()
+    """
+
+    _default_checkpointer = SegmentCheckpointer
+
+    def __init__(
+        self,
+        max_size: int,
+        *,
+        codecs: Codecs = "auto",
+        ndim: int = 1,
+        device: torch.device | str = "cpu",
+        memory_bytes: int | None = None,
+        spill_dir: str | PathLike[str] | None = None,
+    ) -> None:
+        if not isinstance(max_size, int) or max_size < 1:
+            raise UsageError(f"max_size is {max_size!r}; give a whole number of slots, at least 1")
+        if not isinstance(ndim, int) or ndim < 1:
+            raise UsageError(f"ndim is {ndim!r}; give a whole number, at least 1")
+        if memory_bytes is not None and spill_dir is None:
+            raise UsageError("memory_bytes needs spill_dir: where should the rest go?")
+        super().__init__(max_size, ndim=ndim, device=device)
+        self._codecs = codecs
+        self._spill: dict[str, Any] = {"memory_bytes": memory_bytes, "spill_dir": spill_dir}
+        self._lock = threading.RLock()
+        self._memory = ReusedMemory()
+        self._tree = KeyTree([], {})
+        self._first_paths: frozenset[tuple[str, ...]] = frozenset()
+        self._columns: CompressedColumns | None = None
+        self._tracker = SlotTracker(0)
+        self._flat: list[tuple[int, torch.Tensor, int]] = []
+        self._dims: tuple[int, ...] = ()
+        self._names: list[str | None] | None = None
+
+    @property
+    def nbytes(self) -> int:
+        """Memory held: compressed frames and their tables, and the preallocated plain keys."""
+        columns = self._columns.nbytes if self._columns else 0
+        return columns + sum(leaf.nbytes for _, leaf, _ in self._flat) + self._tracker.nbytes
+
+    @property
+    def compressed_keys(self) -> dict[tuple[str, ...], str]:
+        """The keys that are compressed, and their codecs; empty before the first write."""
+        if self._columns is None:
+            return {}
+        codecs = self._columns.codecs
+        return {
+            key.path: codecs[key.column].id for key in self._tree.keys if key.column is not None
+        }
+
+    def set(self, cursor: Any, data: Any, *, set_cursor: bool = True) -> None:
+        """Write slots; called by the buffer's writer.
+
+        Args:
+            cursor: A slot, or several, along the first dimension.
+            data: A TensorDict with as many items.
+            set_cursor: False writes in place: the length stays, and keys may be left out.
+
+        Raises:
+            UsageError: The data does not fit what is stored; the storage is unchanged.
+            UnsupportedValue: Something in it is not a tensor.
+        """
+        data = as_tensordict(data)
+        with self._lock:
+            slots, cursor, data = place(cursor, data, self.ndim, self.max_size, self._dims)
+            lead = slots.ndim
+            leaves = dict(walk(data))
+            tree, columns = self._tree, self._columns
+            if columns is None:
+                tree, columns = self._choose(leaves, extras_of(data, lead), slots)
+            else:
+                self._check(leaves, lead, partial=not set_cursor)
+            flat = slots.reshape(-1)
+            encoded: dict[int, Encoded] = {}
+            for key in tree.keys:
+                if key.column is not None and key.path in leaves:
+                    rows = as_rows(leaves[key.path].cpu(), lead)
+                    encoded[key.column] = columns.encode(key.column, rows)
+            columns.store(flat, encoded)
+            plain = data.exclude(*(tree.keys[k].path for k in tree.big)) if tree.big else data
+            first = not self.initialized
+            super().set(cursor, plain, set_cursor=set_cursor)
+            if first:
+                self._adopt(tree, columns, SlotTracker(self._capacity))
+            elif not leaves.keys() <= tree.by_path.keys():
+                self._add_keys(leaves, lead)
+            self._tracker.touch(flat)
+
+    def get(self, index: Any) -> TensorDict:
+        """Read slots; any index that a TensorDict takes."""
+        with self._lock:
+            slots = self._fast_slots(index)
+            if slots is not None:
+                return self._gather(slots, self._tree.big)
+            return self._get_any(index, self._tree.big)
+
+    def __getitem__(self, item: Any) -> Any:
+        # A sampler asks for `storage[:]` at every batch, to look at one small column of it. Who
+        # asks decides only about cost: a caller that is not known here gets everything.
+        if self._tree.big and _reads_columns(sys._getframe(1)):
+            with self._lock:
+                slots = self._fast_slots(item)
+                if slots is not None:
+                    return self._gather(slots, [])
+                return super().get(item)
+        return self.get(item)
+
+    def flatten(self) -> Any:
+        """Return a storage of one dimension with the same content, decoded."""
+        if self.ndim == 1:
+            return self
+        return TensorStorage(self.get(slice(None)).flatten(0, self.ndim - 1))
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the content as tensors, for `torch.save`; large keys stay compressed."""
+        with self._lock:
+            return export_state(self)
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Take over what `state_dict` returned.
+
+        Raises:
+            UsageError: It is of a storage of another size.
+            CorruptFile: It makes no sense; the storage is unchanged.
+        """
+        with self._lock:
+            import_state(self, state_dict)
+            self._bump_mutation_revision()
+
+    def _empty(self) -> None:
+        with self._lock:
+            if self._columns is not None:
+                self._columns.clear()
+            self._tracker = SlotTracker(self._capacity if self.initialized else 0)
+            super()._empty()
+
+    def __repr__(self) -> str:
+        keys = ", ".join(f"{'.'.join(path)}: {name}" for path, name in self.compressed_keys.items())
+        return (
+            f"{type(self).__name__}(len={len(self)}, max_size={self.max_size}, "
+            f"compressed={{{keys}}}, nbytes={self.nbytes})"
+        )
+
+    def __getstate__(self) -> dict[str, Any]:
+        if get_spawning_popen() is not None:
+            raise UsageError(
+                "a CompressedStorage cannot be shared with other processes; let them send their "
+                "data to the process that owns it"
+            )
+        settings = {"codecs": self._codecs, "ndim": self.ndim, "device": self.device, **self._spill}
+        return {"max_size": self.max_size, "settings": settings, "content": self.state_dict()}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        CompressedStorage.__init__(self, state["max_size"], **state["settings"])
+        if state["content"]["initialized"]:
+            self.load_state_dict(state["content"])
+
+    @property
+    def _capacity(self) -> int:
+        return int(torch.Size(self._total_shape).numel())
+
+    def _conditional_patch_leaf(self, key: Any) -> torch.Tensor:
+        path = (key,) if isinstance(key, str) else tuple(key)
+        if path in self.compressed_keys:
+            raise UsageError(f"{'.'.join(path)} is compressed; write it with buffer[index] = data")
+        leaf: torch.Tensor = super()._conditional_patch_leaf(key)
+        return leaf
+
+    def _choose(
+        self, leaves: Leaves, extras: dict[tuple[str, ...], tuple[int, ...]], slots: Slots
+    ) -> tuple[KeyTree, CompressedColumns]:
+        """Decide, from the first data, which keys are worth compressing; changes nothing."""
+        if not leaves:
+            raise UsageError("the first data has no tensors; there is nothing to store")
+        check_codecs(self._codecs, list(leaves))
+        keys: list[Key] = []
+        codecs: list[FrameCodec] = []
+        sizes: list[int] = []
+        for path, tensor in leaves.items():
+            key = Key(path, tensor.dtype, tuple(tensor.shape[slots.ndim :]))
+            wanted = wanted_codec(path, self._codecs)
+            codec = choose_codec(some_items(key, tensor, slots.ndim), wanted, key.name)
+            worth = codec.id != "raw" or self._spill["spill_dir"] is not None
+            if (worth and key.nbytes >= _PLAIN_BYTES) or key.dtype in _NOT_INDEXED:
+                key.column = len(codecs)
+                codecs.append(codec)
+                sizes.append(key.nbytes)
+            keys.append(key)
+        inner = int(np.prod(slots.shape[slots.ndim - self.ndim + 1 :]))
+        capacity = -(-self.max_size // inner) * inner
+        return KeyTree(keys, extras), CompressedColumns(capacity, codecs, sizes, **self._spill)
+
+    def _adopt(self, tree: KeyTree, columns: CompressedColumns, tracker: SlotTracker) -> None:
+        """Take over a structure, when `_storage` holds its plain keys."""
+        self._tree, self._columns, self._tracker = tree, columns, tracker
+        self._first_paths = frozenset(tree.by_path) - _ADDED_BY_TORCHRL
+        self._refresh()
+
+    def _refresh(self) -> None:
+        """Note what the fast path needs: flat views of the plain keys, dimensions, names."""
+        self._dims = tuple(self._total_shape)
+        last = self.ndim - 1
+        self._flat = []
+        for k in self._tree.plain:
+            leaf = self._storage.get(self._tree.keys[k].path).flatten(0, last)
+            row_bytes = leaf.nbytes // max(1, len(leaf))
+            self._flat.append((k, leaf, row_bytes))
+        names = self._storage.names
+        named = any(name is not None for name in names)
+        self._names = [None, *names[self.ndim :]] if named else None
+
+    def _check(self, leaves: Leaves, lead: int, partial: bool) -> None:
+        """Refuse data that is not like the first; new keys are welcome, as in TorchRL."""
+        if not partial:
+            missing = self._first_paths - leaves.keys()
+            if missing:
+                names = ", ".join(sorted(".".join(path) for path in missing))
+                raise UsageError(f"the data lacks {names}, which the first data had")
+        for path, tensor in leaves.items():
+            key = self._tree.by_path.get(path)
+            found = tuple(tensor.shape[lead:])
+            if key is None and tensor.dtype in _NOT_INDEXED:
+                raise UnsupportedValue(
+                    f"{'.'.join(path)} was not in the first data, and torch cannot write "
+                    f"{tensor.dtype} by index; convert it, or have it from the start"
+                )
+            if key is not None and (key.dtype != tensor.dtype or key.shape != found):
+                raise UsageError(
+                    f"{key.name} is {tensor.dtype} {list(found)}, the first data was {key.dtype} "
+                    f"{list(key.shape)}; a storage keeps one type and shape per key"
+                )
+
+    def _add_keys(self, leaves: Leaves, lead: int) -> None:
+        """A later write brought keys (TorchRL adds "index" itself); they are plain."""
+        added = [
+            Key(path, tensor.dtype, tuple(tensor.shape[lead:]))
+            for path, tensor in leaves.items()
+            if path not in self._tree.by_path
+        ]
+        self._tree = KeyTree([*self._tree.keys, *added], self._tree.extras)
+        self._tracker.forget()
+        self._refresh()
+
+    def _fast_slots(self, index: Any) -> Slots | None:
+        """Return the slots of the indices that samplers make; None for all others."""
+        parts = index if type(index) is tuple else (index,)
+        if len(parts) != self.ndim or not self.initialized:
+            return None
+        length = self._len if self.ndim == 1 else self._len_along_dim0
+        slots: Slots | None = None
+        for part, limit in zip(parts, (length, *self._dims[1:]), strict=True):
+            if (
+                type(part) is not torch.Tensor
+                or part.dtype is not torch.int64
+                or part.ndim != 1
+                or not part.numel()
+                or part.device.type != "cpu"
+            ):
+                return None
+            numbers = part.numpy()
+            if int(numbers.view(np.uint64).max()) >= limit:  # negative ones are huge, seen so
+                return None
+            if slots is not None and slots.shape != numbers.shape:
+                return None
+            slots = numbers if slots is None else slots * limit + numbers
+        return slots
+
+    def _gather(self, slots: Slots, big: list[int]) -> TensorDict:
+        index = torch.from_numpy(slots)
+        count = slots.size
+        tensors: dict[int, torch.Tensor] = {}
+        for k, leaf, row_bytes in self._flat:
+            if row_bytes * count >= _REUSED_BYTES and leaf.device.type == "cpu":
+                rows = self._memory.array((count, row_bytes), np.uint8)
+                out = from_rows(rows, self._tree.keys[k], (count,))
+                tensors[k] = torch.index_select(leaf, 0, index, out=out)
+            else:
+                tensors[k] = leaf.index_select(0, index)
+        for k in big:
+            tensors[k] = self._decode(self._tree.keys[k], slots)
+        return self._tree.assemble(tensors, (count,), self._storage.device, self._names)
+
+    def _decode(self, key: Key, slots: Slots) -> torch.Tensor:
+        assert self._columns is not None and key.column is not None
+        rows = self._memory.array((slots.size, key.nbytes), np.uint8)
+        self._columns.decode(key.column, slots.reshape(-1), rows)
+        tensor = from_rows(rows, key, slots.shape)
+        device = self._storage.device
+        return tensor if device is None or device.type == "cpu" else tensor.to(device)
+
+    def _get_any(self, index: Any, big: list[int]) -> TensorDict:
+        """Let a TensorDict of slot numbers say what an index means, however odd it is."""
+        plain = super().get(index)
+        if not big:
+            return plain
+        slots = slots_at((self._len_along_dim0, *self._dims[1:]), index)
+        tensors = {k: plain.get(self._tree.keys[k].path) for k in self._tree.plain}
+        for k in big:
+            tensors[k] = self._decode(self._tree.keys[k], slots)
+        names = plain.names if self._names is not None else None
+        return self._tree.assemble(tensors, slots.shape, plain.device, names)
+
+
+def _reads_columns(frame: FrameType) -> bool:
+    module = frame.f_globals.get("__name__", "")
+    if module.startswith(_COLUMN_MODULES):
+        return True
+    inside: bool = module.startswith("torchrl.data.replay_buffers.replay_buffers")
+    return inside and frame.f_code.co_name in _COLUMN_METHODS

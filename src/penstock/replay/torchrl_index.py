@@ -1,0 +1,122 @@
+"""Which slots an index means, and what data may be written there."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from tensordict import TensorDict, TensorDictBase, is_tensor_collection
+from tensordict.utils import is_tensorclass
+
+from penstock.errors import UnsupportedValue, UsageError
+
+Slots = NDArray[np.int64]
+
+_INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8)
+
+
+def slots_at(dims: tuple[int, ...], index: Any) -> Slots:
+    """Return the slots that an index of any kind means, in the shape of the answer.
+
+    A TensorDict of slot numbers says so itself: what it takes, and how, is thus the same for keys
+    that are compressed and for those that are not.
+    """
+    numbers = torch.arange(int(np.prod(dims))).reshape(dims)
+    slots: torch.Tensor = TensorDict({"slot": numbers}, batch_size=dims)[index]["slot"]
+    return np.ascontiguousarray(slots.numpy()).reshape(slots.shape)
+
+
+def place(
+    cursor: Any, data: TensorDictBase, ndim: int, max_size: int, dims: tuple[int, ...]
+) -> tuple[Slots, Any, TensorDictBase]:
+    """Work out where data goes.
+
+    Args:
+        cursor: One place along the first dimension, or several; or any index.
+        data: What goes there.
+        ndim: Leading dimensions that count as slots.
+        max_size: Slots that were asked for.
+        dims: The slots per dimension; () before the first write, when the data decides.
+
+    Returns:
+        The slots, in the shape in which the data covers them; the cursor and the data, without what
+        would be overwritten at once because a place is named again later.
+
+    Raises:
+        UsageError: The data does not fit there.
+    """
+    single = isinstance(cursor, int | np.integer)
+    if isinstance(cursor, range | list | np.ndarray):
+        cursor = torch.as_tensor(np.asarray(cursor))
+    rest = tuple(data.batch_size[1 - single : ndim - single])
+    dims = dims or (-(-max_size // max(1, int(np.prod(rest)))), *rest)
+    if isinstance(cursor, torch.Tensor) and cursor.dtype in _INTEGERS and cursor.ndim == 1:
+        cursor = torch.where(cursor < 0, cursor + dims[0], cursor).long()
+        kept = _last_of_each(cursor.cpu().numpy())
+        if kept is not None and len(data) == len(cursor):
+            cursor, data = cursor[kept], data[torch.from_numpy(kept)]
+        rows = cursor.cpu().numpy()
+    elif single:
+        rows = np.asarray(cursor + dims[0] if cursor < 0 else cursor, np.int64)
+    else:
+        return _place_anywhere(cursor, data, dims)
+    if rows.size and (int(rows.min()) < 0 or int(rows.max()) >= dims[0]):
+        bad = rows.min() if rows.min() < 0 else rows.max()
+        raise UsageError(f"slot {int(bad)} is not one of {dims[0]}")
+    expected = (*rows.shape, *dims[1:])
+    if tuple(data.batch_size[: len(expected)]) != expected:
+        raise UsageError(
+            f"data of batch size {list(data.batch_size)} does not fill {list(expected)} slots "
+            f"(ndim={ndim}); give one item per slot"
+        )
+    inner = np.arange(int(np.prod(dims[1:])), dtype=np.int64).reshape(dims[1:])
+    slots = np.asarray(rows[(..., *[None] * inner.ndim)] * inner.size + inner)
+    return slots, cursor, data
+
+
+def _place_anywhere(
+    index: Any, data: TensorDictBase, dims: tuple[int, ...]
+) -> tuple[Slots, Any, TensorDictBase]:
+    slots = slots_at(dims, index)
+    if np.unique(slots).size != slots.size:
+        raise UsageError("an index names a slot twice; which value should it get?")
+    if tuple(data.batch_size[: slots.ndim]) != slots.shape:
+        raise UsageError(
+            f"data of batch size {list(data.batch_size)} does not fill {list(slots.shape)} slots"
+        )
+    return slots, index, data
+
+
+def _last_of_each(rows: Slots) -> Slots | None:
+    """Return which items to keep when places are named twice: the last ones; None for all."""
+    found, at = np.unique(rows[::-1], return_index=True)
+    if found.size == rows.size:
+        return None
+    kept: Slots = np.sort(rows.size - 1 - at)
+    return kept
+
+
+def as_tensordict(data: Any) -> TensorDictBase:
+    """Return data as one dense TensorDict.
+
+    Raises:
+        UnsupportedValue: It is something else.
+        UsageError: Its parts do not fit together.
+    """
+    if isinstance(data, list) and data and all(is_tensor_collection(item) for item in data):
+        try:
+            data = torch.stack(data)
+        except RuntimeError as error:
+            raise UsageError(f"the items of the list do not fit together ({error})") from error
+    if not is_tensor_collection(data) or is_tensorclass(data):
+        raise UnsupportedValue(
+            f"a compressed storage takes TensorDicts, not {type(data).__qualname__}; wrap it in one"
+        )
+    if type(data) is TensorDict:
+        return data
+    try:
+        return data.contiguous()
+    except RuntimeError as error:
+        raise UsageError(f"the stacked data is ragged ({error}); pad it first") from error

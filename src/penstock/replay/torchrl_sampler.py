@@ -1,0 +1,279 @@
+"""PrioritySampler: prioritised replay for TorchRL, over our own sum tree.
+
+TorchRL's PrioritizedSampler needs a compiled extension that must match the version of torch. This
+is a subclass of it, because replay buffers ask for one; it replaces all that touches the extension.
+"""
+
+from __future__ import annotations
+
+import json
+from os import PathLike
+from pathlib import Path
+from typing import Any, cast
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from penstock.core.files import storage_error
+from penstock.core.pack import Item, PackReader, PackWriter
+from penstock.errors import CorruptFile, MissingExtra, UnknownFormat, UsageError
+from penstock.replay.priority import SumTree, importance_weights
+
+try:
+    from torchrl.data.replay_buffers.samplers import PrioritizedSampler
+    from torchrl.data.replay_buffers.storages import Storage
+except ModuleNotFoundError as error:
+    raise MissingExtra("torchrl", "rl") from error
+
+KIND = "replay-sampler"
+_FILE = "sampler.pack"
+_REDUCTIONS = ("max", "min", "median", "mean")
+_NONSENSE = (LookupError, ValueError, TypeError, AttributeError, UsageError)
+
+Ints = NDArray[np.int64]
+
+
+class PrioritySampler(PrioritizedSampler):  # type: ignore[misc]
+    """Draws slots in proportion to (priority + eps) ** alpha.
+
+    New items get the largest priority seen so far. Use it with `TensorDictReplayBuffer`, whose
+    `update_tensordict_priority` reads the key named by `priority_key`; the weights that correct the
+    bias arrive in each batch as "priority_weight", the largest possible one being 1.
+
+    Args:
+        max_capacity: Slots of the storage.
+        alpha: 0 draws uniformly, 1 in full proportion.
+        beta: How far the weights correct the bias: 0 not at all, 1 in full.
+        eps: Added to each priority, so that none is 0.
+        reduction: How the priorities of a stored trajectory become one: "max", "min", "median" or
+            "mean".
+        seed: Of its own random numbers; `buffer.set_rng` takes precedence.
+
+    Raises:
+        UsageError: A setting makes no sense.
+
+    Example:
+        buffer = TensorDictReplayBuffer(
+            storage=CompressedStorage(1_000_000),
+            sampler=PrioritySampler(1_000_000, alpha=0.7, beta=0.5),
+            priority_key="td_error",
+            batch_size=256,
+        )
+    """
+
+    def __init__(
+        self,
+        max_capacity: int,
+        alpha: float = 0.7,
+        beta: float = 0.5,
+        eps: float = 1e-8,
+        reduction: str = "max",
+        *,
+        seed: int | None = None,
+    ) -> None:
+        for name, value in (("alpha", alpha), ("beta", beta), ("eps", eps)):
+            if not (np.isfinite(value) and value >= 0):
+                raise UsageError(f"{name} is {value}; give a number from 0")
+        if reduction not in _REDUCTIONS:
+            raise UsageError(f"reduction is {reduction!r}; use one of {', '.join(_REDUCTIONS)}")
+        # Not super().__init__: it would ask for the extension, and complain that it is missing.
+        self._max_capacity = max_capacity
+        self._alpha, self._beta, self._eps = float(alpha), float(beta), float(eps)
+        self.reduction = reduction
+        self.dtype = torch.float32
+        self._max_priority_within_buffer = False
+        self._device = None
+        self._generator = np.random.default_rng(seed)
+        self._init()
+
+    @property
+    def device(self) -> torch.device:
+        """Where the tree is: always in memory."""
+        return torch.device("cpu")
+
+    def _init(self) -> None:
+        self._tree = SumTree(self._max_capacity)
+        self._max_priority: Any = None  # a property of the parent: None reads as (None, None)
+
+    def sample(self, storage: Storage, batch_size: int) -> tuple[Any, dict[str, Any]]:
+        """Draw slots, with replacement; called by the buffer.
+
+        Raises:
+            UsageError: The storage is empty, or is not the one that this sampler was told about.
+        """
+        length = len(storage)
+        if length == 0:
+            raise UsageError("the storage is empty; add something before sampling")
+        if not self._tree.total > 0:
+            raise UsageError("no slot has a priority yet; was this storage filled by other means?")
+        slots = self._tree.sample(batch_size, self._draws(), stratified=False)
+        if batch_size and int(slots.max()) >= length:
+            raise UsageError(
+                f"slot {int(slots.max())} has a priority, the storage has only {length}; "
+                "empty the whole buffer, not the storage alone"
+            )
+        weights = importance_weights(self._tree.get(slots), self._tree.min, self._beta)
+        index: Any = torch.from_numpy(slots)
+        if storage.ndim > 1:
+            index = tuple(map(torch.from_numpy, np.unravel_index(slots, tuple(storage.shape))))
+        return index, {"priority_weight": torch.from_numpy(weights.astype(np.float32))}
+
+    @torch.no_grad()
+    def update_priority(
+        self,
+        index: int | torch.Tensor,
+        priority: float | torch.Tensor,
+        *,
+        storage: Storage | None = None,
+    ) -> None:
+        """Set the priorities of slots; slots of -1, which were not stored, are left out.
+
+        Args:
+            index: Slots; with several dimensions, one row of coordinates each.
+            priority: One per slot, or one for all: not negative.
+            storage: Needed if it has several dimensions.
+
+        Raises:
+            UsageError: They do not fit together, or a priority is not a number from 0; nothing is
+                changed.
+        """
+        slots = np.asarray(torch.as_tensor(index).cpu(), np.int64)
+        if slots.ndim > 1:
+            if storage is None:
+                raise UsageError("slots with coordinates need the storage: give storage=")
+            coordinates = slots.reshape(-1, slots.shape[-1])
+            known = (coordinates >= 0).all(1)
+            shape = tuple(storage.shape)
+            slots = np.full(len(coordinates), -1, np.int64)
+            slots[known] = np.ravel_multi_index(tuple(coordinates[known].T), shape)
+        slots = slots.reshape(-1)
+        values = _doubles(priority).reshape(-1)
+        if values.size not in (1, slots.size):
+            raise UsageError(f"{values.size} priorities for {slots.size} slots; give one for each")
+        if values.size and not (np.isfinite(values).all() and values.min() >= 0):
+            bad = values[~(values >= 0) | ~np.isfinite(values)][0]
+            raise UsageError(f"priority {bad} is not a number from 0; give its absolute value")
+        known = slots >= 0
+        if not known.all():
+            slots = slots[known]
+            values = values[known] if values.size == known.size else values
+        if not slots.size:
+            return
+        self._tree.set(slots, (values + self._eps) ** self._alpha)
+        largest = float(values.max())
+        if self._max_priority[0] is None or largest > self._max_priority[0]:
+            at = int(slots[values.argmax()]) if values.size == slots.size else int(slots[0])
+            self._max_priority = (largest, at)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the state: numbers, and the priorities as one tensor."""
+        return {**self._settings(), "priorities": torch.from_numpy(self._priorities())}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Take over what `state_dict` returned.
+
+        Raises:
+            UsageError: It is of a sampler of another size.
+            CorruptFile: It makes no sense; the sampler is unchanged.
+        """
+        try:
+            priorities = _doubles(state_dict["priorities"])
+        except _NONSENSE as error:
+            raise CorruptFile(f"this state makes no sense ({error!r})") from error
+        self._restore(state_dict, priorities)
+
+    def dumps(self, path: str | PathLike[str]) -> None:
+        """Save into a folder, atomically."""
+        folder = Path(path)
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise storage_error("write", folder, error) from error
+        with PackWriter(folder / _FILE, kind=KIND, meta=self._settings()) as pack:
+            pack.add(Item("priorities", self._priorities()))
+
+    def loads(self, path: str | PathLike[str]) -> None:
+        """Load what `dumps` saved.
+
+        Raises:
+            DataError: There is no such file, or it is damaged; the sampler is unchanged.
+        """
+        file = Path(path) / _FILE
+        try:
+            pack = PackReader(file)
+        except FileNotFoundError:
+            raise UnknownFormat(f"{path} holds no saved sampler: there is no {_FILE}") from None
+        except OSError as error:
+            raise storage_error("read", file, error) from error
+        with pack:
+            if pack.index.kind != KIND or pack.names != ["priorities"]:
+                raise UnknownFormat(f"{file} is not a saved sampler")
+            self._restore(pack.index.meta, pack.read("priorities"))
+
+    def _settings(self) -> dict[str, Any]:
+        return {
+            "alpha": self._alpha,
+            "beta": self._beta,
+            "eps": self._eps,
+            "largest": list(self._max_priority),
+            "rng": json.dumps(self._generator.bit_generator.state),
+        }
+
+    def _priorities(self) -> NDArray[np.float64]:
+        return self._tree.get(np.arange(self._max_capacity))
+
+    def _restore(self, settings: dict[str, Any], priorities: NDArray[np.float64]) -> None:
+        if priorities.shape != (self._max_capacity,):
+            raise UsageError(
+                f"it was saved with {priorities.size} slots, this sampler has {self._max_capacity}"
+            )
+        try:
+            alpha, beta, eps = (float(settings[name]) for name in ("alpha", "beta", "eps"))
+            largest, at = settings["largest"]
+            generator = np.random.default_rng()
+            generator.bit_generator.state = json.loads(settings["rng"])
+            tree = SumTree(self._max_capacity)
+            written = np.flatnonzero(priorities)
+            tree.set(written, priorities[written])
+        except _NONSENSE as error:
+            raise CorruptFile(f"its settings make no sense ({error!r})") from error
+        self._alpha, self._beta, self._eps = alpha, beta, eps
+        self._max_priority = None if largest is None else (float(largest), int(at))
+        self._tree, self._generator = tree, generator
+
+    def _retransform_priority_trees(self, old_alpha: float, new_alpha: float) -> None:
+        """Follow a change of `alpha`: the tree holds (priority + eps) ** alpha."""
+        values = self._priorities()
+        written = np.flatnonzero(values)
+        if not written.size:
+            return
+        if old_alpha == 0:
+            raise UsageError(
+                "with alpha 0 the priorities are not kept, so alpha cannot be raised from it; "
+                "start with a small number instead"
+            )
+        self._tree.set(written, values[written] ** (new_alpha / old_alpha))
+
+    def _draws(self) -> np.random.Generator:
+        if self._rng is None:
+            return self._generator
+        return cast(np.random.Generator, _TorchDraws(self._rng))
+
+
+def _doubles(values: Any) -> NDArray[np.float64]:
+    # Not torch.as_tensor: it makes a float32 of a number.
+    if isinstance(values, torch.Tensor):
+        return values.detach().to("cpu", torch.float64).numpy()
+    return np.asarray(values, np.float64)
+
+
+class _TorchDraws:
+    """Random numbers of a torch generator, asked for as of a numpy one."""
+
+    def __init__(self, generator: torch.Generator) -> None:
+        self._generator = generator
+
+    def random(self, count: int) -> NDArray[np.float64]:
+        drawn = torch.rand(count, generator=self._generator, dtype=torch.float64)
+        return drawn.numpy()

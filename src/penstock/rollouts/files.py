@@ -1,0 +1,380 @@
+"""One rollout as one pack: time comes last; read whole, or by keys, environments and steps."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from penstock.core.codecs import Codec, Layout, Planes, Zstd
+from penstock.core.files import storage_error
+from penstock.core.pack import Entry, Item, PackReader, PackWriter
+from penstock.core.reuse import ReusedMemory
+from penstock.core.series import Series
+from penstock.core.tree import Json
+from penstock.errors import CorruptFile, UnknownFormat, UsageError
+from penstock.rollouts.parallel import each
+from penstock.rollouts.structure import (
+    NONSENSE,
+    Axes,
+    Batch,
+    Leaf,
+    Part,
+    choose,
+    keys_of,
+    put_together,
+    stack_of,
+)
+from penstock.tensors import empty_tensor, flat_words
+
+KIND = "rollout"
+Index = int | slice | list[int] | NDArray[Any] | torch.Tensor
+HIGHEST_LEVEL = 16
+
+_PLAIN_BYTES = 4096  # smaller tensors are stored as they are: nothing to gain
+_BLOCK_BYTES = 256 * 1024
+_BLOCK_ROWS = 256  # of small keys: to read one environment, a whole block is decoded
+_LARGEST_ROW_BYTES = 64 << 20  # of one environment: beyond this a block holds a part of it
+_PARALLEL_BYTES = 4 << 20
+_WORKERS = 2
+
+
+def codec_for(width: int, level: int, *, time_last: bool) -> Codec | None:
+    """Return the codec for words of this width at a level of the scale 0 to 16.
+
+    0 stores everything as it is. 1 to 9 compress what is worth the time to read it back; above, as
+    far as it goes. (The scale is that of LZ4; ours has fewer steps, for more effort buys little.)
+    """
+    if level == 0:
+        return None
+    strength = 1 if level <= 9 else 2
+    if width == 1:
+        return Zstd(2 * strength - 1)
+    return Series(strength) if time_last else Planes(level=strength)
+
+
+def check_level(level: Any) -> int:
+    """Refuse a compression level that is not on the scale."""
+    if type(level) is not int or not 0 <= level <= HIGHEST_LEVEL:
+        raise UsageError(f"compression_level={level!r}: give a whole number from 0 to 16")
+    return level
+
+
+def write_rollout(
+    path: Path, batch: Batch, axes: Axes, iteration: int, level: int
+) -> dict[str, Any]:
+    """Write a rollout, durably, and return its sizes."""
+    meta = {
+        "iteration": iteration,
+        "batch": list(axes.batch),
+        "env": axes.env,
+        "time": axes.time,
+        "data": batch.node,
+    }
+    items = [_item(leaf, axes, level) for leaf in batch.leaves]
+    with PackWriter(path, kind=KIND, meta=meta, workers=_WORKERS) as writer:
+        writer.add_all(items)
+    index = writer.index
+    raw_bytes = sum(leaf.nbytes for leaf in batch.leaves)
+    return {"raw_bytes": raw_bytes, "stored_bytes": index.header_bytes + index.data_bytes}
+
+
+def _item(leaf: Leaf, axes: Axes, level: int) -> Item:
+    values = leaf.words()
+    if leaf.nbytes < _PLAIN_BYTES:
+        return Item(leaf.item, values, leaf.dtype)
+    order = axes.order(leaf.shape)
+    width = values.itemsize // 2 if values.dtype.kind == "c" else values.itemsize
+    codec = codec_for(width, level, time_last=order is not None)
+    if codec is None and axes.env == 0:
+        order = None  # environments are together already, and reading in order is faster
+    layout = Layout(order) if order and order != tuple(range(len(order))) else None
+    row_bytes = leaf.nbytes // leaf.shape[order[0] if order else 0]
+    block_bytes = _BLOCK_BYTES
+    if row_bytes <= _LARGEST_ROW_BYTES:
+        block_bytes = min(max(1, _BLOCK_BYTES // row_bytes), _BLOCK_ROWS) * row_bytes
+    return Item(leaf.item, values, leaf.dtype, codec, layout, block_bytes)
+
+
+@dataclass(frozen=True)
+class Picked:
+    """What an index picks from one axis."""
+
+    positions: NDArray[np.int64]
+    drops: bool = False  # a single number: the axis goes away
+
+    @staticmethod
+    def of(name: str, index: Any, size: int) -> Picked:
+        """Check an index against the length of its axis."""
+        if isinstance(index, slice):
+            try:
+                return Picked(np.arange(*index.indices(size), dtype=np.int64))
+            except (TypeError, ValueError) as error:
+                raise UsageError(f"{name}={index!r}: {error}") from None
+        if not isinstance(index, list | tuple | np.ndarray | torch.Tensor):
+            try:
+                return Picked(_in_range(name, np.array([operator.index(index)]), size), True)
+            except TypeError:
+                raise UsageError(
+                    f"{name}={index!r}: give a number, a slice, or a list of numbers"
+                ) from None
+        array = index.cpu().numpy() if isinstance(index, torch.Tensor) else np.asarray(index)
+        if array.ndim == 0 and array.dtype.kind in "iu":
+            return Picked(_in_range(name, array.reshape(1), size), True)
+        if array.dtype == np.bool_ and array.shape == (size,):
+            return Picked(np.flatnonzero(array))
+        if array.ndim != 1 or (array.size and array.dtype.kind not in "iu"):
+            raise UsageError(
+                f"{name}: an index of shape {list(array.shape)} and type {array.dtype} does not "
+                f"fit an axis of {size}; give one list of whole numbers"
+            )
+        return Picked(_in_range(name, array, size))
+
+
+def _in_range(name: str, positions: NDArray[Any], size: int) -> NDArray[np.int64]:
+    outside = positions[(positions < -size) | (positions >= size)]
+    if outside.size:
+        raise UsageError(f"{name}: {outside[0]} is not in an axis of {size}")
+    wrapped: NDArray[np.int64] = np.where(positions < 0, positions + size, positions)
+    return wrapped.astype(np.int64)
+
+
+class RolloutFile:
+    """An open rollout; decodes only what is asked for, and verifies all of that.
+
+    Args:
+        path: The pack.
+        memory: Where blocks are decoded to before they get their shape.
+    """
+
+    def __init__(self, path: Path, memory: ReusedMemory) -> None:
+        try:
+            self._pack = PackReader(path)
+        except FileNotFoundError:
+            raise
+        except OSError as error:
+            raise storage_error("read", path, error) from error
+        self._memory = memory
+        try:
+            self.axes, self.node = self._read_meta()
+        except BaseException:
+            self.close()
+            raise
+
+    def _read_meta(self) -> tuple[Axes, Json]:
+        index, path = self._pack.index, self._pack.path
+        if index.kind != KIND:
+            raise UnknownFormat(f"{path} is a {index.kind}, not a rollout")
+        try:
+            meta = index.meta
+            axes = Axes(tuple(map(int, meta["batch"])), meta["env"], meta["time"])
+            named = {item for item in keys_of(meta["data"]).values() if item is not None}
+        except (LookupError, TypeError, ValueError, CorruptFile) as error:
+            raise CorruptFile(f"{path} is damaged: its description makes no sense") from error
+        rank = len(axes.batch)
+        if rank > 2 or any(axis is not None and axis not in range(rank) for axis in axes_of(axes)):
+            raise CorruptFile(f"{path} is damaged: its axes make no sense")
+        if named != set(index.entries):
+            raise CorruptFile(f"{path} is damaged: its description names other tensors")
+        return axes, meta["data"]
+
+    def read(
+        self,
+        device: torch.device,
+        keys: Iterable[Any] | None = None,
+        envs: Any = None,
+        steps: Any = None,
+    ) -> Any:
+        """Read the rollout, or a part of it."""
+        part = _Part(self.axes, self._pick("envs", envs), self._pick("steps", steps))
+        chosen = choose(self.node, keys)
+        items = keys_of(self.node)
+        names = [item for key, item in items.items() if item and (chosen is None or key in chosen)]
+        tensors = self._read(names, part)
+        if device.type != "cpu":
+            tensors = {name: tensor.to(device) for name, tensor in tensors.items()}
+        try:
+            return put_together(self.node, tensors.__getitem__, device, chosen, part)
+        except (CorruptFile, *NONSENSE) as error:
+            raise CorruptFile(
+                f"{self._pack.path} is damaged: its description makes no sense ({error!r})"
+            ) from error
+
+    def _pick(self, name: str, index: Any) -> Picked | None:
+        if index is None:
+            return None
+        axis = self.axes.env if name == "envs" else self.axes.time
+        if axis is None:
+            shape = list(self.axes.batch)
+            raise UsageError(f"{name}: this rollout of batch size {shape} has no such axis")
+        return Picked.of(name, index, self.axes.batch[axis])
+
+    def _read(self, names: list[str], part: _Part) -> dict[str, torch.Tensor]:
+        tensors: dict[str, torch.Tensor] = {}
+        whole: list[str] = []
+        for name in names:
+            entry = self._pack.entry(name)
+            if part.whole or not self.axes.cover(entry.shape):
+                whole.append(name)
+            else:
+                tensors[name] = self._read_part(entry, part)
+        tensors.update(self._read_whole(whole))
+        return tensors
+
+    def _read_whole(self, names: list[str]) -> dict[str, torch.Tensor]:
+        entries = [self._pack.entry(name) for name in names]
+        self._pack.check_memory(sum(entry.nbytes for entry in entries))
+        tensors = {entry.name: empty_tensor(entry.dtype, entry.shape) for entry in entries}
+        straight, blocks = [], []
+        for entry in entries:
+            flat = flat_words(tensors[entry.name])
+            if entry.layout is None:
+                straight.append((entry.name, flat))
+            elif _whole_rows(entry):
+                out = flat.reshape(entry.shape).transpose(entry.layout.order)
+                blocks += [(entry, block, out) for block in range(entry.blocks)]
+            elif flat.size:
+                np.copyto(flat.reshape(entry.shape), self._pack.read(entry.name))
+        self._pack.read_into(straight)
+        each("unpack", self._read_block, blocks, sum(_block_bytes(entry) for entry, _, _ in blocks))
+        return tensors
+
+    def _read_block(self, piece: tuple[Entry, int, NDArray[Any]]) -> None:
+        """Decode a block of whole rows, and put its axes in order while it is in the cache."""
+        entry, block, out = piece
+        rows = self._block_rows(entry, block)
+        start = block * (entry.block_bytes // _row_bytes(entry))
+        np.copyto(out[start : start + len(rows)], rows)
+
+    def _read_part(self, entry: Entry, part: _Part) -> torch.Tensor:
+        stored_axes = list(entry.layout.order) if entry.layout else list(range(len(entry.shape)))
+        first = stored_axes[0]
+        picked = part.on(first)
+        rows = np.arange(entry.shape[first]) if picked is None else picked.positions
+        stored = self._read_rows(entry, rows)
+        values = stored.transpose(np.argsort(stored_axes))
+        for axis in range(len(self.axes.batch)):
+            other = part.on(axis)
+            if other is not None and axis != first:
+                values = values.take(other.positions, axis)
+        tensor = empty_tensor(entry.dtype, values.shape)
+        np.copyto(flat_words(tensor).reshape(values.shape), values)
+        return tensor.reshape(part.shape(entry.shape))
+
+    def _read_rows(self, entry: Entry, rows: NDArray[np.int64]) -> NDArray[Any]:
+        """Read rows of the first axis on disk, each block of them once."""
+        shape = entry.stored_shape
+        row_bytes = _row_bytes(entry)
+        self._pack.check_memory(rows.size * row_bytes)
+        if not rows.size * row_bytes:
+            return np.empty((rows.size, *shape[1:]), entry.words)
+        if not _whole_rows(entry):
+            parts = [self._pack.read_rows(entry.name, row, row + 1) for row in rows.tolist()]
+            return np.concatenate(parts)
+        per_block = entry.block_bytes // row_bytes
+        blocks = rows // per_block
+        first = int(blocks[0])
+        if (blocks == first).all():
+            return self._block_rows(entry, first)[rows - first * per_block]
+        wanted = np.unique(blocks)
+        out = np.empty((rows.size, *shape[1:]), entry.words)
+        if 2 * wanted.size >= entry.blocks and entry.nbytes > _PARALLEL_BYTES:
+            stored = self._memory.array((entry.nbytes // entry.words.itemsize,), entry.words)
+            self._pack.read_into([(entry.name, stored)])
+            return np.take(stored.reshape(shape), rows, axis=0, out=out, mode="clip")
+        for block in wanted.tolist():
+            places = blocks == block
+            out[places] = self._block_rows(entry, block)[rows[places] - block * per_block]
+        return out
+
+    def _block_rows(self, entry: Entry, block: int) -> NDArray[Any]:
+        """Decode a block of whole rows, into memory that this thread will use again."""
+        content = self._pack.read_block(entry.name, block, "block")
+        return content.reshape(-1, *entry.stored_shape[1:])
+
+    def close(self) -> None:
+        """Close the file."""
+        self._pack.close()
+
+    def __enter__(self) -> RolloutFile:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+def axes_of(axes: Axes) -> tuple[int | None, int | None]:
+    """Return the numbers of both axes."""
+    return axes.env, axes.time
+
+
+@dataclass(frozen=True)
+class _Part(Part):
+    """The part of a rollout that was asked for."""
+
+    axes: Axes
+    envs: Picked | None
+    steps: Picked | None
+
+    @property
+    def whole(self) -> bool:
+        return self.envs is None and self.steps is None
+
+    def on(self, axis: int) -> Picked | None:
+        """Return what is picked from an axis."""
+        if axis == self.axes.env:
+            return self.envs
+        return self.steps if axis == self.axes.time else None
+
+    def shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
+        """Return what a shape becomes."""
+        if self.whole or not self.axes.cover(shape):
+            return shape
+        leading = [(self.on(axis), size) for axis, size in enumerate(self.axes.batch)]
+        kept = [
+            size if picked is None else picked.positions.size
+            for picked, size in leading
+            if picked is None or not picked.drops
+        ]
+        return (*kept, *shape[len(self.axes.batch) :])
+
+    def names(self, shape: tuple[int, ...], names: list[Any]) -> list[Any]:
+        """Return what the names of the axes of a batch size become."""
+        if not self.axes.cover(shape):
+            return names
+        dropped = {axis for axis in range(2) if (p := self.on(axis)) is not None and p.drops}
+        return [name for axis, name in enumerate(names) if axis not in dropped]
+
+    def narrow(self, rows: list[Any], shape: tuple[int, ...]) -> Any:
+        """Index nested lists of values as the tensors are."""
+        if len(self.axes.batch) > 1:
+            rows = [self._picked(row, 1) for row in rows]
+        return stack_of(self._picked(rows, 0), shape)
+
+    def _picked(self, values: Any, axis: int) -> Any:
+        picked = self.on(axis)
+        if picked is None:
+            return values
+        found = [values[position] for position in picked.positions]
+        return found[0] if picked.drops else found
+
+
+def _row_bytes(entry: Entry) -> int:
+    """Return the bytes of one step along the first axis on disk."""
+    rows = entry.stored_shape[0]
+    return entry.nbytes // rows if rows else 0
+
+
+def _whole_rows(entry: Entry) -> bool:
+    row_bytes = _row_bytes(entry)
+    return row_bytes > 0 and entry.block_bytes % row_bytes == 0
+
+
+def _block_bytes(entry: Entry) -> int:
+    return min(entry.block_bytes, entry.nbytes)

@@ -1,0 +1,320 @@
+"""RolloutStorage: batches of experience as files, one per iteration."""
+
+from __future__ import annotations
+
+import operator
+import os
+import re
+import sys
+import time
+from collections.abc import Iterable, Iterator
+from contextlib import suppress
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+import numpy as np
+import torch
+
+from penstock.core.files import storage_error, sweep
+from penstock.core.handle import SaveHandle, poll
+from penstock.core.memory import format_bytes
+from penstock.core.pack import PackReader
+from penstock.core.reuse import ReusedMemory
+from penstock.core.writes import Write, WriteQueue
+from penstock.errors import DataError, PenstockError, UnknownFormat, UsageError
+from penstock.rollouts.files import KIND, RolloutFile, check_level, write_rollout
+from penstock.rollouts.structure import Batch, Leaf, find_axes, take_apart
+
+_NAME = re.compile(r"rollout_(\d{6,})\.pack")
+
+
+class RolloutStorage:
+    """Save rollouts to a folder and read them back, whole or in part.
+
+    A file appears under its name only when it is whole and durable; nothing in it is pickled, and
+    everything that is read is verified. Tensors of shape [env, time, …] are stored with time last,
+    where they compress best, in blocks of a few environments.
+
+    `requires_grad` is not kept. Reading one environment decodes one block per key.
+
+    Args:
+        save_dir: The folder; created if missing. Several processes may save different iterations.
+        compression_level: 0 stores as it is, 1 to 9 are fast, 10 to 16 smaller. All are lossless.
+        keep_last: Keep so many of the highest iterations (and the one just saved); None keeps all.
+        background: Write in a thread: `save` copies the data and returns a `SaveHandle`.
+        max_pending_bytes: What pending saves may hold in memory; `save` waits beyond it.
+        time_dim: Which of the first two axes is time; a TensorDict axis named "time" goes first.
+        verbose: Say each save on stderr.
+        handle_signals: With `background`, finish pending saves on SIGINT and SIGTERM.
+
+    Example:
+        storage = RolloutStorage("runs/x/rollouts")
+        storage.save(data, iteration=100)
+        lidar = storage.load(100, keys=[("agents", "observation", "lidar")], envs=slice(0, 8))
+    """
+
+    def __init__(
+        self,
+        save_dir: str | os.PathLike[str],
+        compression_level: int = 9,
+        *,
+        keep_last: int | None = None,
+        background: bool = False,
+        max_pending_bytes: int = 256 << 20,
+        time_dim: int = 1,
+        verbose: bool = False,
+        handle_signals: bool = True,
+    ) -> None:
+        self._level = check_level(compression_level)
+        self._keep_last = None if keep_last is None else _natural("keep_last", keep_last, 1)
+        _natural("max_pending_bytes", max_pending_bytes, 1)
+        if type(time_dim) is not int or time_dim not in (0, 1):
+            raise UsageError(f"time_dim={time_dim!r}: time is axis 0 or axis 1")
+        self._time_dim = time_dim
+        self._verbose = verbose
+        self.save_dir = Path(save_dir).absolute()
+        try:
+            self.save_dir.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise storage_error("create", self.save_dir, error) from error
+        self._swept = False
+        self._memory = ReusedMemory()
+        self._queue: WriteQueue | None = None
+        if background:
+            self._queue = WriteQueue(
+                "penstock-rollouts",
+                max_pending_bytes,
+                "rollout(s)",
+                handle_signals=handle_signals,
+            )
+
+    def path(self, iteration: int) -> Path:
+        """Return where the rollout of an iteration is, or would be."""
+        return self.save_dir / f"rollout_{_iteration(iteration):06d}.pack"
+
+    def save(self, data: Any, iteration: int) -> Path | SaveHandle:
+        """Save a rollout; one of the same iteration is replaced once the new one is durable.
+
+        Args:
+            data: A TensorDict, or nested dicts of tensors, arrays, numbers and strings.
+            iteration: Its number.
+
+        Returns:
+            The path; with `background` a handle, whose `wait()` returns the path.
+
+        Raises:
+            UnsupportedValue: Something in it cannot be stored; nothing was written.
+            StorageError: The disk refuses; or, with `background`, an earlier save failed.
+        """
+        number = _iteration(iteration)
+        path = self.path(number)
+        batch = take_apart(data)
+        axes = find_axes(data, batch, self._time_dim)
+        if self._queue is None:
+            return self._write(path, lambda: write_rollout(path, batch, axes, number, self._level))
+
+        def prepare() -> Write:
+            copy = Batch(batch.node, [self._copied(leaf) for leaf in batch.leaves])
+            return lambda: self._finish(
+                path, lambda: write_rollout(path, copy, axes, number, self._level)
+            )
+
+        return self._queue.put(path, sum(leaf.nbytes for leaf in batch.leaves), prepare)
+
+    def load(
+        self,
+        iteration: int,
+        device: str | torch.device = "cpu",
+        keys: Iterable[Any] | None = None,
+        envs: Any = None,
+        steps: Any = None,
+    ) -> Any:
+        """Load a rollout, or a part of it.
+
+        Args:
+            iteration: Its number.
+            device: Where the tensors go.
+            keys: Keys, tuples or prefixes of tuples; None for all.
+            envs: A number, a slice, or a list, array or tensor of numbers or booleans; None for
+                all. A single number removes the axis.
+            steps: The same for time. Both together select rows and columns: `envs`, then `steps`.
+
+        Returns:
+            A TensorDict if one was saved, else dicts, with the same keys. Of dicts, tensors that do
+            not begin with the shape [env, time] are returned whole.
+
+        Raises:
+            UsageError: There is no such rollout, key, environment or step.
+            CorruptFile: The file is damaged.
+        """
+        number = _iteration(iteration)
+        path = self.path(number)
+        if self._queue is not None:
+            queue = self._queue
+            poll(lambda: not queue.pending(path), None)
+        target = torch.device(device)
+        try:
+            with RolloutFile(path, self._memory) as file:
+                return file.read(target, keys, envs, steps)
+        except FileNotFoundError:
+            raise self._missing(number) from None
+
+    def iterations(self) -> list[int]:
+        """Return the numbers of the rollouts there are, in order."""
+        try:
+            names = os.listdir(self.save_dir)
+        except OSError as error:
+            raise storage_error("list", self.save_dir, error) from error
+        found = (int(match[1]) for name in names if (match := _NAME.fullmatch(name)))
+        return sorted(number for number in set(found) if self.path(number).name in names)
+
+    def iterate(self, **options: Any) -> Iterator[tuple[int, Any]]:
+        """Load one rollout after another.
+
+        Args:
+            **options: As for `load`: device, keys, envs, steps.
+
+        Yields:
+            The iteration and its data. What is removed meanwhile is left out.
+        """
+        for number in self.iterations():
+            try:
+                data = self.load(number, **options)
+            except UsageError:
+                if self.path(number).exists():
+                    raise
+                continue
+            yield number, data
+
+    def latest(self) -> int | None:
+        """Return the highest iteration there is."""
+        return max(self.iterations(), default=None)
+
+    def prune(self, keep_last: int) -> list[int]:
+        """Remove all rollouts but those of the highest iterations; return what was removed.
+
+        Files that are not rollouts are left alone, whatever their name.
+        """
+        _natural("keep_last", keep_last, 0)
+        return self._prune(keep_last)
+
+    def __len__(self) -> int:
+        return len(self.iterations())
+
+    def __contains__(self, iteration: object) -> bool:
+        return isinstance(iteration, int) and iteration >= 0 and self.path(iteration).exists()
+
+    def wait(self, timeout: float | None = None) -> bool:
+        """Return True when all saves are durable, False after `timeout` seconds.
+
+        Raises:
+            PenstockError: A save failed (each failure is raised once).
+        """
+        return self._queue is None or self._queue.wait(timeout)
+
+    def close(self, timeout: float | None = None) -> bool:
+        """Finish pending saves; loading goes on to work. Safe to call twice.
+
+        Raises:
+            PenstockError: A save failed and nobody has been told yet.
+        """
+        return self._queue is None or self._queue.close(timeout)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        try:
+            self.close()
+        except PenstockError as failure:
+            if error is None:
+                raise
+            error.add_note(f"penstock: {failure}")  # never hide what the user's code raised
+
+    def _write(self, path: Path, write: Write) -> Path:
+        try:
+            self._finish(path, write)
+        except OSError as error:
+            raise storage_error("write", path, error) from error
+        return path
+
+    def _finish(self, path: Path, write: Write) -> dict[str, Any]:
+        if not self._swept:
+            sweep(self.save_dir)
+            self._swept = True
+        begin = time.perf_counter()
+        stats = write()
+        stats["write_s"] = time.perf_counter() - begin
+        if self._keep_last is not None:
+            self._prune(self._keep_last, spared=path)
+        if self._verbose:
+            raw, stored = stats["raw_bytes"], stats["stored_bytes"]
+            sys.stderr.write(
+                f"[penstock] saved {path.name}: {format_bytes(stored)} of {format_bytes(raw)} "
+                f"({raw / stored:.2f}x) in {stats['write_s']:.2f} s\n"
+            )
+        return stats
+
+    def _copied(self, leaf: Leaf) -> Leaf:
+        """Copy a leaf, since the caller may overwrite it as soon as `save` returns."""
+        values = leaf.words()
+        memory = self._memory.array(values.shape, values.dtype)
+        np.copyto(memory, values)
+        return Leaf(leaf.item, leaf.key, leaf.dtype, memory)
+
+    def _prune(self, keep_last: int, spared: Path | None = None) -> list[int]:
+        numbers = self.iterations()
+        removed = []
+        for number in numbers[: max(0, len(numbers) - keep_last)]:
+            path = self.path(number)
+            if path == spared or not _is_rollout(path):
+                continue
+            try:
+                path.unlink(missing_ok=True)
+            except OSError as error:
+                raise storage_error("remove", path, error) from error
+            removed.append(number)
+        return removed
+
+    def _missing(self, number: int) -> PenstockError:
+        pickled = self.save_dir / f"rollout_{number:06d}.lz4"
+        if pickled.exists():
+            return UnknownFormat(
+                f"{pickled} is a pickle, which could run code and is never read; load it with the "
+                "program that wrote it, and save it again"
+            )
+        numbers = self.iterations()
+        there = (
+            f"there are {len(numbers)}, from {numbers[0]} to {numbers[-1]}"
+            if numbers
+            else "it is empty"
+        )
+        return UsageError(f"no rollout {number} in {self.save_dir}: {there}")
+
+
+def _is_rollout(path: Path) -> bool:
+    with suppress(OSError, DataError), PackReader(path) as pack:
+        return pack.index.kind == KIND
+    return False
+
+
+def _iteration(value: Any) -> int:
+    try:
+        number = operator.index(value)
+    except TypeError:
+        number = -1
+    if number < 0 or isinstance(value, bool):
+        raise UsageError(f"iteration={value!r}: give a whole number, at least 0")
+    return number
+
+
+def _natural(name: str, value: Any, least: int) -> int:
+    if type(value) is not int or value < least:
+        raise UsageError(f"{name}={value!r}: give a whole number, at least {least}")
+    return value

@@ -1,0 +1,369 @@
+"""Nested batches taken apart: a JSON description of the containers, and the tensors beside it.
+
+A batch is a TensorDict, or nested dicts of tensors, arrays and plain values. Keys survive exactly,
+whatever characters they hold: they are in the description, and the names of the tensors in a file
+are only labels.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from tensordict import (
+    MemoryMappedTensor,
+    NonTensorData,
+    NonTensorStack,
+    TensorDict,
+    TensorDictBase,
+    is_tensorclass,
+)
+
+from penstock.core import tree
+from penstock.core.pack import DTYPES
+from penstock.core.tree import Json
+from penstock.core.words import did_you_mean
+from penstock.errors import CorruptFile, UnsupportedValue, UsageError
+from penstock.tensors import NAMES, check_storable, flat_words
+
+Key = tuple[Any, ...]
+Fetch = Callable[[str], torch.Tensor]
+MAX_DEPTH = 100
+# What a description that was not made here may raise when it is put together.
+NONSENSE = (LookupError, ValueError, TypeError, AttributeError, RuntimeError, RecursionError)
+
+
+@dataclass
+class Leaf:
+    """One tensor of a batch: as it came, or as an array of the pack's words for its dtype."""
+
+    item: str
+    key: Key
+    dtype: str
+    value: torch.Tensor | NDArray[Any]
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Its shape."""
+        return tuple(self.value.shape)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of its elements."""
+        return int(self.value.nbytes)
+
+    def words(self) -> NDArray[Any]:
+        """View or copy it as an array of pack words, in its own shape, on the CPU."""
+        if isinstance(self.value, torch.Tensor):
+            tensor = self.value.detach().cpu().resolve_conj().resolve_neg().contiguous()
+            return flat_words(tensor).reshape(self.shape)
+        return self.value
+
+
+@dataclass
+class Batch:
+    """A batch taken apart: `node` is JSON, the leaves are the tensors it names."""
+
+    node: Json
+    leaves: list[Leaf]
+
+
+@dataclass(frozen=True)
+class Axes:
+    """The leading axes of a batch: which of them are environments, which is time.
+
+    Attributes:
+        batch: The leading shape, of at most two axes; tensors that do not begin with it are never
+            indexed.
+        env: Number of the axis of environments, if there is one.
+        time: Number of the axis of time, if there is one.
+    """
+
+    batch: tuple[int, ...]
+    env: int | None
+    time: int | None
+
+    def cover(self, shape: tuple[int, ...]) -> bool:
+        """Tell whether a tensor of this shape has these axes."""
+        return bool(self.batch) and tuple(shape[: len(self.batch)]) == self.batch
+
+    def order(self, shape: tuple[int, ...]) -> tuple[int, ...] | None:
+        """Return the order of axes that puts environments first and time last, or None."""
+        if self.env is None or self.time is None or not self.cover(shape):
+            return None
+        return (self.env, *range(2, len(shape)), self.time)
+
+
+def take_apart(data: Any) -> Batch:
+    """Describe a batch and list its tensors.
+
+    Raises:
+        UnsupportedValue: Something in it cannot be stored; its key is named.
+        UsageError: It is not a TensorDict or dict.
+    """
+    if not isinstance(data, TensorDictBase | dict):
+        raise UsageError(
+            f"a rollout is a TensorDict or nested dicts of tensors, not {_class(data)}; wrap it"
+        )
+    batch = Batch(None, [])
+    batch.node = _describe(data, (), batch.leaves, {"__metadata__", ""})
+    return batch
+
+
+def _describe(value: Any, key: Key, leaves: list[Leaf], taken: set[str]) -> Json:
+    if len(key) > MAX_DEPTH:
+        raise UnsupportedValue(
+            f"{_dotted(key)[:60]}… is nested deeper than {MAX_DEPTH}, or contains itself"
+        )
+    if isinstance(value, NonTensorStack):
+        node = {"kind": "nontensors", "v": _plain(value.tolist(), key)}
+        return {**node, "batch_size": list(value.batch_size)}
+    if isinstance(value, NonTensorData):
+        return {
+            "kind": "nontensor",
+            "batch_size": list(value.batch_size),
+            "v": _plain(value.data, key),
+        }
+    if is_tensorclass(value):
+        raise UnsupportedValue(
+            f"{_dotted(key)} is a {_class(value)}; store its TensorDict: to_tensordict()"
+        )
+    if isinstance(value, TensorDictBase):
+        return _describe_tensordict(value, key, leaves, taken)
+    if isinstance(value, dict):
+        children = []
+        for name, child in value.items():
+            path = (*key, *(name if isinstance(name, tuple) else (name,)))
+            children.append([_plain(name, path), _describe(child, path, leaves, taken)])
+        return {"kind": "dict", "v": children}
+    if isinstance(value, torch.Tensor):
+        if isinstance(value, MemoryMappedTensor):
+            value = value.as_subclass(torch.Tensor)
+        check_storable(_dotted(key), value)
+        leaf = Leaf(_item_name(key, taken), key, NAMES[value.dtype], value)
+        leaves.append(leaf)
+        return {"kind": "tensor", "item": leaf.item, "device": str(value.device)}
+    if isinstance(value, np.ndarray):
+        array = value.astype(value.dtype.newbyteorder("="), copy=False)
+        if array.dtype.name not in DTYPES or DTYPES[array.dtype.name].words != array.dtype:
+            raise UnsupportedValue(
+                f"{_dotted(key)} is an array of {value.dtype}, which cannot be stored; convert it"
+            )
+        leaf = Leaf(_item_name(key, taken), key, array.dtype.name, array)
+        leaves.append(leaf)
+        return {"kind": "array", "item": leaf.item}
+    return {"kind": "value", "v": _plain(value, key)}
+
+
+def _describe_tensordict(
+    data: TensorDictBase, key: Key, leaves: list[Leaf], taken: set[str]
+) -> Json:
+    if type(data) is not TensorDict:
+        try:
+            data = data.contiguous()  # a lazy stack, most often
+        except RuntimeError as error:
+            raise UnsupportedValue(
+                f"{_dotted(key)} is a stack of unequal parts, which cannot be stored; pad them"
+            ) from error
+    names = data.names if any(data.names) else None
+    children = []
+    for name in data.keys():  # noqa: SIM118
+        path = (*key, name)
+        children.append([name, _describe(data.get(name), path, leaves, taken)])
+    return {
+        "kind": "tensordict",
+        "batch_size": list(data.batch_size),
+        "names": names,
+        "v": children,
+    }
+
+
+def _plain(value: Any, key: Key) -> Json:
+    try:
+        return tree.flatten(value, lambda path, foreign: None)
+    except UnsupportedValue as error:
+        raise UnsupportedValue(f"{_dotted(key)}: {error}") from None
+
+
+def _item_name(key: Key, taken: set[str]) -> str:
+    name = "/".join(map(str, key))
+    if name.encode(errors="replace").decode() != name or name in taken:
+        number = 0
+        while (name := f"tensor {number}") in taken:
+            number += 1
+    taken.add(name)
+    return name
+
+
+def _dotted(key: Key) -> str:
+    return ".".join(map(str, key)) or "the rollout"
+
+
+def _class(value: Any) -> str:
+    return f"{type(value).__module__}.{type(value).__qualname__}"
+
+
+def find_axes(data: Any, batch: Batch, time_dim: int) -> Axes:
+    """Find the axes of environments and time.
+
+    A TensorDict tells by its batch size, and by the name "time" if it has one. Of dicts the largest
+    tensor tells: its first two axes count, and for every tensor that begins with the same two.
+
+    Args:
+        data: The batch.
+        batch: The same, taken apart.
+        time_dim: Which of the first two axes is time, where no name says so.
+    """
+    names: list[Any] = []
+    if isinstance(data, TensorDictBase) and data.batch_size:
+        leading = tuple(data.batch_size)[:2]
+        names = list(data.names)[:2]
+    else:
+        shapes = [leaf.shape for leaf in sorted(batch.leaves, key=lambda leaf: -leaf.nbytes)]
+        leading = shapes[0][:2] if shapes else ()
+    time: int | None = names.index("time") if "time" in names else time_dim
+    if len(leading) == 2 and time is not None:
+        return Axes(leading, 1 - time, time)
+    if len(leading) == 1:
+        return Axes(leading, None, 0) if time == 0 else Axes(leading, 0, None)
+    return Axes((), None, None)
+
+
+def keys_of(node: Json) -> dict[Key, str | None]:
+    """Return every key of a batch, as a tuple, with the name of its tensor (None: a value)."""
+    try:
+        return dict(_walk(node, ()))
+    except NONSENSE as error:
+        raise CorruptFile(f"the description of the rollout makes no sense ({error!r})") from error
+
+
+def _walk(node: Json, key: Key) -> Iterator[tuple[Key, str | None]]:
+    if node["kind"] not in ("dict", "tensordict"):
+        yield key, node.get("item")
+        return
+    for name, child in node["v"]:
+        name = _key_name(node, name)
+        yield from _walk(child, (*key, *(name if isinstance(name, tuple) else (name,))))
+
+
+def _key_name(node: Json, name: Json) -> Any:
+    return name if node["kind"] == "tensordict" else tree.unflatten(name, _refuse)
+
+
+def _refuse(record: dict[str, Json]) -> Any:
+    raise CorruptFile(f"unknown kind of value {record.get(tree.TAG)!r}")
+
+
+def choose(node: Json, wanted: Iterable[Any] | None) -> set[Key] | None:
+    """Return the keys that a list of keys, tuples and prefixes asks for; None for all.
+
+    Raises:
+        UsageError: One of them is not there; the nearest is named.
+    """
+    if wanted is None:
+        return None
+    if isinstance(wanted, str | tuple):
+        raise UsageError(f"keys={wanted!r}: give a list of keys, as [{wanted!r}]")
+    known = list(keys_of(node))
+    chosen: set[Key] = set()
+    for word in wanted:
+        prefix = word if isinstance(word, tuple) else (word,)
+        found = {key for key in known if key[: len(prefix)] == prefix}
+        if not found:
+            shown = sorted({_dotted(key) for key in known})
+            raise UsageError(
+                f"no key {word!r} in this rollout: {did_you_mean(_dotted(prefix), shown)}"
+            )
+        chosen |= found
+    return chosen
+
+
+def stack_of(rows: list[Any], shape: tuple[int, ...]) -> Any:
+    """Return nested lists of values as a TensorDict holds them; an empty stack holds nothing."""
+    if 0 in shape:
+        return NonTensorData(None, batch_size=shape)
+    return NonTensorStack.from_list(rows)
+
+
+class Part:
+    """What of a batch is rebuilt: here all of it; see `files.py` for less."""
+
+    def shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
+        """Return what a batch size becomes."""
+        return shape
+
+    def names(self, shape: tuple[int, ...], names: list[Any]) -> list[Any]:
+        """Return what the names of the axes of a batch size become."""
+        return names
+
+    def narrow(self, rows: list[Any], shape: tuple[int, ...]) -> Any:
+        """Index nested lists of values as the tensors were indexed; `shape` is the result's."""
+        return stack_of(rows, shape)
+
+
+def put_together(
+    node: Json,
+    fetch: Fetch,
+    device: torch.device | None,
+    chosen: set[Key] | None = None,
+    part: Part | None = None,
+) -> Any:
+    """Rebuild a batch.
+
+    Args:
+        node: Its description.
+        fetch: Returns the tensor of a name.
+        device: Where TensorDicts say they are.
+        chosen: Keys to rebuild; None for all.
+        part: What the tensors are a part of.
+    """
+    return _Builder(fetch, device, chosen, part or Part()).build(node, ())
+
+
+@dataclass
+class _Builder:
+    fetch: Fetch
+    device: torch.device | None
+    chosen: set[Key] | None
+    part: Part
+
+    def build(self, node: Json, key: Key) -> Any:
+        match node["kind"]:
+            case "tensor":
+                return self.fetch(node["item"])
+            case "array":
+                return self.fetch(node["item"]).numpy()
+            case "value":
+                return tree.unflatten(node["v"], _refuse)
+            case "nontensor":
+                shape = self.part.shape(tuple(node["batch_size"]))
+                return NonTensorData(tree.unflatten(node["v"], _refuse), batch_size=shape)
+            case "nontensors":
+                rows = tree.unflatten(node["v"], _refuse)
+                return self.part.narrow(rows, self.part.shape(tuple(node["batch_size"])))
+            case "dict":
+                return dict(self._children(node, key))
+            case "tensordict":
+                return self._tensordict(node, key)
+        raise CorruptFile(f"unknown kind of value {node['kind']!r} at {_dotted(key)}")
+
+    def _children(self, node: Json, key: Key) -> Iterator[tuple[Any, Any]]:
+        for record, child in node["v"]:
+            name = _key_name(node, record)
+            path = (*key, *(name if isinstance(name, tuple) else (name,)))
+            if self.chosen is None or any(full[: len(path)] == path for full in self.chosen):
+                yield name, self.build(child, path)
+
+    def _tensordict(self, node: Json, key: Key) -> TensorDict:
+        whole = tuple(node["batch_size"])
+        shape = self.part.shape(whole)
+        names = node["names"]
+        if names is not None:
+            names = self.part.names(whole, names)
+        return TensorDict(
+            dict(self._children(node, key)), batch_size=shape, device=self.device, names=names
+        )

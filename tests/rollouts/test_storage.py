@@ -1,0 +1,410 @@
+"""RolloutStorage: what was saved comes back, whole and in part, and nothing else is touched."""
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from tensordict import LazyStackedTensorDict, NonTensorData, NonTensorStack, TensorDict, tensorclass
+
+from penstock import errors
+from penstock.core.pack import Item, PackReader, PackWriter
+from penstock.rollouts.storage import RolloutStorage
+
+from .conftest import make_batch, same
+
+LIDAR = ("agents", "observation", "lidar")
+
+
+@pytest.mark.parametrize("level", [0, 1, 2, 3, 9, 10, 16])
+def test_every_level_is_exact(tmp_path, batch, level):
+    storage = RolloutStorage(tmp_path, compression_level=level)
+    path = storage.save(batch, 100)
+    assert path == tmp_path / "rollout_000100.pack"
+    loaded = storage.load(100)
+    same(batch, loaded)
+    assert all(tensor.is_contiguous() for tensor in loaded.values(True, True))
+    with PackReader(path) as pack:
+        assert pack.index.kind == "rollout"
+        assert pack.entry("agents/observation/lidar").codec.id == (
+            "raw" if level == 0 else "series"
+        )
+        assert (pack.entry("agents/observation/lidar").layout is None) is (level == 0)
+
+
+def test_it_is_smaller_and_time_is_last(tmp_path):
+    batch = make_batch(64, 32)
+    RolloutStorage(tmp_path).save(batch, 1)
+    with PackReader(tmp_path / "rollout_000001.pack") as pack:
+        entry = pack.entry("agents/observation/lidar")
+        assert entry.stored_shape == (64, 1, 36, 4, 32)
+        row = 32 * 144 * 4
+        assert entry.block_bytes % row == 0
+        assert entry.block_bytes <= 256 * 1024
+        assert entry.nbytes / entry.stored_bytes > 2
+
+
+def reference(data, envs, steps):
+    """What indexing the whole gives: environments first, then steps."""
+    if envs is not None:
+        data = data[envs]
+    if steps is not None:
+        data = data[steps] if isinstance(envs, int) else data[:, steps]
+    return data
+
+
+def indices(size):
+    number = st.integers(-size, size - 1)
+    return st.one_of(
+        st.none(),
+        number,
+        st.lists(number, max_size=2 * size),
+        st.slices(size).filter(lambda s: s.step is None or s.step > 0),
+        st.lists(number, min_size=1, max_size=5).map(torch.tensor),
+        st.lists(st.booleans(), min_size=size, max_size=size).map(torch.tensor),
+    )
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory):
+    """Three files: small; with several blocks per key; and with time first."""
+    storage = RolloutStorage(tmp_path_factory.mktemp("rollouts"))
+    batches = [make_batch(7, 5, 1), make_batch(40, 32, 2, names=["env", "time"])]
+    batches.append(make_batch(9, 4, 3).transpose(0, 1).contiguous())
+    batches[2].names = ["time", None]
+    for number, batch in enumerate(batches):
+        storage.save(batch, number)
+    return storage, batches
+
+
+@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(data=st.data())
+def test_a_part_equals_the_whole_indexed(saved, data):
+    storage, batches = saved
+    number = data.draw(st.integers(0, 2))
+    whole = batches[number]
+    first, second = whole.batch_size
+    if number == 2:  # [time, env]
+        envs, steps = data.draw(indices(second)), data.draw(indices(first))
+        expected = reference(whole.transpose(0, 1), envs, steps)
+        loaded = storage.load(number, envs=envs, steps=steps)
+        dropped = isinstance(envs, int) or isinstance(steps, int)
+        same_values(loaded if dropped else loaded.transpose(0, 1), expected)
+        return
+    envs, steps = data.draw(indices(first)), data.draw(indices(second))
+    keys = data.draw(st.sampled_from([None, ["count"], [LIDAR, "done"], [("agents",)]]))
+    expected = reference(whole, envs, steps)
+    if keys is not None:
+        expected = expected.select(*keys)
+    same_values(storage.load(number, keys=keys, envs=envs, steps=steps), expected)
+
+
+def same_values(one, other):
+    assert one.batch_size == other.batch_size
+    assert one.names == other.names
+    assert set(one.keys(True, True)) == set(other.keys(True, True))
+    for key in one.keys(True, True):
+        same(one[key], other[key])
+
+
+def test_one_environment_decodes_one_block_per_key(tmp_path, monkeypatch):
+    storage = RolloutStorage(tmp_path)
+    batch = make_batch(200, 32)
+    storage.save(batch, 0)
+    decoded = []
+    original = PackReader._decode
+    monkeypatch.setattr(
+        PackReader,
+        "_decode",
+        lambda self, entry, block, out: (
+            decoded.append(entry.name),
+            original(self, entry, block, out),
+        ),
+    )
+    same(storage.load(0, envs=150)[LIDAR], batch[150][LIDAR])
+    assert sorted(decoded) == sorted(set(decoded))
+    with PackReader(storage.path(0)) as pack:
+        assert pack.entry("/".join(LIDAR)).blocks > 10
+    decoded.clear()
+    storage.load(0, keys=["done"])
+    assert decoded == ["done"]
+
+
+@pytest.mark.parametrize(
+    ("part", "message"),
+    [
+        ({"envs": 6}, "envs: 6 is not in an axis of 6"),
+        ({"envs": -7}, "envs: -7 is not in an axis of 6"),
+        ({"steps": [0, 8]}, "steps: 8 is not in an axis of 8"),
+        ({"envs": "all"}, "give a number, a slice, or a list"),
+        ({"envs": 1.5}, "give a number, a slice, or a list"),
+        ({"envs": [0.5]}, "give one list of whole numbers"),
+        ({"envs": torch.zeros(2, 2, dtype=torch.int64)}, "give one list of whole numbers"),
+        ({"envs": torch.ones(5, dtype=torch.bool)}, "give one list of whole numbers"),
+        ({"envs": slice("a", 2)}, "envs=slice"),
+        ({"keys": ["acton"]}, "did you mean 'action'"),
+        ({"keys": [("agents", "lidar")]}, "no key"),
+        ({"keys": "action"}, "give a list of keys"),
+    ],
+)
+def test_a_wrong_part(tmp_path, batch, part, message):
+    storage = RolloutStorage(tmp_path)
+    storage.save(batch, 0)
+    with pytest.raises(errors.UsageError, match=message):
+        storage.load(0, **part)
+
+
+HOSTILE = [
+    "a/b",
+    "a",
+    "",
+    "__metadata__",
+    "tensor 0",
+    "../../x",
+    "ü\ud800",
+    "a\x00b",
+    " ",
+    "k" * 300,
+]
+
+
+def test_hostile_names_survive(tmp_path):
+    data = TensorDict({}, batch_size=[3, 4])
+    for number, name in enumerate(HOSTILE):
+        data.set(("in", name), torch.full((3, 4, 500), float(number)))
+        if name:
+            data.set(name, torch.full((3, 4), number))
+    storage = RolloutStorage(tmp_path)
+    storage.save(data, 0)
+    same(data, storage.load(0))
+    for number, name in enumerate(HOSTILE):
+        part = storage.load(0, keys=[("in", name)], envs=1)
+        assert list(part.keys(True, True)) == [("in", name)]
+        assert (part["in", name] == number).all()
+    assert [path.name for path in tmp_path.iterdir()] == ["rollout_000000.pack"]
+
+
+def test_dicts_come_back_as_dicts(tmp_path):
+    data = {
+        "obs": {"x": torch.randn(3, 4, 700), "depth": np.ones((3, 4, 9), np.uint16)},
+        ("agents", "y"): torch.randn(3, 4),
+        "big": np.arange(6, dtype=">i4").reshape(2, 3),
+        "values": torch.randn(3),
+        "note": "fünf",
+        "n": 5,
+        "pair": (1, None, [2.5]),
+        "empty": {},
+        7: torch.zeros(0, 4),
+        "c": torch.randn(3, 4, dtype=torch.complex64).conj(),
+    }
+    storage = RolloutStorage(tmp_path)
+    storage.save(data, 3)
+    expected = {**data, "big": data["big"].astype(np.int32), "c": data["c"].resolve_conj()}
+    same(expected, storage.load(3))
+    part = storage.load(3, envs=[2, 0], steps=1)
+    same(part["obs"]["x"], data["obs"]["x"][[2, 0], 1])
+    same(part["obs"]["depth"], data["obs"]["depth"][[2, 0], 1])
+    same(part["values"], data["values"])  # does not begin with [3, 4]: whole
+    assert part["note"] == "fünf"
+    same(storage.load(3, keys=[("agents", "y")]), {("agents", "y"): data["agents", "y"]})
+
+
+def test_what_a_tensordict_may_hold(tmp_path):
+    data = make_batch(3, 4, names=["env", "time"])
+    data["text"] = "hello"
+    data["number"] = NonTensorData(5, batch_size=[3, 4])
+    data["labels"] = NonTensorStack(
+        *[NonTensorStack(*[NonTensorData(f"{e}{t}") for t in range(4)]) for e in range(3)]
+    )
+    data["empty"] = torch.zeros(3, 4, 0)
+    data["agents", "ids"] = torch.arange(12, dtype=torch.uint8).reshape(3, 4)
+    data["more"] = TensorDict({"x": torch.randn(3, 4, 2)}, batch_size=[3, 4, 2])
+    data["strided"] = torch.randn(4, 3).t()
+    data["expanded"] = torch.randn(3, 4, 1).expand(3, 4, 50)
+    data["learned"] = torch.nn.Parameter(torch.randn(3, 4))
+    storage = RolloutStorage(tmp_path)
+    storage.save(data, 0)
+    loaded = storage.load(0)
+    data["learned"] = data["learned"].detach()
+    same(data, loaded)
+    part = storage.load(0, envs=[2, 1], steps=3)
+    expected = data[[2, 1]][:, 3]
+    same(part["more"], expected["more"])
+    assert part.names == ["env"]
+    assert part["text"] == "hello"
+    assert part.get("labels").tolist() == ["23", "13"]
+    assert part.get("number").batch_size == (2,)
+
+
+def test_lazy_stacks_and_memory_maps(tmp_path, batch):
+    storage = RolloutStorage(tmp_path / "out")
+    lazy = LazyStackedTensorDict(*[batch[i].clone() for i in range(6)], stack_dim=0)
+    storage.save(lazy, 0)
+    same_values(storage.load(0), batch)
+    storage.save(batch.clone().memmap_(tmp_path / "map"), 1)
+    same_values(storage.load(1), batch)
+
+
+@tensorclass
+class Observation:
+    x: torch.Tensor
+
+
+@pytest.mark.parametrize(
+    ("data", "message"),
+    [
+        (torch.zeros(3), "a rollout is a TensorDict or nested dicts"),
+        ({"a": {"b": object()}}, r"a\.b: .*cannot be stored without pickle"),
+        ({"a": torch.zeros(2, 2).to_sparse()}, "a is a torch.sparse_coo tensor"),
+        ({"a": np.array(["x"])}, "a is an array of <U1"),
+        ({"a": np.array([None])}, "a is an array of object"),
+        ({"a": Observation(torch.zeros(2, 2), batch_size=[2])}, "a is a .*Observation"),
+        (TensorDict({"a": torch.zeros(2, device="meta")}), "without data"),
+        (
+            LazyStackedTensorDict(
+                TensorDict({"x": torch.zeros(2)}), TensorDict({"x": torch.zeros(3)})
+            ),
+            "a stack of unequal parts",
+        ),
+    ],
+)
+def test_what_cannot_be_stored_leaves_nothing(tmp_path, data, message):
+    storage = RolloutStorage(tmp_path)
+    with pytest.raises(errors.UsageError, match=message) as raised:
+        storage.save(data, 0)
+    assert "\n" not in str(raised.value)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_dict_that_contains_itself(tmp_path):
+    data = {}
+    data["again"] = data
+    with pytest.raises(errors.UnsupportedValue, match="contains itself"):
+        RolloutStorage(tmp_path).save(data, 0)
+
+
+@pytest.mark.parametrize(
+    "settings_",
+    [
+        {"compression_level": 17},
+        {"compression_level": -1},
+        {"compression_level": "fast"},
+        {"keep_last": 0},
+        {"max_pending_bytes": 0},
+        {"time_dim": 2},
+    ],
+)
+def test_wrong_settings(tmp_path, settings_):
+    (name,) = settings_
+    with pytest.raises(errors.UsageError, match=name):
+        RolloutStorage(tmp_path / "new", **settings_)
+    assert not (tmp_path / "new").exists()
+
+
+@pytest.mark.parametrize("iteration", [-1, 1.0, "1", None, True])
+def test_a_wrong_iteration(tmp_path, batch, iteration):
+    storage = RolloutStorage(tmp_path)
+    for call in (lambda: storage.save(batch, iteration), lambda: storage.load(iteration)):
+        with pytest.raises(errors.UsageError, match="iteration="):
+            call()
+
+
+def test_the_folder(tmp_path, batch):
+    storage = RolloutStorage(tmp_path / "a" / "b")
+    assert (storage.iterations(), storage.latest(), len(storage)) == ([], None, 0)
+    with pytest.raises(errors.UsageError, match=r"no rollout 3 in .*: it is empty"):
+        storage.load(3)
+    for number in (1_000_000, 5, np.int64(70)):
+        storage.save(batch, number)
+    (storage.save_dir / "rollout_7.pack").write_text("mine")
+    (storage.save_dir / "rollout_0000070.pack").write_text("mine")
+    assert storage.iterations() == [5, 70, 1_000_000]
+    assert storage.latest() == 1_000_000
+    assert 70 in storage
+    assert 71 not in storage
+    assert "70" not in storage
+    with pytest.raises(errors.UsageError, match="there are 3, from 5 to 1000000"):
+        storage.load(3)
+    found = list(storage.iterate(keys=["count"], envs=0))
+    assert [number for number, _ in found] == [5, 70, 1_000_000]
+    assert all(list(data.keys()) == ["count"] for _, data in found)
+    with pytest.raises(errors.UsageError, match="no key"):
+        list(storage.iterate(keys=["cnt"]))
+
+
+def test_the_same_iteration_is_replaced(tmp_path, batch):
+    storage = RolloutStorage(tmp_path)
+    storage.save(batch, 1)
+    other = make_batch(3, 3, seed=9)
+    storage.save(other, 1)
+    same(other, storage.load(1))
+    assert len(list(tmp_path.iterdir())) == 1
+
+
+def test_only_our_files_are_removed(tmp_path, batch):
+    storage = RolloutStorage(tmp_path, keep_last=2)
+    (tmp_path / "rollout_000000.pack").write_text("a file of somebody else")
+    with PackWriter(tmp_path / "rollout_000001.pack", kind="replay") as writer:
+        writer.add(Item("x", np.zeros(3)))
+    for number in (2, 3, 4):
+        storage.save(batch, number)
+    assert storage.iterations() == [0, 1, 3, 4]
+    assert storage.prune(0) == [3, 4]
+    assert storage.iterations() == [0, 1]
+    with pytest.raises(errors.UnknownFormat, match="is a replay, not a rollout"):
+        storage.load(1)
+    with pytest.raises(errors.DataError):
+        storage.load(0)
+
+
+def test_the_one_just_saved_is_kept(tmp_path, batch):
+    storage = RolloutStorage(tmp_path, keep_last=1)
+    storage.save(batch, 50)
+    storage.save(batch, 10)  # a new run in an old folder
+    assert storage.iterations() == [10, 50]
+
+
+def test_pickles_are_refused(tmp_path):
+    (tmp_path / "rollout_000004.lz4").write_bytes(b"\x04\x22\x4d\x18")
+    storage = RolloutStorage(tmp_path)
+    with pytest.raises(errors.UnknownFormat, match=r"is a pickle, .*never read"):
+        storage.load(4)
+
+
+def test_batches_without_two_axes(tmp_path):
+    storage = RolloutStorage(tmp_path)
+    flat = TensorDict({"x": torch.randn(5000, 4), "i": torch.arange(5000)}, batch_size=[5000])
+    storage.save(flat, 0)
+    same_values(storage.load(0), flat)
+    same_values(storage.load(0, envs=slice(4000, None)), flat[4000:])
+    with pytest.raises(errors.UsageError, match="has no such axis"):
+        storage.load(0, steps=1)
+    first = RolloutStorage(tmp_path, time_dim=0)
+    first.save(flat, 1)
+    same_values(storage.load(1, steps=[7, 7]), flat[[7, 7]])
+    storage.save(TensorDict({"a": torch.tensor(1.0)}), 2)
+    assert storage.load(2)["a"] == 1
+    with pytest.raises(errors.UsageError, match="has no such axis"):
+        storage.load(2, envs=0)
+    storage.save(TensorDict({}, batch_size=[2, 3]), 3)
+    same(storage.load(3), TensorDict({}, batch_size=[2, 3]))
+    loose = TensorDict({"x": torch.randn(4, 6, 3)}, batch_size=[])
+    storage.save(loose, 4)
+    same_values(storage.load(4), loose)
+    same(storage.load(4, envs=2, steps=slice(1, 3))["x"], loose["x"][2, 1:3])
+
+
+def test_an_environment_larger_than_a_block(tmp_path, monkeypatch):
+    monkeypatch.setattr("penstock.rollouts.files._LARGEST_ROW_BYTES", 1000)
+    storage = RolloutStorage(tmp_path)
+    data = TensorDict({"x": torch.randn(5, 20, 3000)}, batch_size=[5, 20])
+    storage.save(data, 0)
+    same_values(storage.load(0), data)
+    same_values(storage.load(0, envs=[4, 1], steps=slice(3, 5)), data[[4, 1]][:, 3:5])
+
+
+def test_verbose_says_it(tmp_path, batch, capfd):
+    RolloutStorage(tmp_path, verbose=True).save(batch, 2)
+    assert "[penstock] saved rollout_000002.pack: " in capfd.readouterr().err
+    RolloutStorage(tmp_path).save(batch, 2)
+    assert capfd.readouterr() == ("", "")
