@@ -784,3 +784,25 @@ def test_the_page_about_the_format_is_true(tmp_path: Path) -> None:
     python = page.split("```python")[1].split("```")[0].replace("ckpt_100.pt", str(path))
     result = subprocess.run([sys.executable, "-c", python], capture_output=True, text=True)
     assert result.stdout.strip() == "[0. 0. 0. 0.]"
+
+
+@pytest.mark.parametrize("order", [(0, 2, 1), (2, 0, 1), (1, 0, 2), None])
+@pytest.mark.parametrize("rows", [1, 3, 7])
+def test_blocks_are_put_in_their_place(tmp_path, order, rows):
+    values = np.arange(7 * 5 * 4, dtype=np.float32).reshape(7, 5, 4)
+    layout = Layout(order) if order else None
+    stored = layout.stored_shape(values.shape) if layout else values.shape
+    row_bytes = values.nbytes // stored[0]
+    with PackWriter(tmp_path / "x.pack") as writer:
+        writer.add(Item("x", values, codec=Zstd(), layout=layout, block_bytes=rows * row_bytes))
+        writer.add(Item("odd", values, codec=Zstd(), layout=Layout((0, 2, 1)), block_bytes=12))
+    with PackReader(tmp_path / "x.pack") as pack:
+        out = np.zeros_like(values)
+        pack.read_into([("x", out)])
+        assert (out == values).all()
+        flat = np.zeros(values.size, np.float32)
+        pack.read_into([("x", flat)])
+        assert (flat == (layout.apply(values) if layout else values).reshape(-1)).all()
+        assert not pack.entry("odd").whole_rows
+        with pytest.raises(UsageError, match="disk order"):
+            pack.read_into([("odd", out)])

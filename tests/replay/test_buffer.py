@@ -80,6 +80,15 @@ def test_foreign_byte_order_and_strides() -> None:
     assert np.array_equal(buffer.get(np.arange(5))["x"].numpy(), values)
 
 
+def test_ids_of_any_shape() -> None:
+    buffer = DictReplayBuffer(10, ["x", "y"], next_keys=["x"])
+    buffer.add({"x": np.arange(6), "y": np.ones((6, 2), np.float32)})
+    assert int(buffer.get(3)["x"]) == 3
+    assert buffer.get([[1, 2], [3, 5]])["x"].tolist() == [[1, 2], [3, 5]]
+    assert buffer.get(torch.tensor([[1, 2], [3, 5]]))["next"]["x"].tolist() == [[2, 3], [4, 5]]
+    assert buffer.get([[1], [2]])["y"].shape == (2, 1, 2)
+
+
 def test_tensordicts_in_and_out() -> None:
     data = TensorDict(
         {"agents": {"obs": torch.randn(6, 3)}, "done": torch.zeros(6, 1, dtype=torch.bool)},

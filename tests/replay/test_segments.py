@@ -344,6 +344,23 @@ def test_every_bit_counts(tmp_path):
     assert detected > 150
 
 
+def test_verify_names_every_bad_file(tmp_path):
+    first, second, third, fourth = save(tmp_path, 10, 20, 30, 40)
+    with SegmentLog.read(tmp_path) as log:
+        assert list(log.verify()) == []
+    data = bytearray((tmp_path / first).read_bytes())
+    data[-1] ^= 1
+    (tmp_path / first).write_bytes(data)
+    (tmp_path / third).unlink()
+    os.truncate(tmp_path / fourth, 50)
+    with SegmentLog.read(tmp_path) as log:
+        found = dict(log.verify())
+    assert set(found) == {first, third, fourth}
+    assert second not in found
+    assert "checksum" in found[first]
+    assert "missing" in found[third]
+
+
 def test_the_folder_reads_as_plain_packs(tmp_path):
     (name,) = save(tmp_path, 10)
     with PackReader(tmp_path / name) as pack:

@@ -1,80 +1,21 @@
 """CompressedStorage: TorchRL's own LazyTensorStorage is the reference, answer by answer."""
 
-import threading
-
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
-from tensordict import NonTensorData, TensorDict, lazy_stack
+from tensordict import TensorDict
 from torchrl.data import (
-    Binary,
-    Composite,
-    LazyTensorStorage,
     ReplayBuffer,
     SliceSampler,
-    TensorDictMaxValueWriter,
     TensorDictReplayBuffer,
-    Unbounded,
 )
-from torchrl.envs import EnvBase, SerialEnv
 
 from penstock import errors
 from penstock.replay.columns import CompressedColumns
 from penstock.replay.torchrl import CompressedStorage
 from penstock.tensors import NAMES
 
-
-def items(*batch, seed=0, names=None):
-    """Data with everything in it: nested, big and small, odd types, a tree of big keys only."""
-    random = torch.Generator().manual_seed(seed)
-    pixels = torch.randint(0, 4, (*batch, 20, 20), dtype=torch.uint8, generator=random)
-    data = TensorDict(
-        {
-            "pixels": pixels,
-            "action": torch.randn(*batch, 3, generator=random),
-            "flag": torch.rand(*batch, generator=random) > 0.5,
-            "noise": torch.randn(*batch, 70, generator=random),  # big, not worth compressing
-            "mask": torch.rand(*batch, 300, generator=random) > 0.9,
-            "half": pixels.flatten(-2).to(torch.bfloat16),
-            "wave": torch.polar(pixels.flatten(-2).float(), torch.ones(*batch, 400)),
-            "next": TensorDict(
-                {
-                    "pixels": pixels.flip(-1),
-                    "agents": TensorDict(
-                        {"lidar": pixels.flatten(-2).float().unflatten(-1, (5, 80))},
-                        batch_size=(*batch, 5),
-                    ),
-                    "only": TensorDict({"big": pixels.double()}, batch_size=batch),
-                },
-                batch_size=batch,
-            ),
-        },
-        batch_size=batch,
-    )
-    if names:
-        data.names = names
-    return data
-
-
-def assert_same(wanted, found):
-    assert type(found) is type(wanted)
-    assert found.batch_size == wanted.batch_size
-    assert (found.device, found.names) == (wanted.device, wanted.names)
-    assert set(found.keys(True)) == set(wanted.keys(True))
-    for key in wanted.keys(True):
-        one, other = wanted.get(key), found.get(key)
-        if isinstance(one, torch.Tensor):
-            assert (other.dtype, other.shape) == (one.dtype, one.shape), key
-            assert torch.equal(one, other), key
-        else:
-            assert other.batch_size == one.batch_size, key
-
-
-def pair(size, **options):
-    return LazyTensorStorage(size, **options), CompressedStorage(size, **options)
-
+from .torchrl_items import assert_same, items, pair, trajectories
 
 FLAT_INDICES = {
     "int": 0,
@@ -154,15 +95,6 @@ def test_two_dimensions_of_slots(names):
         buffer.set_rng(torch.Generator().manual_seed(1))
     assert_same(buffers[0].sample(), buffers[1].sample())
     assert_same(wanted.flatten().get(slice(None)), found.flatten().get(slice(None)))
-
-
-def trajectories(count, seed=0):
-    data = items(count, seed=seed)
-    data["episode"] = torch.arange(count) // 7
-    end = (torch.arange(count) % 7 == 6).unsqueeze(-1)
-    data["next", "done"] = end
-    data["next", "terminated"] = end.clone()
-    return data
 
 
 @pytest.mark.parametrize("options", [{"traj_key": "episode"}, {"end_key": ("next", "done")}, {}])
@@ -298,12 +230,13 @@ def test_codecs_by_key():
         with pytest.raises(errors.UsageError, match=r"did you mean '(next\.)?pixels'"):
             storage.set(range(20), items(20))
         assert len(storage) == 0
-    with pytest.raises(errors.UsageError, match="no codec 'lz5'"):
-        CompressedStorage(20, codecs="lz5").set(range(3), items(3))
+    for wrong in ("lz5", {"pixels": "lz5"}):
+        with pytest.raises(errors.UsageError, match="no codec 'lz5'; did you mean 'lz4'"):
+            CompressedStorage(20, codecs=wrong)
 
 
 def test_beyond_memory(tmp_path):
-    storage = CompressedStorage(4000, memory_bytes=8 << 20, spill_dir=tmp_path)
+    storage = CompressedStorage(4000, memory_bytes="8MB", spill_dir=tmp_path)
     buffer = ReplayBuffer(storage=storage, batch_size=64)
     noise = torch.randint(0, 256, (4000, 8000), dtype=torch.uint8)
     for part in TensorDict({"x": noise}, batch_size=[4000]).split(200):
@@ -313,283 +246,3 @@ def test_beyond_memory(tmp_path):
     assert list(tmp_path.iterdir()) == []  # the files have no names
     rows = torch.randint(0, 4000, (300,))
     assert torch.equal(storage.get(rows)["x"], noise[rows])
-
-
-def change(data, key, value):
-    data = data.clone()
-    data[key] = value
-    return data
-
-
-WRONG = {
-    "not a tensordict": (torch.zeros(4, 3), errors.UnsupportedValue, "takes TensorDicts"),
-    "text": (
-        change(items(4), "note", NonTensorData("x", batch_size=[4])),
-        errors.UnsupportedValue,
-        "note is not a tensor",
-    ),
-    "missing": (items(4).exclude(("next", "pixels")), errors.UsageError, "lacks next.pixels"),
-    "missing small": (items(4).exclude("flag"), errors.UsageError, "lacks flag"),
-    "shape": (
-        change(items(4), "pixels", torch.zeros(4, 20, 21, dtype=torch.uint8)),
-        errors.UsageError,
-        r"pixels is torch.uint8 \[20, 21\], the first data was torch.uint8 \[20, 20\]",
-    ),
-    "dtype": (
-        change(items(4), "action", torch.zeros(4, 3, dtype=torch.float64)),
-        errors.UsageError,
-        "action is torch.float64",
-    ),
-    "sparse": (
-        change(items(4), "pixels", torch.zeros(4, 20, 20, dtype=torch.uint8).to_sparse()),
-        errors.UnsupportedValue,
-        "sparse",
-    ),
-    "count": (items(3), errors.UsageError, r"does not fill \[4\] slots"),
-    "ragged": (
-        lazy_stack([TensorDict({"pixels": torch.zeros(n, 20)}) for n in (1, 2, 3, 4)]),
-        errors.UsageError,
-        "ragged",
-    ),
-}
-
-
-@pytest.mark.parametrize("what", list(WRONG))
-def test_wrong_data_changes_nothing(what):
-    data, kind, message = WRONG[what]
-    storage = CompressedStorage(10)
-    storage.set(range(6), items(6))
-    before, revision = storage[:].clone(), storage._mutation_revision
-    with pytest.raises(kind, match=message):
-        storage.set(torch.arange(4), data)
-    assert len(storage) == 6
-    assert storage._mutation_revision == revision
-    assert_same(before, storage[:])
-    storage.set(torch.arange(6, 10), items(4))
-    assert len(storage) == 10
-
-
-def test_a_late_key_that_torch_cannot_index():
-    storage = CompressedStorage(10)
-    storage.set(range(4), items(4))
-    data = change(items(4), "depth", torch.zeros(4, 5, dtype=torch.uint16))
-    with pytest.raises(errors.UnsupportedValue, match="depth was not in the first data"):
-        storage.set(torch.arange(4, 8), data)
-    assert len(storage) == 4
-    other = CompressedStorage(10)
-    other.set(range(4), data)
-    assert torch.equal(other.get(0)["depth"], torch.zeros(5, dtype=torch.uint16))
-
-
-def test_wrong_settings():
-    for options in ({"max_size": 0}, {"max_size": 2, "ndim": 0}, {"max_size": 2.5}):
-        with pytest.raises(errors.UsageError):
-            CompressedStorage(**options)
-    with pytest.raises(errors.UsageError, match="needs spill_dir"):
-        CompressedStorage(10, memory_bytes=1)
-    with pytest.raises(errors.UsageError, match="slot 10 is not one of 10"):
-        CompressedStorage(10).set(torch.tensor([10]), items(1))
-    storage = CompressedStorage(10)
-    with pytest.raises(RuntimeError):
-        storage.get(0)
-    storage.set(torch.tensor([1]), items(1), set_cursor=False)
-    storage._len = 2
-    with pytest.raises(errors.UsageError, match="slot 0 was never written"):
-        storage.get(torch.tensor([0, 1]))
-
-
-def test_writing_in_place():
-    storage = CompressedStorage(20)
-    buffer = TensorDictReplayBuffer(storage=storage, batch_size=4)
-    data = items(20)
-    buffer.extend(data.clone())
-    buffer[3:5] = items(2, seed=9)
-    assert torch.equal(buffer[3:5]["pixels"], items(2, seed=9)["pixels"])
-    assert torch.equal(buffer[5:]["pixels"], data["pixels"][5:])
-    buffer[-1] = items(1, seed=4)[0]
-    assert torch.equal(storage.get(19)["pixels"], items(1, seed=4)["pixels"][0])
-    with pytest.raises(errors.UsageError, match=r"slot 20 is not one of 20"):
-        storage[torch.tensor([20])] = items(1)
-    with pytest.raises(errors.UsageError, match="names a slot twice"):
-        storage[torch.tensor([[1, 1]])] = items(1, 2)
-    storage[torch.tensor([7])] = TensorDict({"action": torch.ones(1, 3)}, batch_size=[1])
-    assert torch.equal(storage.get(7)["action"], torch.ones(3))
-    assert torch.equal(storage.get(7)["pixels"], data["pixels"][7])
-    buffer.set_at_("action", torch.full((1, 3), 5.0), torch.tensor([8]))
-    assert torch.equal(storage.get(8)["action"], torch.full((3,), 5.0))
-    with pytest.raises(KeyError):  # it would change a copy: refused, not lost
-        buffer.set_at_("pixels", torch.zeros(1, 20, 20, dtype=torch.uint8), torch.tensor([8]))
-    with pytest.raises(errors.UsageError, match="pixels is compressed"):
-        storage._conditional_patch_leaf("pixels")
-    assert len(buffer) == 20
-
-
-def test_the_same_tensordict_twice():
-    """TorchRL writes "index" into what it was given: a key that comes later."""
-    buffer = TensorDictReplayBuffer(storage=CompressedStorage(20), batch_size=4)
-    data = items(5)
-    buffer.extend(data)
-    buffer.extend(data)
-    buffer.extend(items(5, seed=2))
-    assert len(buffer) == 15
-    assert torch.equal(buffer[:5]["pixels"], buffer[5:10]["pixels"])
-    assert "index" in buffer.sample()
-
-
-def test_one_by_one_and_as_a_list():
-    buffer = TensorDictReplayBuffer(storage=CompressedStorage(20), batch_size=4)
-    data = items(6)
-    for k in range(3):
-        buffer.add(data[k].clone())
-    buffer.extend(lazy_stack([data[k].clone() for k in range(3, 6)]))
-    assert torch.equal(buffer[:]["pixels"], data["pixels"])
-    other = ReplayBuffer(storage=CompressedStorage(20), batch_size=4)
-    other.extend([data[k] for k in range(6)])
-    assert_same(data.to("cpu"), other[:])
-
-
-def test_the_best_are_kept():
-    buffer = TensorDictReplayBuffer(
-        storage=CompressedStorage(5), batch_size=4, writer=TensorDictMaxValueWriter("score")
-    )
-    data = items(40)
-    data["score"] = torch.randperm(40, generator=torch.Generator().manual_seed(0)).float()
-    for part in data.split(8):
-        buffer.extend(part.clone())
-    kept = buffer[:]
-    assert sorted(kept["score"].tolist()) == [35, 36, 37, 38, 39]
-    for row in kept:
-        original = data[data["score"] == row["score"]][0]
-        assert torch.equal(row["pixels"], original["pixels"])
-
-
-class Walk(EnvBase):
-    """Counts steps; the picture shows the count."""
-
-    def __init__(self, length):
-        super().__init__()
-        self.length = length
-        self.observation_spec = Composite(pixels=Unbounded((20, 20), dtype=torch.uint8))
-        self.action_spec = Unbounded((1,))
-        self.reward_spec = Unbounded((1,))
-        self.done_spec = Binary(1, shape=(1,), dtype=torch.bool)
-        self.count = 0
-
-    def _look(self):
-        pixels = torch.zeros(20, 20, dtype=torch.uint8)
-        pixels[:, self.count % 20] = self.count
-        return pixels
-
-    def _reset(self, data=None, **_):
-        self.count = 0
-        return TensorDict({"pixels": self._look(), "done": torch.zeros(1, dtype=torch.bool)})
-
-    def _step(self, data):
-        self.count += 1
-        done = torch.tensor([self.count >= self.length])
-        return TensorDict(
-            {"pixels": self._look(), "reward": torch.full((1,), float(self.count)), "done": done}
-        )
-
-    def _set_seed(self, seed):
-        return seed
-
-
-@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # torchrl.collectors, of its own doing
-@pytest.mark.parametrize("ndim", [1, 2])
-def test_a_collector_fills_it(ndim):
-    from torchrl.collectors import Collector
-
-    storage = CompressedStorage(600, ndim=ndim)
-    buffer = TensorDictReplayBuffer(storage=storage, batch_size=12)
-    env = SerialEnv(3, lambda: Walk(11))
-    collector = Collector(env, frames_per_batch=60, total_frames=180, replay_buffer=buffer)
-    for _ in collector:
-        pass
-    collector.shutdown()
-    assert len(buffer) == (180 if ndim == 2 else 9)
-    assert ("pixels",) in storage.compressed_keys
-    assert ("next", "pixels") in storage.compressed_keys
-    batch = buffer.sample().reshape(-1)
-    counts = batch["next", "reward"].long().flatten()
-    columns = torch.arange(len(counts)), slice(None), counts % 20
-    assert torch.equal(batch["next", "pixels"][columns].long()[:, 0], counts)
-    if ndim == 2:
-        sampler = SliceSampler(slice_len=5, traj_key=("collector", "traj_ids"))
-        slices = TensorDictReplayBuffer(storage=storage, sampler=sampler, batch_size=20)
-        steps = slices.sample()["next", "reward"].view(4, 5)
-        assert (steps.diff(dim=1) == 1).all()
-
-
-def test_prefetching():
-    buffer = TensorDictReplayBuffer(storage=CompressedStorage(100), batch_size=16, prefetch=2)
-    data = items(100)
-    buffer.extend(data.clone())
-    for _ in range(30):
-        batch = buffer.sample()
-        assert torch.equal(batch["pixels"], data["pixels"][batch["index"]])
-
-
-def test_threads_never_see_half_a_write():
-    storage = CompressedStorage(64)
-    buffer = ReplayBuffer(storage=storage, batch_size=32)
-    stop, wrong = threading.Event(), []
-
-    def numbered(start):
-        numbers = torch.arange(start, start + 16) % 251
-        return TensorDict(
-            {"n": numbers, "x": numbers.to(torch.uint8)[:, None].repeat(1, 900)}, batch_size=[16]
-        )
-
-    buffer.extend(numbered(0))
-    buffer.extend(numbered(16))
-
-    def write():
-        start = 0
-        while not stop.is_set():
-            start += 16
-            buffer.extend(numbered(start))
-
-    def read():
-        while not stop.is_set():
-            batch = buffer.sample()
-            if not (batch["x"].long() == batch["n"][:, None]).all():
-                wrong.append(batch["n"])
-
-    threads = [threading.Thread(target=job) for job in (write, write, read, read)]
-    for thread in threads:
-        thread.start()
-    stop.wait(1.5)
-    stop.set()
-    for thread in threads:
-        thread.join(30)
-    assert not wrong
-
-
-@settings(max_examples=30, deadline=None)
-@given(data=st.data())
-def test_any_run_of_calls_is_that_of_torchrl(data):
-    size = data.draw(st.integers(1, 12))
-    stores = pair(size)
-    buffers = [ReplayBuffer(storage=store, batch_size=3) for store in stores]
-    for turn in range(data.draw(st.integers(1, 12))):
-        call = data.draw(st.sampled_from(["extend", "add", "set", "empty", "get", "get"]))
-        filled = len(stores[0])
-        if call in ("extend", "add"):
-            count = data.draw(st.integers(1, size)) if call == "extend" else 1
-            new = items(count, seed=turn)
-            for buffer in buffers:
-                buffer.extend(new.clone()) if call == "extend" else buffer.add(new[0].clone())
-        elif call == "set" and filled:
-            rows = data.draw(st.lists(st.integers(0, filled - 1), min_size=1, unique=True))
-            for store in stores:
-                store[torch.tensor(rows)] = items(len(rows), seed=turn)
-        elif call == "empty":
-            for buffer in buffers:
-                buffer.empty()
-        elif filled:
-            rows = data.draw(st.lists(st.integers(-filled, filled - 1), min_size=1))
-            assert_same(*(store.get(torch.tensor(rows)) for store in stores))
-        assert len(stores[0]) == len(stores[1])
-    if len(stores[0]):
-        assert_same(*(store[:] for store in stores))

@@ -2,9 +2,11 @@
 
 import copy
 import errno
+import functools
 import multiprocessing
 import os
 import shutil
+import threading
 
 import numpy as np
 import pytest
@@ -17,7 +19,8 @@ from torchrl.data import ReplayBuffer, TensorDictReplayBuffer
 from penstock import errors
 from penstock.replay.segments import MANIFEST, SegmentLog
 from penstock.replay.torchrl import CompressedStorage
-from penstock.replay.torchrl_save import BLOCK, HOLDER
+from penstock.replay.torchrl_content import BLOCK
+from penstock.replay.torchrl_save import HOLDER
 
 
 def numbered(start, count):
@@ -267,6 +270,53 @@ def test_copies_and_processes():
     process = multiprocessing.get_context("spawn").Process(target=len, args=(storage,))
     with pytest.raises(errors.UsageError, match="cannot be shared with other processes"):
         process.start()
+
+
+MEANWHILE = {
+    "nothing": lambda buffer: None,
+    "emptied": lambda buffer: buffer.empty(),
+    "loaded": lambda buffer: buffer.load_state_dict(filled(BLOCK * 6, 300).state_dict()),
+    "new key": lambda buffer: buffer.extend(numbered(0, 9).set("late", torch.ones(9))),
+}
+
+
+@pytest.mark.parametrize("what", list(MEANWHILE))
+@pytest.mark.parametrize("turn", [1, 4])
+def test_others_go_on_while_it_saves(tmp_path, monkeypatch, what, turn):
+    """Between the segments of a save somebody writes; what is saved is the last of it."""
+    monkeypatch.setattr("penstock.replay.torchrl_save._SEGMENT_BYTES", 1)  # a block per segment
+    buffer = filled(BLOCK * 6, BLOCK * 6)
+    storage = buffer.storage
+    original, turns = SegmentLog.append, []
+
+    def meanwhile(self, segment_items, meta):
+        name = original(self, segment_items, meta)
+        turns.append(name)
+        if len(turns) <= turn:  # in another thread: this one would have the lock anyway
+            row, data = torch.tensor([len(turns) * 100]), numbered(-1000, 1)
+            storage_set = functools.partial(storage.set, row, data, set_cursor=False)
+            writer = threading.Thread(target=storage_set)
+            writer.start()
+            writer.join(20)
+            assert not writer.is_alive()
+        if len(turns) == turn:
+            MEANWHILE[what](buffer)
+        return name
+
+    with monkeypatch.context() as patch:
+        patch.setattr(SegmentLog, "append", meanwhile)
+        storage.dumps(tmp_path)
+    assert len(turns) > turn or what == "emptied"
+    again = loaded(tmp_path, BLOCK * 6)
+    assert len(again) == len(storage) == {"emptied": 0, "loaded": 300}.get(what, BLOCK * 6)
+    if len(storage):
+        assert_equal(storage[:], again[:])
+        assert (again[:]["n"] == -1000).any() == (what != "loaded")
+    assert ("late" in again.get(slice(None))) == (what == "new key")
+    assert len(segments(tmp_path)) == len(storage._tracker.segments)
+    before = segments(tmp_path)
+    storage.dumps(tmp_path)  # and nothing is left to do
+    assert segments(tmp_path) == before
 
 
 @settings(max_examples=25, deadline=None)

@@ -50,6 +50,18 @@ def test_the_data_may_be_overwritten_at_once(tmp_path, slow):
     assert not [thread for thread in threading.enumerate() if "rollouts" in thread.name]
 
 
+def test_loading_waits_for_a_pending_save(tmp_path, slow):
+    with RolloutStorage(tmp_path, background=True, handle_signals=False) as storage:
+        old, new = make_batch(seed=1), make_batch(seed=2)
+        slow.release()
+        storage.save(old, 0).wait()
+        storage.save(new, 0)
+        timer = threading.Timer(0.2, slow.release)
+        timer.start()
+        same(new, storage.load(0))
+        timer.join()
+
+
 def test_pending_bytes_are_bounded(tmp_path, slow):
     batch = make_batch(40, 32)
     size = sum(tensor.nbytes for tensor in batch.values(True, True))

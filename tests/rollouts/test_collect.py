@@ -179,6 +179,24 @@ def test_overlap():
     assert elapsed < 12 * 0.06 / 1.3  # 1.85x when nothing else runs
 
 
+def test_the_collector_uses_as_many_cores_as_the_learner():
+    """Torch keeps this setting per thread; a fresh thread would use all cores."""
+    found = []
+
+    def base():
+        found.append(torch.get_num_threads())
+        yield number(0)
+
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        with PipelinedDataCollector(base()) as collector:
+            list(collector)
+    finally:
+        torch.set_num_threads(before)
+    assert found == [1]
+
+
 def test_strictly_on_policy():
     """With max_staleness=0 a batch is started only when the learner asks for it."""
     base = Fresh(count=6, delay_s=0.005)

@@ -1,5 +1,7 @@
 """RolloutStorage: what was saved comes back, whole and in part, and nothing else is touched."""
 
+import threading
+
 import numpy as np
 import pytest
 import torch
@@ -401,6 +403,99 @@ def test_an_environment_larger_than_a_block(tmp_path, monkeypatch):
     storage.save(data, 0)
     same_values(storage.load(0), data)
     same_values(storage.load(0, envs=[4, 1], steps=slice(3, 5)), data[[4, 1]][:, 3:5])
+
+
+def test_another_device(tmp_path):
+    """Device "meta" stands for any that is not the CPU."""
+    storage = RolloutStorage(tmp_path)
+    storage.save({"x": torch.randn(3, 4), "a": np.arange(5), "n": 1}, 0)
+    loaded = storage.load(0, device="meta")
+    assert loaded["x"].device.type == "meta"
+    same(loaded["a"], np.arange(5))
+    with pytest.raises(errors.UsageError, match="device='moon' cannot be used"):
+        storage.load(0, device="moon")
+
+
+def hostile(path, **changes):
+    """A well-formed pack whose description was not made by us."""
+    meta = {
+        "iteration": 0,
+        "batch": [2, 3],
+        "env": 0,
+        "time": 1,
+        "data": {"kind": "dict", "v": [["x", {"kind": "tensor", "item": "x", "device": "cpu"}]]},
+    }
+    meta.update(changes)
+    with PackWriter(path, kind="rollout", meta=meta) as writer:
+        writer.add(Item("x", np.zeros((2, 3))))
+
+
+def nested(depth):
+    node = {"kind": "tensor", "item": "x"}
+    for _ in range(depth):
+        node = {"kind": "dict", "v": [["k", node]]}
+    return node
+
+
+def of_td(**changes):
+    node = {"kind": "tensordict", "batch_size": [2, 3], "names": None}
+    return {**node, "v": [["x", {"kind": "tensor", "item": "x"}]], **changes}
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"batch": None},
+        {"batch": [2, "x"]},
+        {"batch": [1, 2, 3]},
+        {"env": 2},
+        {"env": "x"},
+        {"env": 1, "time": 1},
+        {"env": True},
+        {"data": None},
+        {"data": {"kind": "dict", "v": []}},
+        {"data": {"kind": "dict", "v": [["x", {"kind": "tensor", "item": "y"}]]}},
+        {"data": {"kind": "dict", "v": [["x"]]}},
+        {"data": {"kind": "dict", "v": [[{"!": "code"}, {"kind": "tensor", "item": "x"}]]}},
+        {"data": {"kind": "code", "item": "x"}},
+        {"data": nested(150)},
+        {"data": of_td(batch_size=[7])},
+        {"data": of_td(batch_size="x")},
+        {"data": of_td(names=["a"])},
+        {"data": of_td(names=5)},
+        {"data": of_td(v=[[5, {"kind": "tensor", "item": "x"}]])},
+    ],
+)
+def test_a_hostile_description(tmp_path, changes):
+    storage = RolloutStorage(tmp_path)
+    hostile(storage.path(0))
+    assert storage.load(0)["x"].shape == (2, 3)
+    hostile(storage.path(0), **changes)
+    for part in ({}, {"envs": 1}, {"steps": [0]}, {"keys": ["x"]}):
+        with pytest.raises(errors.PenstockError) as raised:
+            storage.load(0, **part)
+        assert "\n" not in str(raised.value)
+
+
+def test_two_writers(tmp_path):
+    """Different iterations, the same folder, at the same time."""
+    batches = [make_batch(10, 16, seed) for seed in range(2)]
+
+    def work(which):
+        storage = RolloutStorage(tmp_path)
+        for number in range(which, 30, 2):
+            storage.save(batches[which], number)
+
+    threads = [threading.Thread(target=work, args=(which,)) for which in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    storage = RolloutStorage(tmp_path)
+    assert storage.iterations() == list(range(30))
+    for number, data in storage.iterate():
+        same(batches[number % 2], data)
+    assert len(list(tmp_path.iterdir())) == 30
 
 
 def test_verbose_says_it(tmp_path, batch, capfd):

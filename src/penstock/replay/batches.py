@@ -46,78 +46,101 @@ def check_n_step(store: EpisodeStore, reward_path: KeyPath, done_path: KeyPath) 
     return reward, done
 
 
-def n_ahead(
-    store: EpisodeStore, rows: Ints, steps: Ints, count: int, gamma: float, keys: tuple[int, int]
-) -> tuple[Ahead, Leaves]:
-    """Look n steps ahead; return what is there, the summed reward and the discount."""
-    reward, done = keys
-    reward_field, done_field = store.columns[reward].field, store.columns[done].field
-    lengths = store.index.lengths[rows]
-    every = np.minimum(steps[:, np.newaxis] + np.arange(count), lengths[:, np.newaxis] - 1)
-    owners, flat = np.repeat(rows, count), every.reshape(-1)
-    dones = done_field.tensor(store.gather(done, owners, flat))
-    ahead = look_ahead(steps, lengths, (dones != 0).numpy().reshape(-1, count))
-    rewards = reward_field.tensor(store.gather(reward, owners, flat))
-    values = rewards.double().numpy().reshape(-1, count, *reward_field.shape)
-    summed = torch.from_numpy(discounted(values, ahead.alive, gamma))
-    kind = rewards.dtype if rewards.is_floating_point() else torch.float32
-    factor = np.where(ahead.ended, 0.0, gamma**ahead.taken).astype(np.float32)
-    made = [(reward_field.path, summed.to(kind)), (("discount",), torch.from_numpy(factor))]
-    return ahead, made
-
-
-def read(
-    store: EpisodeStore,
-    settings: Settings,
-    rows: Ints,
-    steps: Ints,
-    ahead: Ahead | None = None,
-    made: Leaves | None = None,
-) -> Leaves:
-    """Gather every key of some frames, and the next frames.
+class Reader:
+    """Reads frames of a store, every key of them.
 
     Args:
-        store: Holds the episodes.
+        store: Holds the episodes; it must not change meanwhile.
         settings: Say which keys have a next frame.
         rows: Of the frames' episodes.
         steps: Of the frames.
-        ahead: What is next; by default one step ahead.
-        made: Keys that are there already.
     """
-    leaves = list(made or ())
-    skipped = {path for path, _ in leaves}
-    if settings.next_paths:
-        if ahead is None:
-            nothing_done = np.zeros((len(rows), 1), np.bool_)
-            ahead = look_ahead(steps, store.index.lengths[rows], nothing_done)
-        both_rows, both_steps = np.tile(rows, 2), np.concatenate([steps, ahead.steps])
-        leaves.append((("next", "valid"), torch.from_numpy(ahead.valid)))
-    for number, column in enumerate(store.columns):
-        path = column.field.path
-        if path in settings.next_paths:
-            # One call for both: they lie behind one another, and nothing is in both.
-            frames = column.field.tensor(store.gather(number, both_rows, both_steps))
-            leaves.append((("next", *path), frames[len(rows) :]))
-            if path not in skipped:
-                leaves.append((path, frames[: len(rows)]))
-        elif path not in skipped:
-            leaves.append((path, column.field.tensor(store.gather(number, rows, steps))))
-    return leaves
+
+    def __init__(self, store: EpisodeStore, settings: Settings, rows: Ints, steps: Ints) -> None:
+        self._store = store
+        self._settings = settings
+        self._shape = rows.shape
+        rows = rows.reshape(-1)
+        self._steps = steps.reshape(-1)
+        self._records = store.addresses(rows)
+        self._lengths = store.index.lengths[rows]
+        self._ahead: Ahead | None = None
+        self._made: Leaves = []
+
+    def look_ahead(self, count: int, gamma: float, keys: tuple[int, int]) -> None:
+        """Sum the rewards of n steps; what is next is then n steps ahead.
+
+        Args:
+            count: How many steps.
+            gamma: Discount per step.
+            keys: What `check_n_step` returned.
+        """
+        reward, done = keys
+        steps, lengths = self._steps, self._lengths
+        every = np.minimum(steps[:, np.newaxis] + np.arange(count), lengths[:, np.newaxis] - 1)
+        dones = self._several(done, every)
+        ahead = look_ahead(steps, lengths, (dones != 0).numpy().reshape(-1, count))
+        rewards = self._several(reward, every)
+        summed = torch.from_numpy(discounted(rewards.double().numpy(), ahead.alive, gamma))
+        kind = rewards.dtype if rewards.is_floating_point() else torch.float32
+        field = self._store.columns[reward].field
+        factor = np.where(ahead.ended, 0.0, gamma**ahead.taken).astype(np.float32)
+        self._made = [
+            (field.path, summed.to(kind).view(*self._shape, *field.shape)),
+            (("discount",), torch.from_numpy(factor.reshape(self._shape))),
+        ]
+        self._ahead = ahead
+
+    def read(self) -> Leaves:
+        """Gather every key, and the next frames."""
+        leaves = list(self._made)
+        made = {path for path, _ in leaves}
+        store, shape = self._store, self._shape
+        after = self._after()
+        if after is not None:
+            leaves.append((("next", "valid"), torch.from_numpy(after.valid.reshape(shape))))
+            both_steps = np.concatenate([self._steps, after.steps])
+            both_lengths = np.tile(self._lengths, 2)
+        for number, column in enumerate(store.columns):
+            path, records = column.field.path, self._records[number]
+            if after is not None and path in self._settings.next_paths:
+                # One call for both: they lie behind one another, and nothing is in both.
+                data = store.gather(number, np.tile(records, 2), both_lengths, both_steps)
+                here, there = data[: len(records)], data[len(records) :]
+                leaves.append((("next", *path), column.field.tensor(there, shape)))
+            elif path not in made:
+                here = store.gather(number, records, self._lengths, self._steps)
+            if path not in made:
+                leaves.append((path, column.field.tensor(here, shape)))
+        return leaves
+
+    def _after(self) -> Ahead | None:
+        if self._ahead is not None or not self._settings.next_paths:
+            return self._ahead if self._settings.next_paths else None
+        nothing_done = np.zeros((len(self._steps), 1), np.bool_)
+        return look_ahead(self._steps, self._lengths, nothing_done)
+
+    def _several(self, number: int, steps: Ints) -> torch.Tensor:
+        """Gather several frames [n, count] of one key for each frame."""
+        count = steps.shape[1]
+        data = self._store.gather(
+            number,
+            np.repeat(self._records[number], count),
+            np.repeat(self._lengths, count),
+            steps.reshape(-1),
+        )
+        return self._store.columns[number].field.tensor(data, steps.shape)
 
 
 def finished(
     leaves: Leaves, shape: tuple[int, ...], device: torch.device, as_tensordict: bool
 ) -> Any:
-    """Shape the tensors of a batch, bring them to the device, and nest them."""
-    ready: Leaves = []
-    for path, tensor in leaves:
-        shaped = tensor.view(*shape, *tensor.shape[1:])
-        if device.type == "cuda":  # through torch's own pinned memory: it knows when that is free
-            shaped = shaped.pin_memory().to(device, non_blocking=True)
-        elif device.type != "cpu":
-            shaped = shaped.to(device)
-        ready.append((path, shaped))
-    batch = nested(ready)
+    """Bring the tensors of a batch to the device, and nest them."""
+    if device.type == "cuda":  # through torch's own pinned memory: it knows when that is free
+        leaves = [(path, t.pin_memory().to(device, non_blocking=True)) for path, t in leaves]
+    elif device.type != "cpu":
+        leaves = [(path, tensor.to(device)) for path, tensor in leaves]
+    batch = nested(leaves)
     if as_tensordict:
         from tensordict import TensorDict
 

@@ -251,17 +251,16 @@ class DictReplayBuffer:
             batches.check_free(settings, ("discount",))
         with self._lock:
             store, sampler = self._held.filled()
-            ahead = made = None
             if steps_ahead > 1:
                 keys = batches.check_n_step(store, as_path(reward_key), as_path(done_key))
             draw = sampler.draw(count, self._held.rng, store.leaves, sequence, pad)
-            rows, steps = draw.rows.reshape(-1), draw.steps.reshape(-1)
-            store.touch(rows)
+            store.touch(draw.rows)
+            reader = batches.Reader(store, settings, draw.rows, draw.steps)
             if steps_ahead > 1:
-                ahead, made = batches.n_ahead(store, rows, steps, steps_ahead, gamma, keys)
-            leaves = batches.read(store, settings, rows, steps, ahead, made)
+                reader.look_ahead(steps_ahead, gamma, keys)
+            leaves = reader.read()
             if pad:
-                leaves.append((("mask",), torch.from_numpy(draw.inside.reshape(-1))))
+                leaves.append((("mask",), torch.from_numpy(draw.inside)))
             if self._held.priorities is not None:
                 leaves += self._with_priorities(store, self._held.priorities, draw, beta)
         return batches.finished(leaves, draw.rows.shape, self._device, self._held.as_tensordict)
@@ -290,10 +289,10 @@ class DictReplayBuffer:
         ids = _ids(indices)
         with self._lock:
             store, _ = self._held.filled()
-            rows, steps, alive = store.index.locate(ids.reshape(-1))
+            rows, steps, alive = store.index.locate(ids)
             if not alive.all():
-                raise UsageError(f"frame {ids.reshape(-1)[~alive][0]} is not held")
-            leaves = batches.read(store, self._held.settings, rows, steps)
+                raise UsageError(f"frame {ids[~alive][0]} is not held")
+            leaves = batches.Reader(store, self._held.settings, rows, steps).read()
         return batches.finished(leaves, ids.shape, self._device, self._held.as_tensordict)
 
     def update_priority(self, index: ArrayLike, priority: ArrayLike) -> None:
@@ -373,8 +372,8 @@ class DictReplayBuffer:
         """Return the ids of a batch's frames, -1 for padding, and the weights of its draws."""
         first = draw.rows.reshape(len(draw.drawn), -1)[:, 0]
         weight = priorities.weights(store.leaves[first] + draw.drawn, beta).astype(np.float32)
-        ids = np.where(draw.inside, store.index.starts[draw.rows] + draw.steps, -1).reshape(-1)
-        spread = np.repeat(weight, len(ids) // len(weight))
+        ids = np.where(draw.inside, store.index.starts[draw.rows] + draw.steps, -1)
+        spread = np.repeat(weight, ids.size // len(weight)).reshape(ids.shape)
         return [
             (("index",), torch.from_numpy(ids)),
             (("weight",), torch.from_numpy(spread)),

@@ -53,6 +53,7 @@ class Column:
         self.block_frames = block_frames if mode == "block" else 1
         self.plain = codec.id == "raw"
         self._frames = RawFrames(field.size)
+        self._sizes = np.zeros(0, np.int64)
 
     @classmethod
     def choose(
@@ -180,8 +181,8 @@ class Column:
             memory: For what must be unpacked on the way.
         """
         if self.plain:
-            size = self.field.size
-            self._frames.decode(_moved(records, steps * size), np.full(len(out), size), out)
+            at = _moved(records, steps * self.field.size)
+            self._frames.decode(at, self._equal_sizes(len(out)), out)
         elif self.mode == "frame":
             at, sizes = _units(records, _moved(records, steps * _ENTRY.itemsize))
             self.codec.decode(at, sizes, out)
@@ -217,6 +218,12 @@ class Column:
             frames = units.reshape(count, per_unit, self.field.size)
             out[rows[here]] = frames[unit[here] - start, steps[here] % per_unit]
 
+    def _equal_sizes(self, count: int) -> Ints:
+        """Return the size of a frame, over and over; kept, since batches are mostly alike."""
+        if len(self._sizes) != count:
+            self._sizes = np.full(count, self.field.size)
+        return self._sizes
+
     def _unit_frames(self, length: int) -> int:
         return length if self.mode == "episode" else self.block_frames
 
@@ -234,7 +241,7 @@ def _filled_up(frames: NDArray[Any], multiple: int) -> NDArray[Any]:
 
 
 def _moved(addresses: Addresses, by: Ints) -> Addresses:
-    return addresses + by.astype(np.uint64)
+    return addresses + by.view(np.uint64)  # never negative
 
 
 def _units(records: Addresses, entries: Addresses) -> tuple[Addresses, Ints]:

@@ -6,6 +6,7 @@ import math
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -36,17 +37,18 @@ class Field:
     dtype: str
     shape: tuple[int, ...]
 
-    @property
+    @cached_property
     def size(self) -> int:
         """Bytes of one frame."""
         return math.prod(self.shape) * DTYPES[self.dtype].words.itemsize
 
-    def tensor(self, data: NDArray[np.uint8]) -> torch.Tensor:
-        """View the bytes [n, size] as frames [n, *shape]."""
-        if not len(data):
-            return torch.empty((0, *self.shape), dtype=TORCH_TYPES[self.dtype])
-        flat = torch.from_numpy(data).view(TORCH_TYPES[self.dtype])
-        return flat.view(len(data), *self.shape)
+    def tensor(self, data: NDArray[np.uint8], shape: tuple[int, ...]) -> torch.Tensor:
+        """View the bytes [n, size] of frames as a tensor [*shape, *self.shape]."""
+        words = data.view(DTYPES[self.dtype].words).reshape((*shape, *self.shape))
+        if self.dtype in np.sctypeDict:
+            return torch.from_numpy(words)
+        signed = words.view(np.int16) if words.itemsize == 2 else words
+        return torch.from_numpy(signed).view(TORCH_TYPES[self.dtype])
 
     def __str__(self) -> str:
         return f"{show(self.path)}: {self.dtype}{list(self.shape)}"

@@ -11,7 +11,7 @@ from __future__ import annotations
 import contextlib
 import os
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, Self
 
@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 
 from penstock.core.files import TEMPORARY_PREFIX, FolderLock, storage_error, sweep
 from penstock.core.pack import Item, PackReader, PackWriter
-from penstock.errors import CorruptFile, StorageError, UnknownFormat, UsageError
+from penstock.errors import CorruptFile, DataError, StorageError, UnknownFormat, UsageError
 
 MANIFEST = "replay.pack"
 KIND = "replay"
@@ -109,6 +109,18 @@ class LogReader:
             segment.close()
             raise CorruptFile(f"{path} is not the segment that {MANIFEST} was written with")
         return segment
+
+    def verify(self) -> Iterator[tuple[str, str]]:
+        """Decode everything in little memory; yield (file, problem) for whatever is wrong."""
+        for tensor, problem in self._pack.verify():
+            yield MANIFEST, f"{tensor}: {problem}"
+        for name in self.segments:
+            try:
+                with self.open_segment(name) as segment:
+                    for tensor, problem in segment.verify():
+                        yield name, f"{tensor}: {problem}"
+            except (DataError, StorageError) as error:
+                yield name, str(error)
 
     def close(self) -> None:
         """Close the manifest; safe to call twice."""

@@ -163,12 +163,21 @@ class EpisodeStore:
         self.clock += 1
         self.used[rows] = self.clock
 
-    def gather(self, column: int, rows: Ints, steps: Ints) -> Bytes:
-        """Return frames [n, size] of one key, in memory that is used again."""
-        out = self.memory.array((len(rows), self.columns[column].field.size), np.uint8)
-        if len(rows):
-            records = self._arena.addresses(self._locations()[column][rows])
-            lengths = self.index.lengths[rows]
+    def addresses(self, rows: Ints) -> NDArray[np.uint64]:
+        """Return where the records of episodes lie, [keys, rows]; valid until a change."""
+        return self._arena.addresses(self._locations()[:, rows])
+
+    def gather(self, column: int, records: NDArray[np.uint64], lengths: Ints, steps: Ints) -> Bytes:
+        """Return frames [n, size] of one key, in memory that is used again.
+
+        Args:
+            column: The number of the key.
+            records: Where its records lie, one per frame: a row of `addresses`.
+            lengths: Of the frames' episodes.
+            steps: Of the frames.
+        """
+        out = self.memory.array((len(steps), self.columns[column].field.size), np.uint8)
+        if len(steps):
             self.columns[column].gather(records, lengths, steps, out, self.memory)
         return out
 

@@ -11,13 +11,13 @@ import sys
 import threading
 from multiprocessing.context import get_spawning_popen
 from os import PathLike
-from types import FrameType
 from typing import Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from penstock.core.memory import parse_bytes
 from penstock.core.reuse import ReusedMemory
 from penstock.errors import MissingExtra, UnsupportedValue, UsageError
 
@@ -29,25 +29,22 @@ except ModuleNotFoundError as error:
 
 from penstock.replay.columns import CompressedColumns, Encoded
 from penstock.replay.frames import FrameCodec, choose_codec
-from penstock.replay.torchrl_index import as_tensordict, place, slots_at
+from penstock.replay.torchrl_content import SlotTracker, export_state, import_state
+from penstock.replay.torchrl_index import as_tensordict, place, reads_columns, slots_at
 from penstock.replay.torchrl_keys import (
     Codecs,
     Key,
     KeyTree,
     as_rows,
     check_codecs,
+    check_names,
     extras_of,
     from_rows,
     some_items,
     walk,
     wanted_codec,
 )
-from penstock.replay.torchrl_save import (
-    SegmentCheckpointer,
-    SlotTracker,
-    export_state,
-    import_state,
-)
+from penstock.replay.torchrl_save import SegmentCheckpointer
 
 Slots = NDArray[np.int64]
 Leaves = dict[tuple[str, ...], torch.Tensor]
@@ -57,9 +54,6 @@ _REUSED_BYTES = 64 * 1024
 # Torch has no indexing for these: they go to the columns, compressed or not.
 _NOT_INDEXED = (torch.uint16, torch.uint32, torch.uint64)
 _ADDED_BY_TORCHRL = {("index",)}  # by some writers, to some data
-# Within TorchRL, these read or write single columns of `storage[...]`, and nothing else of it.
-_COLUMN_MODULES = ("torchrl.data.replay_buffers.samplers", "torchrl.data.replay_buffers.her")
-_COLUMN_METHODS = ("set_at_", "set_", "update_")
 
 
 class CompressedStorage(LazyTensorStorage):  # type: ignore[misc]
@@ -79,7 +73,7 @@ class CompressedStorage(LazyTensorStorage):  # type: ignore[misc]
             names are those of `penstock.replay.frames`. Keys below 256 bytes are always plain.
         ndim: Leading dimensions of the data that count as slots, as in LazyTensorStorage.
         device: Where small keys are kept and batches are delivered.
-        memory_bytes: Compressed bytes to keep in memory; needs `spill_dir`.
+        memory_bytes: Compressed bytes to keep in memory, such as "4GB"; needs `spill_dir`.
         spill_dir: Where the rest goes, in files without a name. Large keys that do not compress
             are then kept there too.
 
@@ -101,7 +95,7 @@ class CompressedStorage(LazyTensorStorage):  # type: ignore[misc]
         codecs: Codecs = "auto",
         ndim: int = 1,
         device: torch.device | str = "cpu",
-        memory_bytes: int | None = None,
+        memory_bytes: int | str | None = None,
         spill_dir: str | PathLike[str] | None = None,
     ) -> None:
         if not isinstance(max_size, int) or max_size < 1:
@@ -110,10 +104,13 @@ class CompressedStorage(LazyTensorStorage):  # type: ignore[misc]
             raise UsageError(f"ndim is {ndim!r}; give a whole number, at least 1")
         if memory_bytes is not None and spill_dir is None:
             raise UsageError("memory_bytes needs spill_dir: where should the rest go?")
+        check_names(codecs)
+        memory = None if memory_bytes is None else parse_bytes(memory_bytes)
         super().__init__(max_size, ndim=ndim, device=device)
         self._codecs = codecs
-        self._spill: dict[str, Any] = {"memory_bytes": memory_bytes, "spill_dir": spill_dir}
+        self._spill: dict[str, Any] = {"memory_bytes": memory, "spill_dir": spill_dir}
         self._lock = threading.RLock()
+        self._saving = threading.Lock()
         self._memory = ReusedMemory()
         self._tree = KeyTree([], {})
         self._first_paths: frozenset[tuple[str, ...]] = frozenset()
@@ -188,7 +185,7 @@ class CompressedStorage(LazyTensorStorage):  # type: ignore[misc]
     def __getitem__(self, item: Any) -> Any:
         # A sampler asks for `storage[:]` at every batch, to look at one small column of it. Who
         # asks decides only about cost: a caller that is not known here gets everything.
-        if self._tree.big and _reads_columns(sys._getframe(1)):
+        if self._tree.big and reads_columns(sys._getframe(1)):
             with self._lock:
                 slots = self._fast_slots(item)
                 if slots is not None:
@@ -345,10 +342,9 @@ class CompressedStorage(LazyTensorStorage):  # type: ignore[misc]
                 or part.dtype is not torch.int64
                 or part.ndim != 1
                 or not part.numel()
-                or part.device.type != "cpu"
             ):
                 return None
-            numbers = part.numpy()
+            numbers = part.cpu().numpy()
             if int(numbers.view(np.uint64).max()) >= limit:  # negative ones are huge, seen so
                 return None
             if slots is not None and slots.shape != numbers.shape:
@@ -358,10 +354,14 @@ class CompressedStorage(LazyTensorStorage):  # type: ignore[misc]
 
     def _gather(self, slots: Slots, big: list[int]) -> TensorDict:
         index = torch.from_numpy(slots)
+        device = self._storage.device
+        on_cpu = device is None or device.type == "cpu"
+        if not on_cpu:
+            index = index.to(device)
         count = slots.size
         tensors: dict[int, torch.Tensor] = {}
         for k, leaf, row_bytes in self._flat:
-            if row_bytes * count >= _REUSED_BYTES and leaf.device.type == "cpu":
+            if on_cpu and row_bytes * count >= _REUSED_BYTES:
                 rows = self._memory.array((count, row_bytes), np.uint8)
                 out = from_rows(rows, self._tree.keys[k], (count,))
                 tensors[k] = torch.index_select(leaf, 0, index, out=out)
@@ -369,7 +369,7 @@ class CompressedStorage(LazyTensorStorage):  # type: ignore[misc]
                 tensors[k] = leaf.index_select(0, index)
         for k in big:
             tensors[k] = self._decode(self._tree.keys[k], slots)
-        return self._tree.assemble(tensors, (count,), self._storage.device, self._names)
+        return self._tree.assemble(tensors, (count,), device, self._names)
 
     def _decode(self, key: Key, slots: Slots) -> torch.Tensor:
         assert self._columns is not None and key.column is not None
@@ -390,11 +390,3 @@ class CompressedStorage(LazyTensorStorage):  # type: ignore[misc]
             tensors[k] = self._decode(self._tree.keys[k], slots)
         names = plain.names if self._names is not None else None
         return self._tree.assemble(tensors, slots.shape, plain.device, names)
-
-
-def _reads_columns(frame: FrameType) -> bool:
-    module = frame.f_globals.get("__name__", "")
-    if module.startswith(_COLUMN_MODULES):
-        return True
-    inside: bool = module.startswith("torchrl.data.replay_buffers.replay_buffers")
-    return inside and frame.f_code.co_name in _COLUMN_METHODS

@@ -1,7 +1,8 @@
-"""Which slots an index means, and what data may be written there."""
+"""Which slots an index means, what data may be written there, and who asks."""
 
 from __future__ import annotations
 
+from types import FrameType
 from typing import Any
 
 import numpy as np
@@ -14,6 +15,9 @@ from penstock.errors import UnsupportedValue, UsageError
 
 Slots = NDArray[np.int64]
 
+# Within TorchRL, these read or write single columns of `storage[...]`, and nothing else of it.
+_COLUMN_MODULES = ("torchrl.data.replay_buffers.samplers", "torchrl.data.replay_buffers.her")
+_COLUMN_METHODS = ("set_at_", "set_", "update_")
 _INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8)
 
 
@@ -23,6 +27,10 @@ def slots_at(dims: tuple[int, ...], index: Any) -> Slots:
     A TensorDict of slot numbers says so itself: what it takes, and how, is thus the same for keys
     that are compressed and for those that are not.
     """
+    if isinstance(index, torch.Tensor):
+        index = index.cpu()
+    elif isinstance(index, tuple):
+        index = tuple(part.cpu() if isinstance(part, torch.Tensor) else part for part in index)
     numbers = torch.arange(int(np.prod(dims))).reshape(dims)
     slots: torch.Tensor = TensorDict({"slot": numbers}, batch_size=dims)[index]["slot"]
     return np.ascontiguousarray(slots.numpy()).reshape(slots.shape)
@@ -120,3 +128,12 @@ def as_tensordict(data: Any) -> TensorDictBase:
         return data.contiguous()
     except RuntimeError as error:
         raise UsageError(f"the stacked data is ragged ({error}); pad it first") from error
+
+
+def reads_columns(frame: FrameType) -> bool:
+    """Tell whether a caller is a part of TorchRL that looks only at small columns."""
+    module = frame.f_globals.get("__name__", "")
+    if module.startswith(_COLUMN_MODULES):
+        return True
+    inside: bool = module.startswith("torchrl.data.replay_buffers.replay_buffers")
+    return inside and frame.f_code.co_name in _COLUMN_METHODS

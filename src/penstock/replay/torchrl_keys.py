@@ -19,6 +19,7 @@ from tensordict.utils import is_non_tensor
 from penstock.core.pack import DTYPES
 from penstock.core.words import did_you_mean
 from penstock.errors import CorruptFile, UnsupportedValue, UsageError
+from penstock.replay.frames import NAMES as CODEC_NAMES
 from penstock.tensors import NAMES, check_storable
 
 Path = tuple[str, ...]
@@ -185,6 +186,17 @@ def wanted_codec(path: Path, codecs: Codecs) -> str:
         if ((key,) if isinstance(key, str) else tuple(key)) == path:
             return name
     return "auto"
+
+
+def check_names(codecs: Codecs) -> None:
+    """Refuse codecs that there are not.
+
+    Raises:
+        UsageError: A name is not one of `penstock.replay.frames`.
+    """
+    for name in [codecs] if isinstance(codecs, str) else codecs.values():
+        if name not in CODEC_NAMES:
+            raise UsageError(f"there is no codec {name!r}; {did_you_mean(name, CODEC_NAMES)}")
 
 
 def check_codecs(codecs: Codecs, paths: Sequence[Path]) -> None:

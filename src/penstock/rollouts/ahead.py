@@ -85,7 +85,10 @@ class Ahead:
                 return
             self._ended = False
             self._thread = threading.Thread(
-                target=self._run, name="penstock-collector", daemon=False
+                target=self._run,
+                args=(torch.get_num_threads(),),
+                name="penstock-collector",
+                daemon=False,
             )
             self._thread.start()
 
@@ -229,7 +232,10 @@ class Ahead:
             expected += max(0, self._per_batch - (self._now() - self._handed_at))
         return expected <= self._max_staleness and (self._max_staleness > 0 or self._asking > 0)
 
-    def _run(self) -> None:
+    def _run(self, torch_threads: int) -> None:
+        # The setting is the thread's own: without this, a learner that asked for few threads would
+        # compete with a collector that uses all cores.
+        torch.set_num_threads(torch_threads)
         iterator: Iterator[Any] | None = None
         error: BaseException | None = None
         try:

@@ -177,8 +177,12 @@ class RolloutFile:
             named = {item for item in keys_of(meta["data"]).values() if item is not None}
         except (LookupError, TypeError, ValueError, CorruptFile) as error:
             raise CorruptFile(f"{path} is damaged: its description makes no sense") from error
-        rank = len(axes.batch)
-        if rank > 2 or any(axis is not None and axis not in range(rank) for axis in axes_of(axes)):
+        given = [axis for axis in (axes.env, axes.time) if axis is not None]
+        if (
+            len(axes.batch) > 2
+            or len(set(given)) != len(given)
+            or any(type(axis) is not int or axis not in range(len(axes.batch)) for axis in given)
+        ):
             raise CorruptFile(f"{path} is damaged: its axes make no sense")
         if named != set(index.entries):
             raise CorruptFile(f"{path} is damaged: its description names other tensors")
@@ -197,8 +201,6 @@ class RolloutFile:
         items = keys_of(self.node)
         names = [item for key, item in items.items() if item and (chosen is None or key in chosen)]
         tensors = self._read(names, part)
-        if device.type != "cpu":
-            tensors = {name: tensor.to(device) for name, tensor in tensors.items()}
         try:
             return put_together(self.node, tensors.__getitem__, device, chosen, part)
         except (CorruptFile, *NONSENSE) as error:
@@ -307,11 +309,6 @@ class RolloutFile:
 
     def __exit__(self, *_: object) -> None:
         self.close()
-
-
-def axes_of(axes: Axes) -> tuple[int | None, int | None]:
-    """Return the numbers of both axes."""
-    return axes.env, axes.time
 
 
 @dataclass(frozen=True)

@@ -134,7 +134,7 @@ class RolloutStorage:
 
         Args:
             iteration: Its number.
-            device: Where the tensors go.
+            device: Where the tensors go; arrays stay arrays.
             keys: Keys, tuples or prefixes of tuples; None for all.
             envs: A number, a slice, or a list, array or tensor of numbers or booleans; None for
                 all. A single number removes the axis.
@@ -153,7 +153,7 @@ class RolloutStorage:
         if self._queue is not None:
             queue = self._queue
             poll(lambda: not queue.pending(path), None)
-        target = torch.device(device)
+        target = _device(device)
         try:
             with RolloutFile(path, self._memory) as file:
                 return file.read(target, keys, envs, steps)
@@ -296,6 +296,14 @@ class RolloutStorage:
             else "it is empty"
         )
         return UsageError(f"no rollout {number} in {self.save_dir}: {there}")
+
+
+def _device(device: str | torch.device) -> torch.device:
+    try:
+        return torch.empty(0, device=device).device
+    except (RuntimeError, AssertionError, TypeError) as error:  # torch has no class for this
+        reason = str(error).splitlines()[0]
+        raise UsageError(f"device={device!r} cannot be used: {reason}") from None
 
 
 def _is_rollout(path: Path) -> bool:

@@ -242,6 +242,8 @@ def keys_of(node: Json) -> dict[Key, str | None]:
 
 
 def _walk(node: Json, key: Key) -> Iterator[tuple[Key, str | None]]:
+    if len(key) > MAX_DEPTH:
+        raise CorruptFile(f"the rollout is nested deeper than {MAX_DEPTH}")
     if node["kind"] not in ("dict", "tensordict"):
         yield key, node.get("item")
         return
@@ -317,7 +319,7 @@ def put_together(
     Args:
         node: Its description.
         fetch: Returns the tensor of a name.
-        device: Where TensorDicts say they are.
+        device: Where tensors go, and TensorDicts say they are; None leaves them.
         chosen: Keys to rebuild; None for all.
         part: What the tensors are a part of.
     """
@@ -334,7 +336,8 @@ class _Builder:
     def build(self, node: Json, key: Key) -> Any:
         match node["kind"]:
             case "tensor":
-                return self.fetch(node["item"])
+                tensor = self.fetch(node["item"])
+                return tensor if self.device is None else tensor.to(self.device)
             case "array":
                 return self.fetch(node["item"]).numpy()
             case "value":

@@ -130,6 +130,12 @@ class Entry:
         """Shape in the order of axes in which the elements lie on disk."""
         return self.layout.stored_shape(self.shape) if self.layout else self.shape
 
+    @property
+    def whole_rows(self) -> bool:
+        """Whether each block holds whole rows of the first axis on disk."""
+        shape = self.stored_shape
+        return not self.nbytes or self.block_bytes % (self.nbytes // shape[0]) == 0
+
     @cached_property
     def block_offsets(self) -> list[int]:
         """Where each block starts, from the tensor's first byte on disk; for finished entries."""

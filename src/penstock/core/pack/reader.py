@@ -127,10 +127,12 @@ class PackReader:
         return out
 
     def read_into(self, targets: Iterable[tuple[str, NDArray[Any]]]) -> None:
-        """Fill flat arrays with whole tensors (elements in disk order), several blocks at a time.
+        """Fill arrays with whole tensors, several blocks at a time.
 
         Args:
-            targets: Names, and contiguous 1-D arrays of the entry's `words` type.
+            targets: Names, and arrays of the entry's `words` type: contiguous 1-D ones are filled
+                in disk order; those of the tensor's own shape get each block put in its place while
+                it is in the cache, whatever the order on disk (`Entry.whole_rows` only).
         """
         tasks: list[tuple[Entry, int, NDArray[Any]]] = []
         total = 0
@@ -139,11 +141,11 @@ class PackReader:
             if out.nbytes != entry.nbytes:
                 raise UsageError(f"{name}: {entry.nbytes} bytes do not fit {out.nbytes}")
             total += entry.nbytes
-            words = out.view(entry.words)
-            for block in range(entry.blocks):
-                start, stop = entry.block_range(block)
-                width = entry.words.itemsize
-                tasks.append((entry, block, words[start // width : stop // width]))
+            placed = entry.layout is not None and out.ndim > 1
+            if placed and not entry.whole_rows:
+                raise UsageError(f"{name}: its blocks are parts of rows; read it in disk order")
+            pieces = _placed(entry, out) if placed else _flat(entry, out)
+            tasks += [(entry, block, piece) for block, piece in enumerate(pieces)]
             self._check_padding(entry)
         self._run(tasks, total)
 
@@ -201,13 +203,13 @@ class PackReader:
     def _run(self, tasks: list[tuple[Entry, int, NDArray[Any]]], total: int) -> None:
         if total <= _INLINE_BYTES or _WORKERS == 1:
             for task in tasks:
-                self._decode(*task)
+                self._fill(*task)
             return
         if any(entry.codec.needs_base for entry, _, _ in tasks):
             self.base()  # opened once, before the threads race for it
         with Flow("unpack") as flow:
             done = flow.map(
-                lambda task: self._decode(*task),
+                lambda task: self._fill(*task),
                 tasks,
                 workers=_WORKERS,
                 name="decode",
@@ -215,6 +217,14 @@ class PackReader:
             )
             for _ in done:
                 pass
+
+    def _fill(self, entry: Entry, block: int, out: NDArray[Any]) -> None:
+        """Decode a block into `out`: flat, or rows in the order of axes on disk."""
+        if out.ndim == 1:
+            self._decode(entry, block, out)
+        else:
+            content = self.read_block(entry.name, block, "block")
+            np.copyto(out, content.reshape(out.shape))
 
     def _decode(self, entry: Entry, block: int, out: NDArray[Any]) -> None:
         """Read, decode and verify one block into `out`."""
@@ -274,3 +284,22 @@ class PackReader:
         if len(data) != size:
             raise CorruptFile(f"{self.path} is damaged: cut off at byte {offset + len(data)}")
         return data
+
+
+def _flat(entry: Entry, out: NDArray[Any]) -> Iterator[NDArray[Any]]:
+    """Cut an array in disk order into the blocks of an entry."""
+    words = out.reshape(-1).view(entry.words)
+    width = entry.words.itemsize
+    for block in range(entry.blocks):
+        start, stop = entry.block_range(block)
+        yield words[start // width : stop // width]
+
+
+def _placed(entry: Entry, out: NDArray[Any]) -> Iterator[NDArray[Any]]:
+    """Cut an array of the tensor's shape into views, one per block, axes as on disk."""
+    assert entry.layout is not None
+    stored = out.transpose(entry.layout.order)
+    row_bytes = entry.nbytes // len(stored)
+    for block in range(entry.blocks):
+        start, stop = entry.block_range(block)
+        yield stored[start // row_bytes : stop // row_bytes]
