@@ -132,15 +132,19 @@ def _build_parser() -> argparse.ArgumentParser:
     info = _verb(
         verbs,
         "info",
-        "show what is in recordings, datasets and checkpoints",
+        "show what is in recordings, datasets, checkpoints, rollouts and replay buffers",
         "A recording: topics, types, rates, gaps, sizes, and a guess of what a dataset may hold.\n"
-        "A dataset: features, episodes, codecs. A checkpoint: sizes, codecs, the largest tensors.\n"
+        "A dataset: features, episodes, codecs. A checkpoint or rollout: sizes, codecs, the largest\n"
+        "tensors. A replay buffer: keys, codecs, frames.\n"
         "Read from indexes and headers alone; nothing is unpickled, and torch is not needed.",
         "penstock info flight.bag --write-map map.yaml",
         _info,
     )
     info.add_argument(
-        "paths", nargs="+", metavar="PATH", help="a recording, dataset or checkpoint, or a folder"
+        "paths",
+        nargs="+",
+        metavar="PATH",
+        help="a recording, dataset, checkpoint or rollout, or a folder",
     )
     info.add_argument("--write-map", metavar="FILE", help="write the guess for a bag, to edit it")
     info.add_argument("--salvage", action="store_true", help="read what there is of a damaged bag")
@@ -152,15 +156,19 @@ def _build_parser() -> argparse.ArgumentParser:
     doctor = _verb(
         verbs,
         "doctor",
-        "verify every byte of datasets and checkpoints",
+        "verify every byte of datasets, checkpoints, rollouts and replay buffers",
         "A dataset: schemas, counts, timestamps, statistics, and every picture is decoded.\n"
-        "A checkpoint: every block is decoded; bases of differences, the `latest` pointer and\n"
-        "left-over temporary files are checked. Exit code 1 if anything is wrong.",
+        "A checkpoint or rollout: every block is decoded; bases of differences, the `latest` pointer\n"
+        "and left-over temporary files are checked. A replay buffer: its very segments are there.\n"
+        "Exit code 1 if anything is wrong.",
         "penstock doctor dataset --json",
         _doctor,
     )
     doctor.add_argument(
-        "paths", nargs="+", metavar="PATH", help="a dataset or checkpoint, or a folder of them"
+        "paths",
+        nargs="+",
+        metavar="PATH",
+        help="a dataset, checkpoint, rollout or replay buffer, or a folder",
     )
     doctor.add_argument(
         "--quick", action="store_true", help="of a dataset, decode only a sample of the pictures"

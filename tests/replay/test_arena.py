@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from penstock.core import kernels
+from penstock.core.kernels import frames as kernels
 from penstock.errors import StorageError, UsageError
 from penstock.replay.arena import Arena
 

@@ -184,6 +184,31 @@ def test_bytes_are_bounded() -> None:
         assert all(int(row.min()) == int(row.max()) for row in batch)
 
 
+@pytest.mark.parametrize("spill", [False, True])
+def test_scattered_survivors_move_together(tmp_path: Path, spill: bool) -> None:
+    """Every chunk keeps a few living episodes: without moving them nothing could be given back."""
+    options: dict[str, Any] = {"max_bytes": 8_000_000}
+    if spill:
+        options = {"max_bytes": 500_000, "spill_dir": tmp_path}
+    buffer = DictReplayBuffer(100_000, ["x", "serial"], priority=0.5, seed=0, **options)
+    for serial in range(2000):
+        values = np.full((10, 200), serial % 256, np.uint8)
+        buffer.add({"x": values, "serial": np.full(10, serial)})
+    full = buffer.nbytes + buffer.spilled_bytes
+    for serial in range(2000):
+        if serial % 10:
+            buffer.remove(serial)
+    assert len(buffer) == 2000
+    assert buffer.stored_bytes == 200 * 10 * 208
+    priorities = buffer._held.priorities
+    assert priorities is not None
+    held = buffer.nbytes + buffer.spilled_bytes - priorities.nbytes
+    assert held < 0.45 * full
+    batch = buffer.get(buffer.sample_indices(500))
+    assert torch.equal(batch["x"][:, 77].long(), batch["serial"] % 256)
+    assert bool((batch["serial"] % 10 == 0).all())
+
+
 def test_bytes_evict_as_few_as_possible() -> None:
     buffer = DictReplayBuffer(None, ["x"], max_bytes="10kB")
     for _ in range(12):

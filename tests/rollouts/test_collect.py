@@ -54,6 +54,14 @@ class Fresh:
         self.shutdowns.append(threading.current_thread())
 
 
+def wait_started(base, count):
+    """Wait until the collector has begun so many batches (or all that it has)."""
+    deadline = time.monotonic() + 20
+    while len(base.started) < min(count, base.count):
+        assert time.monotonic() < deadline
+        time.sleep(0.001)
+
+
 class Reusing:
     """Overwrites one TensorDict, or a ring of them, or slices of one buffer."""
 
@@ -146,9 +154,7 @@ def test_it_runs_ahead_and_no_further():
     base = Fresh(count=20)
     with PipelinedDataCollector(base, prefetch_count=3) as collector:
         for i, _ in enumerate(collector):
-            deadline = time.monotonic() + 5
-            while len(base.started) < min(20, i + 4) and time.monotonic() < deadline:
-                time.sleep(0.001)
+            wait_started(base, i + 4)
             time.sleep(0.003)
             assert len(base.started) == min(20, i + 4)
         assert i == 19
@@ -216,10 +222,11 @@ def test_strictly_on_policy():
 def test_default_staleness(prefetch, counts):
     """One update per batch, counted by the learner or not: never more than prefetch_count."""
     found = []
-    with PipelinedDataCollector(Fresh(count=15), prefetch_count=prefetch) as collector:
+    base = Fresh(count=15)
+    with PipelinedDataCollector(base, prefetch_count=prefetch) as collector:
         for _ in collector:
             found.append(collector.staleness)
-            time.sleep(0.005)
+            wait_started(base, len(found) + prefetch)
             if counts:
                 collector.advance_policy()
         stats = collector.stats()
@@ -230,13 +237,12 @@ def test_default_staleness(prefetch, counts):
 
 @pytest.mark.parametrize("limit", [1, 2])
 def test_limited_staleness(limit):
-    with PipelinedDataCollector(
-        Fresh(count=15), prefetch_count=5, max_staleness=limit
-    ) as collector:
+    base = Fresh(count=15)
+    with PipelinedDataCollector(base, prefetch_count=5, max_staleness=limit) as collector:
         found = []
         for _ in collector:
-            time.sleep(0.005)
             found.append(collector.staleness)
+            wait_started(base, len(found) + limit)
         assert max(found) == limit
         assert collector.stats()["dropped"] == 0
         assert len(found) == 15
@@ -244,12 +250,14 @@ def test_limited_staleness(limit):
 
 def test_a_batch_that_got_too_old_is_dropped():
     """The learner updates more often than it did: nothing over the limit is handed out."""
-    with PipelinedDataCollector(Fresh(count=12), prefetch_count=2, max_staleness=1) as collector:
+    base = Fresh(count=12)
+    with PipelinedDataCollector(base, prefetch_count=2, max_staleness=1) as collector:
         seen = []
         for batch in collector:
             assert collector.staleness <= 1
             seen.append(int(batch["x"][0]))
-            time.sleep(0.01)
+            if len(seen) <= 4:  # afterwards nothing is started any more while the learner works
+                wait_started(base, len(seen) + 1)
             collector.advance_policy(1 if len(seen) < 4 else 4)
         stats = collector.stats()
     assert stats["dropped"] >= 1
@@ -259,12 +267,13 @@ def test_a_batch_that_got_too_old_is_dropped():
 
 def test_a_version_from_outside():
     version = [10]
+    base = Fresh(count=4)
     with PipelinedDataCollector(
-        Fresh(count=4), prefetch_count=1, policy_version=lambda: version[0]
+        base, prefetch_count=1, policy_version=lambda: version[0]
     ) as collector:
         found = []
         for _ in collector:
-            time.sleep(0.01)
+            wait_started(base, len(found) + 2)
             version[0] += 5
             found.append(collector.staleness)
         assert collector.stats()["version"] == 30

@@ -117,7 +117,7 @@ def _unpacked(method: int, data: memoryview, size: int) -> Array:
 def _kernels() -> Any:
     """Return the compiled kernels; None where numba is not installed (ten times slower)."""
     try:
-        from penstock.core import kernels
+        from penstock.core.kernels import series as kernels
     except ImportError:
         return None
     return kernels

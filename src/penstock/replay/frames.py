@@ -27,7 +27,7 @@ from penstock.core.words import did_you_mean
 from penstock.errors import CorruptFile, MissingExtra, UsageError
 
 try:
-    from penstock.core import kernels
+    from penstock.core.kernels import frames as kernels
 except ModuleNotFoundError as error:
     raise MissingExtra("numba", "rl") from error
 

@@ -13,7 +13,7 @@ from numpy.typing import ArrayLike, NDArray
 from penstock.errors import MissingExtra, UsageError
 
 try:
-    from penstock.core.kernels import compiled
+    from penstock.core.kernels.native import compiled
 except ModuleNotFoundError as error:
     raise MissingExtra("numba", "rl") from error
 

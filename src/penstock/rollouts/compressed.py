@@ -139,12 +139,12 @@ class CompressedBatch:
         self.device = data.device
         self._node = parts.node
         self._shape = tuple(data.batch_size)
-        chosen = None if isinstance(keys, str) else choose(parts.node, keys)
+        self._items: dict[Key, str] = {leaf.key: leaf.item for leaf in parts.leaves}
+        chosen = None if isinstance(keys, str) else choose(self._items, keys)
         self._columns = compress_columns(parts.leaves, len(self._shape), chosen, level)
         self._plain = {
             leaf.item: cloned(leaf.value) for leaf in parts.leaves if leaf.item not in self._columns
         }
-        self._items: dict[Key, str] = {leaf.key: leaf.item for leaf in parts.leaves}
         self._cache = cache
         self.raw_bytes = sum(leaf.nbytes for leaf in parts.leaves)
 

@@ -24,6 +24,7 @@ from penstock.rollouts.structure import (
     NONSENSE,
     Axes,
     Batch,
+    Key,
     Leaf,
     Part,
     choose,
@@ -162,19 +163,19 @@ class RolloutFile:
             raise storage_error("read", path, error) from error
         self._memory = memory
         try:
-            self.axes, self.node = self._read_meta()
+            self.axes, self.node, self._items = self._read_meta()
         except BaseException:
             self.close()
             raise
 
-    def _read_meta(self) -> tuple[Axes, Json]:
+    def _read_meta(self) -> tuple[Axes, Json, dict[Key, str | None]]:
         index, path = self._pack.index, self._pack.path
         if index.kind != KIND:
             raise UnknownFormat(f"{path} is a {index.kind}, not a rollout")
         try:
             meta = index.meta
             axes = Axes(tuple(map(int, meta["batch"])), meta["env"], meta["time"])
-            named = {item for item in keys_of(meta["data"]).values() if item is not None}
+            items = keys_of(meta["data"])
         except (LookupError, TypeError, ValueError, CorruptFile) as error:
             raise CorruptFile(f"{path} is damaged: its description makes no sense") from error
         given = [axis for axis in (axes.env, axes.time) if axis is not None]
@@ -184,9 +185,9 @@ class RolloutFile:
             or any(type(axis) is not int or axis not in range(len(axes.batch)) for axis in given)
         ):
             raise CorruptFile(f"{path} is damaged: its axes make no sense")
-        if named != set(index.entries):
+        if {item for item in items.values() if item is not None} != set(index.entries):
             raise CorruptFile(f"{path} is damaged: its description names other tensors")
-        return axes, meta["data"]
+        return axes, meta["data"], items
 
     def read(
         self,
@@ -197,9 +198,12 @@ class RolloutFile:
     ) -> Any:
         """Read the rollout, or a part of it."""
         part = _Part(self.axes, self._pick("envs", envs), self._pick("steps", steps))
-        chosen = choose(self.node, keys)
-        items = keys_of(self.node)
-        names = [item for key, item in items.items() if item and (chosen is None or key in chosen)]
+        chosen = choose(self._items, keys)
+        names = [
+            item
+            for key, item in self._items.items()
+            if item is not None and (chosen is None or key in chosen)
+        ]
         tensors = self._read(names, part)
         try:
             return put_together(self.node, tensors.__getitem__, device, chosen, part)

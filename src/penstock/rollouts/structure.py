@@ -260,8 +260,12 @@ def _refuse(record: dict[str, Json]) -> Any:
     raise CorruptFile(f"unknown kind of value {record.get(tree.TAG)!r}")
 
 
-def choose(node: Json, wanted: Iterable[Any] | None) -> set[Key] | None:
+def choose(known: Iterable[Key], wanted: Iterable[Any] | None) -> set[Key] | None:
     """Return the keys that a list of keys, tuples and prefixes asks for; None for all.
+
+    Args:
+        known: The keys there are.
+        wanted: What is asked for.
 
     Raises:
         UsageError: One of them is not there; the nearest is named.
@@ -270,7 +274,7 @@ def choose(node: Json, wanted: Iterable[Any] | None) -> set[Key] | None:
         return None
     if isinstance(wanted, str | tuple):
         raise UsageError(f"keys={wanted!r}: give a list of keys, as [{wanted!r}]")
-    known = list(keys_of(node))
+    known = list(known)
     chosen: set[Key] = set()
     for word in wanted:
         prefix = word if isinstance(word, tuple) else (word,)

@@ -140,7 +140,7 @@ def _check_replay(path: Path, result: Examination) -> None:
 
 def _without_name(path: Path, problem: str) -> str:
     """The readers' messages begin with the file, by its full name; a finding names it already."""
-    return problem.removeprefix(f"{path.resolve()} is ").removeprefix(f"{path} is ")
+    return problem.replace(f"{path.resolve()} is ", "", 1).removeprefix(f"{path} is ")
 
 
 def _folder_files(where: Path, result: Examination) -> list[Path]:

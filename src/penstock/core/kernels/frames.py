@@ -1,44 +1,23 @@
-"""Compiled kernels (numba): whole batches of frames and blocks in one call, without the GIL.
+"""Kernels for many small frames: each function takes a whole batch.
 
-Import this module only where numba is known to be there: it is part of the extra `rl`. Nothing here
-allocates, raises or trusts a length: a kernel returns the number of the first frame that makes no
-sense, or -1.
-
-Frames are rows of bytes. An encoded frame as long as the frame itself is stored as it is.
+Frames are rows of bytes. An encoded frame as long as the frame itself is stored as it is. A decoder
+returns the number of the first frame that makes no sense, or -1.
 """
 
 from __future__ import annotations
 
 import contextlib
 import ctypes
-from collections.abc import Callable
-from typing import Any
 
-import llvmlite.binding as llvm
 import lz4.block._block
 import numpy as np
-from numba import carray, njit, types
-from numba.extending import intrinsic
+from numba import carray, types
+
+from penstock.core.kernels.native import address_of, bytes_at, compiled, foreign, pointer
 
 GROUP = 64  # values of the bit packer that share a width
 _LOW1 = 0x0101010101010101  # the lowest bit of each of eight bytes, and so on
 _LOW2, _LOW4, _LOW7 = 3 * _LOW1, 15 * _LOW1, 127 * _LOW1
-
-
-def compiled(function: Callable[..., Any]) -> Any:
-    """Compile on first use, without the GIL, kept on disk for the next process."""
-    try:
-        return njit(function, nogil=True, cache=True)
-    except RuntimeError:  # no folder to keep it in
-        return njit(function, nogil=True)
-
-
-def _foreign(library: ctypes.CDLL, name: str, signature: Any) -> Any:
-    """Make a C function callable from compiled code."""
-    address = ctypes.cast(getattr(library, name), ctypes.c_void_p).value
-    # By a symbol, not by the address: compiled code kept on disk must find it in every process.
-    llvm.add_symbol(f"penstock_{name}", address)
-    return types.ExternalFunction(f"penstock_{name}", signature)
 
 
 def _lz4_library() -> ctypes.CDLL:
@@ -53,30 +32,10 @@ def _lz4_library() -> ctypes.CDLL:
 
 _LZ4 = _lz4_library()
 _W, _I = types.uintp, types.int32
-_lz4_unpack = _foreign(_LZ4, "LZ4_decompress_safe", _I(_W, _W, _I, _I))
-_lz4_pack = _foreign(_LZ4, "LZ4_compress_default", _I(_W, _W, _I, _I))
-_lz4_pack_hard = _foreign(_LZ4, "LZ4_compress_HC", _I(_W, _W, _I, _I, _I))
-_copy = _foreign(ctypes.CDLL(None), "memcpy", _W(_W, _W, _W))  # three times as fast as a loop here
-
-
-@intrinsic
-def _pointer(_context: Any, address: Any) -> Any:
-    """Take an integer for the address of bytes."""
-
-    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        return builder.inttoptr(arguments[0], context.get_value_type(signature.return_type))
-
-    return types.voidptr(address), generate
-
-
-@compiled
-def _bytes_at(address, size):
-    return carray(_pointer(address), size, np.uint8)
-
-
-@compiled
-def _address(array):
-    return np.uint64(array.ctypes.data)
+_lz4_unpack = foreign(_LZ4, "LZ4_decompress_safe", _I(_W, _W, _I, _I))
+_lz4_pack = foreign(_LZ4, "LZ4_compress_default", _I(_W, _W, _I, _I))
+_lz4_pack_hard = foreign(_LZ4, "LZ4_compress_HC", _I(_W, _W, _I, _I, _I))
+_copy = foreign(ctypes.CDLL(None), "memcpy", _W(_W, _W, _W))  # three times as fast as a loop here
 
 
 @compiled
@@ -86,7 +45,7 @@ def copy_frames(addresses, lengths, out):
     for i in range(count):
         if lengths[i] != size:
             return i
-        _copy(_address(out[i]), addresses[i], size)
+        _copy(address_of(out[i]), addresses[i], size)
     return -1
 
 
@@ -129,11 +88,11 @@ def lz4_encode(frames, row, level, scratch, out, lengths):
             source = scratch
         room = out.size - at
         if level:
-            used = _lz4_pack_hard(_address(source), _address(out[at:]), size, room, level)
+            used = _lz4_pack_hard(address_of(source), address_of(out[at:]), size, room, level)
         else:
-            used = _lz4_pack(_address(source), _address(out[at:]), size, room)
+            used = _lz4_pack(address_of(source), address_of(out[at:]), size, room)
         if used <= 0 or used >= size:
-            _copy(_address(out[at:]), _address(frames[i]), size)
+            _copy(address_of(out[at:]), address_of(frames[i]), size)
             used = size
         lengths[i] = used
         at += used
@@ -147,11 +106,11 @@ def lz4_decode(addresses, lengths, row, out):
     for i in range(count):
         length = lengths[i]
         if length == size:
-            _copy(_address(out[i]), addresses[i], size)
+            _copy(address_of(out[i]), addresses[i], size)
             continue
         if length <= 0 or length > size:
             return i
-        if _lz4_unpack(addresses[i], _address(out[i]), length, size) != size:
+        if _lz4_unpack(addresses[i], address_of(out[i]), length, size) != size:
             return i
         if row:
             _add_rows(out[i], row)
@@ -196,12 +155,12 @@ def sparse_decode(addresses, lengths, out):
     for i in range(count):
         length = lengths[i]
         if length == 4 * size:
-            out[i].view(np.uint8)[:] = _bytes_at(addresses[i], length)
+            out[i].view(np.uint8)[:] = bytes_at(addresses[i], length)
             continue
         if length < marks or length > 4 * size or (length - marks) % 4:
             return i
-        source = _bytes_at(addresses[i], length)
-        values = carray(_pointer(addresses[i] + np.uint64(marks)), (length - marks) // 4, np.uint32)
+        source = bytes_at(addresses[i], length)
+        values = carray(pointer(addresses[i] + np.uint64(marks)), (length - marks) // 4, np.uint32)
         row = out[i]
         used = 0
         for byte in range(marks):
@@ -305,11 +264,11 @@ def bits_decode(addresses, lengths, row, scratch, out):
     for i in range(count):
         length = lengths[i]
         if length == size:
-            _copy(_address(out[i]), addresses[i], size)
+            _copy(address_of(out[i]), addresses[i], size)
             continue
         if length < groups or length > size:
             return i
-        source = _bytes_at(addresses[i], length)
+        source = bytes_at(addresses[i], length)
         at = groups
         for g in range(groups):
             width = source[g]
@@ -319,7 +278,7 @@ def bits_decode(addresses, lengths, row, scratch, out):
             at += 8 * width
         if at != length:
             return i
-        _copy(_address(out[i]), _address(scratch), size)
+        _copy(address_of(out[i]), address_of(scratch), size)
         if row:
             _add_rows(out[i], row)
     return -1
@@ -327,7 +286,7 @@ def bits_decode(addresses, lengths, row, scratch, out):
 
 @compiled
 def _words_at(address, count):
-    return carray(_pointer(address), count, np.uint64)
+    return carray(pointer(address), count, np.uint64)
 
 
 @compiled
@@ -352,118 +311,3 @@ def _unpack_group(packed, width, out, start):
                 part = packed[second] >> np.uint64(k)
                 value |= (part & low1) << np.uint64(width & 6)
         out[start + k] = ((value >> np.uint64(1)) & low7) ^ ((value & low1) * sign)
-
-
-# Integers narrower than 64 bits become 64 bits wide in compiled code, and are cut when stored: the
-# upper half of what is computed here means nothing.
-
-
-@compiled
-def take_nonzero(words, marks, gaps):
-    """Mark what is not zero in a bitmap, and note each as the gap to the one before it.
-
-    Returns:
-        The number of gaps.
-    """
-    last = np.uint64(0)
-    used = 0
-    for byte in range(marks.size):
-        base = 8 * byte
-        count = min(8, words.size - base)
-        mask = np.uint64(0)
-        for k in range(count):
-            mask |= np.uint64(words[base + k] != 0) << np.uint64(k)
-        marks[byte] = mask
-        if mask == 0:
-            continue
-        if mask == 255:  # most of the time: all or nothing
-            for k in range(8):
-                word = np.uint64(words[base + k])
-                gaps[used + k] = word - last
-                last = word
-            used += 8
-            continue
-        for k in range(count):
-            if (mask >> np.uint64(k)) & np.uint64(1):
-                word = np.uint64(words[base + k])
-                gaps[used] = word - last
-                last = word
-                used += 1
-    return used
-
-
-@compiled
-def put_nonzero(marks, gaps, out):
-    """Undo `take_nonzero`; return whether the bitmap and the gaps fit each other."""
-    last = np.uint64(0)
-    used = 0
-    for byte in range(marks.size):
-        mask = marks[byte]
-        base = 8 * byte
-        count = min(8, out.size - base)
-        if mask >> count:
-            return False
-        if mask == 0:
-            for k in range(count):
-                out[base + k] = 0
-        elif mask == 255 and used + 8 <= gaps.size:
-            for k in range(8):
-                last += np.uint64(gaps[used + k])
-                out[base + k] = last
-            used += 8
-        else:
-            for k in range(count):
-                if (mask >> k) & 1:
-                    if used == gaps.size:
-                        return False
-                    last += np.uint64(gaps[used])
-                    used += 1
-                    out[base + k] = last
-                else:
-                    out[base + k] = 0
-    return used == gaps.size
-
-
-@compiled
-def split_planes(gaps, out):
-    """Move the sign of each gap to its lowest bit, and write byte k of all into row k of `out`."""
-    if gaps.itemsize == 4:
-        first, second, third, fourth = out[0], out[1], out[2], out[3]
-        for i in range(gaps.size):
-            gap = np.uint32(gaps[i])
-            code = np.uint32(gap << np.uint32(1)) ^ np.uint32(0 - (gap >> np.uint32(31)))
-            first[i] = code & 255
-            second[i] = (code >> 8) & 255
-            third[i] = (code >> 16) & 255
-            fourth[i] = (code >> 24) & 255
-        return
-    one, top = np.uint64(1), np.uint64(8 * gaps.itemsize - 1)
-    for k in range(gaps.itemsize):
-        row, shift = out[k], np.uint64(8 * k)
-        for i in range(gaps.size):
-            gap = np.uint64(gaps[i])
-            code = (gap << one) ^ (np.uint64(0) - ((gap >> top) & one))
-            row[i] = (code >> shift) & np.uint64(255)
-
-
-@compiled
-def join_planes(addresses, out):
-    """Undo `split_planes`; the planes lie at these addresses."""
-    count = out.size
-    if out.itemsize == 4:
-        first = _bytes_at(addresses[0], count)
-        second = _bytes_at(addresses[1], count)
-        third = _bytes_at(addresses[2], count)
-        fourth = _bytes_at(addresses[3], count)
-        for i in range(count):
-            low = np.uint32(first[i]) | (np.uint32(second[i]) << np.uint32(8))
-            high = np.uint32(third[i]) | (np.uint32(fourth[i]) << np.uint32(8))
-            code = np.uint32(low | (high << np.uint32(16)))
-            out[i] = (code >> np.uint32(1)) ^ np.uint32(0 - (code & np.uint32(1)))
-        return
-    one = np.uint64(1)
-    for i in range(count):
-        code = np.uint64(0)
-        for k in range(out.itemsize):
-            code |= np.uint64(_bytes_at(addresses[k], count)[i]) << np.uint64(8 * k)
-        out[i] = (code >> one) ^ (np.uint64(0) - (code & one))

@@ -1,0 +1,9 @@
+"""Compiled kernels (numba): whole batches of frames and blocks in one call, without the GIL.
+
+Import these modules only where numba is known to be there: it is part of the extra `rl`. Nothing in
+them allocates, raises or trusts a length.
+
+    native.py   how to compile, and how compiled code reaches C functions and addresses
+    frames.py   many small frames, for replay
+    series.py   blocks of time series, for rollouts
+"""
