@@ -90,7 +90,7 @@ def test_no_verb_shows_help(capsys):
         (["info", "--top", "-3", "x"], 2, "not a count"),
         (["info", "nowhere.pt"], 2, "there is no file or folder nowhere.pt"),
         (["doctor", "nowhere.pt"], 2, "there is no file or folder nowhere.pt"),
-        (["bench", "nonsense"], 2, "there is no case 'nonsense'; use checkpoint"),
+        (["bench", "nonsense"], 2, "there is no case 'nonsense'; use one of checkpoint"),
     ],
 )
 def test_usage_errors_are_one_line(words, code, expected, capsys):

@@ -134,8 +134,8 @@ def _build_parser() -> argparse.ArgumentParser:
         "info",
         "show what is in recordings, datasets, checkpoints, rollouts and replay buffers",
         "A recording: topics, types, rates, gaps, sizes, and a guess of what a dataset may hold.\n"
-        "A dataset: features, episodes, codecs. A checkpoint or rollout: sizes, codecs, the largest\n"
-        "tensors. A replay buffer: keys, codecs, frames.\n"
+        "A dataset: features, episodes, codecs. A checkpoint or rollout: sizes, codecs, its\n"
+        "largest tensors. A replay buffer: keys, codecs, frames.\n"
         "Read from indexes and headers alone; nothing is unpickled, and torch is not needed.",
         "penstock info flight.bag --write-map map.yaml",
         _info,
@@ -158,8 +158,8 @@ def _build_parser() -> argparse.ArgumentParser:
         "doctor",
         "verify every byte of datasets, checkpoints, rollouts and replay buffers",
         "A dataset: schemas, counts, timestamps, statistics, and every picture is decoded.\n"
-        "A checkpoint or rollout: every block is decoded; bases of differences, the `latest` pointer\n"
-        "and left-over temporary files are checked. A replay buffer: its very segments are there.\n"
+        "A checkpoint or rollout: every block is decoded; bases of differences, the `latest`\n"
+        "pointer and left-over temporary files are checked. A replay buffer: every segment.\n"
         "Exit code 1 if anything is wrong.",
         "penstock doctor dataset --json",
         _doctor,
