@@ -1,5 +1,8 @@
 """Batches as simulators make them, and exact equality."""
 
+import gc
+import threading
+import time
 import warnings
 
 import numpy as np
@@ -72,3 +75,22 @@ def same(one, other):
 @pytest.fixture
 def batch():
     return make_batch()
+
+
+@pytest.fixture
+def no_thread_survives():
+    before = set(threading.enumerate())
+    yield
+    gc.collect()
+    deadline = time.monotonic() + 20
+    while set(threading.enumerate()) - before:
+        assert time.monotonic() < deadline, set(threading.enumerate()) - before
+        time.sleep(0.005)
+
+
+def same_values(one, other):
+    assert one.batch_size == other.batch_size
+    assert one.names == other.names
+    assert set(one.keys(True, True)) == set(other.keys(True, True))
+    for key in one.keys(True, True):
+        same(one[key], other[key])

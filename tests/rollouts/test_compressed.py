@@ -16,7 +16,7 @@ from penstock.rollouts.collect import PipelinedDataCollector
 from penstock.rollouts.compressed import CompressedDataCollector
 
 from .conftest import make_batch, same
-from .test_collect import Counting
+from .toys import Counting
 
 LIDAR = ("agents", "observation", "lidar")
 
@@ -70,7 +70,7 @@ BATCH["stack"] = NonTensorStack(
     *[NonTensorStack(*[NonTensorData(f"{e}.{t}") for t in range(32)]) for e in range(24)]
 )
 BATCH["more"] = TensorDict({"y": torch.randn(24, 32, 2, 3)}, batch_size=[24, 32, 2])
-CACHES = [1, 200_000, 64 << 20]  # one group per key, a few, all
+CACHES = [1, 400_000, 64 << 20]  # one group per key, a few, all
 PACKED = [compressed(BATCH, cache_bytes=size, keys=[("agents",), "half"]) for size in CACHES]
 
 
@@ -117,7 +117,7 @@ def decoded(packed):
 
 
 def test_only_what_is_needed_is_decoded_and_once():
-    packed = compressed(make_batch(100, 32), keys=[LIDAR])
+    packed = compressed(make_batch(200, 32), keys=[LIDAR])
     (name,) = packed._columns
     groups = packed._columns[name].groups
     assert groups > 10
@@ -132,14 +132,14 @@ def test_only_what_is_needed_is_decoded_and_once():
 
 
 def test_the_cache_is_bounded_and_the_oldest_makes_way():
-    packed = compressed(make_batch(100, 32), keys=[LIDAR], cache_bytes=400_000)
+    packed = compressed(make_batch(100, 32), keys=[LIDAR], cache_bytes=800_000)
     (name,) = packed._columns
     column = packed._columns[name]
     rows = column.rows
     for group in (0, 1, 0, 2, 0, 3, 0):  # room for three
         packed[[group * rows]]
     cache = packed._cache._groups[name]
-    assert cache.nbytes <= 400_000
+    assert cache.nbytes <= 800_000
     assert cache.nbytes // (rows * column.row_bytes) == 3
     assert decoded(packed) == {name: 4}  # 0 stayed
     packed[[1 * rows]]
@@ -153,7 +153,7 @@ def test_one_batch_at_a_time_has_a_cache():
         for i, packed in enumerate(batches):
             same_but_names(packed[[7]], make_batch(60, 32, i)[[7]])
     held = sum(groups.nbytes for groups in collector._cache._groups.values())
-    assert held <= batches[0].raw_bytes
+    assert held <= 1.2 * batches[0].raw_bytes  # the last group of a key may be short
     del batches, packed
     gc.collect()
 
@@ -248,7 +248,7 @@ def test_wrong_indices(batch):
 
 def test_threads_share_a_batch():
     batch = make_batch(60, 32)
-    packed = compressed(batch, cache_bytes=300_000)
+    packed = compressed(batch, cache_bytes=600_000)
     flat = batch.reshape(-1)
     failures = []
 

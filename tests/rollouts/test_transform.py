@@ -12,7 +12,7 @@ from penstock import errors
 from penstock.rollouts.transform import CompressedLidarTransform
 
 from .conftest import make_batch, same
-from .test_collect import Counting
+from .toys import Counting
 
 LIDAR = ("agents", "observation", "lidar")
 PACKED = ("agents", "observation", "lidar_compressed")

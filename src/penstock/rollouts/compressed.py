@@ -29,8 +29,8 @@ Keys = Literal["auto"] | Sequence[Any]
 class CompressedDataCollector:
     """Iterate over a collector and compress the big keys of each batch, losslessly.
 
-    It pays where memory is short and batches are kept: compressing and decompressing a batch costs
-    more than training steps on small networks do. The collector's own TensorDicts are not changed.
+    It pays where memory is short, or many batches are kept: a batch that is used once and dropped
+    only takes longer. The collector's own TensorDicts are not changed.
 
     Args:
         base_collector: Any iterable of TensorDicts of batch size [env, time], or [env * time] with
