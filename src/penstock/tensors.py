@@ -53,6 +53,11 @@ def flat_words(tensor: torch.Tensor) -> NDArray[Any]:
     return words
 
 
+def tensor_over(words: NDArray[Any], dtype: str) -> torch.Tensor:
+    """Make a tensor of a pack's dtype over an array of its words; they share memory."""
+    return torch.from_numpy(words).view(_TYPES[dtype])
+
+
 def empty_tensor(dtype: str, shape: tuple[int, ...]) -> torch.Tensor:
     """Allocate a fresh CPU tensor for a pack entry, in huge pages where the system has them."""
     tensor = torch.empty(shape, dtype=_TYPES[dtype])

@@ -1,5 +1,9 @@
 """The codec of time series, compiled and in numpy."""
 
+import contextlib
+import struct
+import zlib
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -8,6 +12,7 @@ from hypothesis.extra import numpy as hnp
 
 from penstock.core import series
 from penstock.core.codecs import from_config
+from penstock.core.planes import UNSIGNED
 from penstock.core.series import Series
 from penstock.errors import CorruptFile, UsageError
 
@@ -54,10 +59,17 @@ def test_kernel_and_numpy_write_the_same_bytes(words):
     slow_marks, slow_planes = series.slow_take_apart(words)
     assert (marks == slow_marks).all()
     assert all((a == b).all() for a, b in zip(planes, slow_planes, strict=True))
-    for put in (series.put_together, series.slow_put_together):
-        out = np.full_like(words, 77)
-        assert put(slow_marks, slow_planes, out)
-        assert (out == words).all()
+    out = np.full_like(words, 77)
+    assert series.slow_put_together(slow_marks, slow_planes, out)
+    assert (out == words).all()
+
+
+def raw_series(marks, planes):
+    """Write a series by hand, nothing compressed."""
+    parts = [struct.pack("<I", planes[0].size)]
+    for piece in (marks, *planes):
+        parts += [struct.pack("<BI", 0, piece.size), piece.tobytes()]
+    return b"".join(parts)
 
 
 @settings(max_examples=300, deadline=None)
@@ -68,8 +80,52 @@ def test_a_bitmap_that_does_not_fit_is_noticed_by_both(size, bitmap, count):
     fits = int(np.unpackbits(marks).sum()) == count and not (
         np.unpackbits(marks, bitorder="little")[size:].any()
     )
-    assert series.put_together(marks, planes, np.empty(size, np.uint32)) == fits
-    assert series.slow_put_together(marks, planes, np.empty(size, np.uint32)) == fits
+    data = memoryview(raw_series(marks, planes))
+    for decode in (Series().decode, series._decode_slowly):
+        out = np.empty(size, np.uint32)
+        with contextlib.nullcontext() if fits else pytest.raises(CorruptFile):
+            decode(data, out)
+
+
+@settings(max_examples=300, deadline=None)
+@given(st.data())
+def test_any_bytes_decode_alike_with_and_without_kernels(data):
+    """Damage of any kind: both refuse it, or both give the same."""
+    values = np.where(np.arange(100) % 3 == 0, np.arange(100) + 1000, 0).astype(np.float32)
+    good = b"".join(map(bytes, Series(data.draw(st.sampled_from([1, 2]))).encode(values)))
+    bad = bytearray(good)
+    for _ in range(data.draw(st.integers(1, 3))):
+        bad[data.draw(st.integers(0, len(bad) - 1))] = data.draw(st.integers(0, 255))
+    bad = bad[: data.draw(st.integers(0, len(bad)))] if data.draw(st.booleans()) else bad
+    found = []
+    for decode in (Series().decode, series._decode_slowly):
+        out = np.empty(100, np.uint32)
+        try:
+            decode(memoryview(bytes(bad)), out)
+            found.append(out.tobytes())
+        except CorruptFile:
+            found.append(None)
+    assert found[0] == found[1]
+
+
+@pytest.mark.parametrize("level", [1, 2])
+@pytest.mark.parametrize("dtype", [np.uint16, np.float32, np.float64])
+def test_blocks_are_decoded_turned_and_checked_in_one_call(level, dtype):
+    rng = np.random.default_rng(0)
+    rows = (rng.random((9, 5, 16)) * (rng.random((9, 5, 16)) < 0.5) * 100).astype(dtype)
+    codec = Series(level)
+    cut = [rows[:4], rows[4:8], rows[8:]]
+    coded = [b"".join(map(bytes, codec.encode(part.reshape(-1)))) for part in cut]
+    crcs = [zlib.crc32(part.tobytes()) for part in cut]
+    data = np.frombuffer(b"".join(coded), np.uint8)
+    sizes, counts = [len(part) for part in coded], [part.size for part in cut]
+    out = np.empty(rows.size, UNSIGNED[rows.itemsize])
+    assert codec.decode_blocks(data, sizes, counts, crcs, (5, 16), out) == -1
+    assert (out.view(dtype).reshape(9, 16, 5) == rows.transpose(0, 2, 1)).all()
+    assert codec.decode_blocks(data, sizes, counts, None, (0, 0), out) == -1
+    assert (out.view(dtype).reshape(rows.shape) == rows).all()
+    crcs[1] ^= 1
+    assert codec.decode_blocks(data, sizes, counts, crcs, (5, 16), out) == 1
 
 
 def test_lidar_over_time_gets_much_smaller_than_with_planes_alone():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import struct
+from collections.abc import Sequence
 from typing import Any
 
 import lz4.block
@@ -60,22 +61,56 @@ class Series(Codec):
         return parts
 
     def decode(self, data: memoryview, out: Array, base: Array | None = None) -> None:
-        """Add the differences up and put the zeros in again."""
+        """Add the gaps up and put the zeros in again."""
         words = as_unsigned(out)
-        expect(len(data) >= _HEAD.size, "a series is too short")
-        (count,) = _HEAD.unpack_from(data)
-        expect(count <= words.size, "a series has the wrong length")
-        sizes = [-(-words.size // 8), *[count] * words.itemsize]
-        pieces = []
-        at = _HEAD.size
-        for size in sizes:
-            expect(len(data) >= at + _PIECE.size, "a series is too short")
-            method, length = _PIECE.unpack_from(data, at)
-            at += _PIECE.size
-            pieces.append(_unpacked(method, data[at : at + length], size))
-            at += length
-        expect(at == len(data), "a series has the wrong length")
-        expect(put_together(pieces[0], pieces[1:], words), "a series does not fit its bitmap")
+        bad = self.decode_blocks(
+            np.frombuffer(data, np.uint8), [len(data)], [words.size], None, (0, 0), words
+        )
+        if bad is None:
+            _decode_slowly(data, words)
+        else:
+            expect(bad < 0, "a series makes no sense")
+
+    def decode_blocks(
+        self,
+        data: Array,
+        sizes: Sequence[int],
+        counts: Sequence[int],
+        crcs: Sequence[int] | None,
+        turn: tuple[int, int],
+        out: Array,
+    ) -> int | None:
+        """Decode consecutive blocks in one compiled call, without the GIL.
+
+        Args:
+            data: The coded blocks, one behind the other.
+            sizes: Bytes of each.
+            counts: Words of each.
+            crcs: Checksums to compare; None for none.
+            turn: (features, steps): each row on disk is turned to (steps, features); zeros leave
+                the order as it is.
+            out: Unsigned words, filled.
+
+        Returns:
+            The number of the first bad block or -1; None where there are no compiled kernels.
+        """
+        if (kernels := _kernels()) is None:
+            return None
+        largest = max(counts)
+        width = out.itemsize
+        bad = kernels.decode_blocks(
+            data,
+            np.array(sizes, np.int64),
+            np.array(counts, np.int64),
+            np.array([-1] * len(sizes) if crcs is None else crcs, np.int64),
+            *turn,
+            kernels.HAS_ZSTD,
+            SCRATCH.array("planes", largest * width + largest // 8 + 1, np.uint8),
+            SCRATCH.array("gaps", largest, out.dtype),
+            SCRATCH.array("turned", largest if turn[1] else 0, out.dtype),
+            out,
+        )
+        return None if bad == kernels.NEEDS_ZSTD else int(bad)
 
     def _packed(self, plane: Array, width: int) -> tuple[int, Buffer]:
         """Compress a plane if that is worth it; say how."""
@@ -113,6 +148,23 @@ def _unpacked(method: int, data: memoryview, size: int) -> Array:
     return np.frombuffer(data, np.uint8)
 
 
+def _decode_slowly(data: memoryview, words: Array) -> None:
+    """Decode step by step what the kernel does in one call."""
+    expect(len(data) >= _HEAD.size, "a series is too short")
+    (count,) = _HEAD.unpack_from(data)
+    expect(count <= words.size, "a series has the wrong length")
+    pieces = []
+    at = _HEAD.size
+    for size in [-(-words.size // 8), *[count] * words.itemsize]:
+        expect(len(data) >= at + _PIECE.size, "a series is too short")
+        method, length = _PIECE.unpack_from(data, at)
+        at += _PIECE.size
+        pieces.append(_unpacked(method, data[at : at + length], size))
+        at += length
+    expect(at == len(data), "a series has the wrong length")
+    expect(slow_put_together(pieces[0], pieces[1:], words), "a series does not fit its bitmap")
+
+
 @functools.cache
 def _kernels() -> Any:
     """Return the compiled kernels; None where numba is not installed (ten times slower)."""
@@ -133,16 +185,6 @@ def take_apart(words: Array) -> tuple[Array, list[Array]]:
     planes = SCRATCH.array("planes", gaps.nbytes, np.uint8).reshape(gaps.itemsize, gaps.size)
     kernels.split_planes(gaps, planes)
     return marks, list(planes)
-
-
-def put_together(marks: Array, planes: list[Array], out: Array) -> bool:
-    """Undo `take_apart`; return whether bitmap and planes fit each other."""
-    if (kernels := _kernels()) is None:
-        return slow_put_together(marks, planes, out)
-    gaps = SCRATCH.array("gaps", planes[0].size, out.dtype)
-    addresses = [plane.__array_interface__["data"][0] for plane in planes]
-    kernels.join_planes(np.array(addresses, np.uint64), gaps)
-    return bool(kernels.put_nonzero(marks, gaps, out))
 
 
 def slow_take_apart(words: Array) -> tuple[Array, list[Array]]:

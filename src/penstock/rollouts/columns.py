@@ -11,9 +11,9 @@ from numpy.typing import NDArray
 
 from penstock.core.codecs import Codec
 from penstock.core.pack import DTYPES
+from penstock.core.parallel import each
 from penstock.core.reuse import ReusedMemory
 from penstock.rollouts.files import codec_for
-from penstock.rollouts.parallel import each
 from penstock.rollouts.structure import Key, Leaf
 from penstock.tensors import empty_tensor, flat_words
 

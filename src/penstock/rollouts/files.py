@@ -19,7 +19,6 @@ from penstock.core.reuse import ReusedMemory
 from penstock.core.series import Series
 from penstock.core.tree import Json
 from penstock.errors import CorruptFile, UnknownFormat, UsageError
-from penstock.rollouts.parallel import each
 from penstock.rollouts.structure import (
     NONSENSE,
     Axes,
@@ -32,7 +31,7 @@ from penstock.rollouts.structure import (
     put_together,
     stack_of,
 )
-from penstock.tensors import empty_tensor, flat_words
+from penstock.tensors import empty_tensor, flat_words, tensor_over
 
 KIND = "rollout"
 Index = int | slice | list[int] | NDArray[Any] | torch.Tensor
@@ -239,27 +238,17 @@ class RolloutFile:
     def _read_whole(self, names: list[str]) -> dict[str, torch.Tensor]:
         entries = [self._pack.entry(name) for name in names]
         self._pack.check_memory(sum(entry.nbytes for entry in entries))
-        tensors = {entry.name: empty_tensor(entry.dtype, entry.shape) for entry in entries}
-        straight, blocks = [], []
+        targets, tensors = [], {}
         for entry in entries:
-            flat = flat_words(tensors[entry.name])
-            if entry.layout is None:
-                straight.append((entry.name, flat))
-            elif _whole_rows(entry):
-                out = flat.reshape(entry.shape).transpose(entry.layout.order)
-                blocks += [(entry, block, out) for block in range(entry.blocks)]
-            elif flat.size:
-                np.copyto(flat.reshape(entry.shape), self._pack.read(entry.name))
-        self._pack.read_into(straight)
-        each("unpack", self._read_block, blocks, sum(_block_bytes(entry) for entry, _, _ in blocks))
+            # Whoever goes through rollouts one by one gets the same memory for each.
+            words = self._memory.array(entry.shape, entry.words)
+            tensors[entry.name] = tensor_over(words, entry.dtype)
+            if entry.layout is None or entry.whole_rows:
+                targets.append((entry.name, words))
+            else:
+                np.copyto(words, self._pack.read(entry.name))
+        self._pack.read_into(targets)
         return tensors
-
-    def _read_block(self, piece: tuple[Entry, int, NDArray[Any]]) -> None:
-        """Decode a block of whole rows, and put its axes in order while it is in the cache."""
-        entry, block, out = piece
-        rows = self._block_rows(entry, block)
-        start = block * (entry.block_bytes // _row_bytes(entry))
-        np.copyto(out[start : start + len(rows)], rows)
 
     def _read_part(self, entry: Entry, part: _Part) -> torch.Tensor:
         stored_axes = list(entry.layout.order) if entry.layout else list(range(len(entry.shape)))
@@ -283,7 +272,7 @@ class RolloutFile:
         self._pack.check_memory(rows.size * row_bytes)
         if not rows.size * row_bytes:
             return np.empty((rows.size, *shape[1:]), entry.words)
-        if not _whole_rows(entry):
+        if not entry.whole_rows:
             parts = [self._pack.read_rows(entry.name, row, row + 1) for row in rows.tolist()]
             return np.concatenate(parts)
         per_block = entry.block_bytes // row_bytes
@@ -373,12 +362,3 @@ def _row_bytes(entry: Entry) -> int:
     """Return the bytes of one step along the first axis on disk."""
     rows = entry.stored_shape[0]
     return entry.nbytes // rows if rows else 0
-
-
-def _whole_rows(entry: Entry) -> bool:
-    row_bytes = _row_bytes(entry)
-    return row_bytes > 0 and entry.block_bytes % row_bytes == 0
-
-
-def _block_bytes(entry: Entry) -> int:
-    return min(entry.block_bytes, entry.nbytes)

@@ -6,36 +6,23 @@ returns the number of the first frame that makes no sense, or -1.
 
 from __future__ import annotations
 
-import contextlib
-import ctypes
-
-import lz4.block._block
 import numpy as np
-from numba import carray, types
+from numba import carray
 
-from penstock.core.kernels.native import address_of, bytes_at, compiled, foreign, pointer
+from penstock.core.kernels.native import (
+    address_of,
+    bytes_at,
+    compiled,
+    copy_bytes,
+    lz4_pack,
+    lz4_pack_hard,
+    lz4_unpack,
+    pointer,
+)
 
 GROUP = 64  # values of the bit packer that share a width
 _LOW1 = 0x0101010101010101  # the lowest bit of each of eight bytes, and so on
 _LOW2, _LOW4, _LOW7 = 3 * _LOW1, 15 * _LOW1, 127 * _LOW1
-
-
-def _lz4_library() -> ctypes.CDLL:
-    """Find the C functions: the package `lz4` carries the library, or links to the system's."""
-    for path in (lz4.block._block.__file__, "liblz4.so.1"):
-        with contextlib.suppress(OSError):
-            library = ctypes.CDLL(path)
-            if hasattr(library, "LZ4_decompress_safe"):
-                return library
-    raise ImportError("the LZ4 library is not visible; pip install --force-reinstall lz4")
-
-
-_LZ4 = _lz4_library()
-_W, _I = types.uintp, types.int32
-_lz4_unpack = foreign(_LZ4, "LZ4_decompress_safe", _I(_W, _W, _I, _I))
-_lz4_pack = foreign(_LZ4, "LZ4_compress_default", _I(_W, _W, _I, _I))
-_lz4_pack_hard = foreign(_LZ4, "LZ4_compress_HC", _I(_W, _W, _I, _I, _I))
-_copy = foreign(ctypes.CDLL(None), "memcpy", _W(_W, _W, _W))  # three times as fast as a loop here
 
 
 @compiled
@@ -45,7 +32,7 @@ def copy_frames(addresses, lengths, out):
     for i in range(count):
         if lengths[i] != size:
             return i
-        _copy(address_of(out[i]), addresses[i], size)
+        copy_bytes(address_of(out[i]), addresses[i], size)
     return -1
 
 
@@ -88,11 +75,11 @@ def lz4_encode(frames, row, level, scratch, out, lengths):
             source = scratch
         room = out.size - at
         if level:
-            used = _lz4_pack_hard(address_of(source), address_of(out[at:]), size, room, level)
+            used = lz4_pack_hard(address_of(source), address_of(out[at:]), size, room, level)
         else:
-            used = _lz4_pack(address_of(source), address_of(out[at:]), size, room)
+            used = lz4_pack(address_of(source), address_of(out[at:]), size, room)
         if used <= 0 or used >= size:
-            _copy(address_of(out[at:]), address_of(frames[i]), size)
+            copy_bytes(address_of(out[at:]), address_of(frames[i]), size)
             used = size
         lengths[i] = used
         at += used
@@ -106,11 +93,11 @@ def lz4_decode(addresses, lengths, row, out):
     for i in range(count):
         length = lengths[i]
         if length == size:
-            _copy(address_of(out[i]), addresses[i], size)
+            copy_bytes(address_of(out[i]), addresses[i], size)
             continue
         if length <= 0 or length > size:
             return i
-        if _lz4_unpack(addresses[i], address_of(out[i]), length, size) != size:
+        if lz4_unpack(addresses[i], address_of(out[i]), length, size) != size:
             return i
         if row:
             _add_rows(out[i], row)
@@ -264,7 +251,7 @@ def bits_decode(addresses, lengths, row, scratch, out):
     for i in range(count):
         length = lengths[i]
         if length == size:
-            _copy(address_of(out[i]), addresses[i], size)
+            copy_bytes(address_of(out[i]), addresses[i], size)
             continue
         if length < groups or length > size:
             return i
@@ -278,7 +265,7 @@ def bits_decode(addresses, lengths, row, scratch, out):
             at += 8 * width
         if at != length:
             return i
-        _copy(address_of(out[i]), address_of(scratch), size)
+        copy_bytes(address_of(out[i]), address_of(scratch), size)
         if row:
             _add_rows(out[i], row)
     return -1

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
+import importlib.util
 from collections.abc import Callable
 from typing import Any
 
 import llvmlite.binding as llvm
+import lz4.block._block
 import numpy as np
+from isal import isal_zlib
 from numba import carray, njit, types
 from numba.extending import intrinsic
 
@@ -20,12 +24,50 @@ def compiled(function: Callable[..., Any]) -> Any:
         return njit(function, nogil=True)
 
 
-def foreign(library: ctypes.CDLL, name: str, signature: Any) -> Any:
-    """Make a C function callable from compiled code."""
-    address = ctypes.cast(getattr(library, name), ctypes.c_void_p).value
+def _foreign(library: ctypes.CDLL, name: str, signature: Any, stand_in: str = "") -> Any:
+    """Make a C function callable from compiled code, or at least something under its name."""
+    function = getattr(library, stand_in or name)
     # By a symbol, not by the address: compiled code kept on disk must find it in every process.
-    llvm.add_symbol(f"penstock_{name}", address)
+    llvm.add_symbol(f"penstock_{name}", ctypes.cast(function, ctypes.c_void_p).value)
     return types.ExternalFunction(f"penstock_{name}", signature)
+
+
+def _library(function: str, *paths: str | None) -> ctypes.CDLL | None:
+    """Find the library that has a function: in a package that carries it, or the system's."""
+    for path in paths:
+        with contextlib.suppress(OSError):
+            if path and hasattr(library := ctypes.CDLL(path), function):
+                return library
+    return None
+
+
+def _module_file(name: str) -> str | None:
+    try:
+        found = importlib.util.find_spec(name)
+    except ImportError:
+        return None
+    return found.origin if found else None
+
+
+_LZ4 = _library("LZ4_decompress_safe", lz4.block._block.__file__, "liblz4.so.1")
+_CRC = _library("crc32_gzip_refl", isal_zlib.__file__, "libisal.so.2")
+_ZSTD = _library("ZSTD_decompress", _module_file("backports.zstd._zstd"), "libzstd.so.1")
+if _LZ4 is None or _CRC is None:
+    raise ImportError("LZ4 or ISA-L is not visible; pip install --force-reinstall lz4 isal")
+
+_W, _I, _U = types.uintp, types.int32, types.uint32
+lz4_unpack = _foreign(_LZ4, "LZ4_decompress_safe", _I(_W, _W, _I, _I))
+lz4_pack = _foreign(_LZ4, "LZ4_compress_default", _I(_W, _W, _I, _I))
+lz4_pack_hard = _foreign(_LZ4, "LZ4_compress_HC", _I(_W, _W, _I, _I, _I))
+crc32 = _foreign(_CRC, "crc32_gzip_refl", _U(_U, _W, types.uint64))
+copy_bytes = _foreign(ctypes.CDLL(None), "memcpy", _W(_W, _W, _W))  # three times as fast as a loop
+HAS_ZSTD = _ZSTD is not None
+"""Whether `zstd_unpack` may be called; code on disk needs the symbol in any case."""
+zstd_unpack = (
+    _foreign(_LZ4, "ZSTD_decompress", _W(_W, _W, _W, _W), stand_in="LZ4_versionNumber")
+    if _ZSTD is None
+    else _foreign(_ZSTD, "ZSTD_decompress", _W(_W, _W, _W, _W))
+)
 
 
 @intrinsic

@@ -8,7 +8,26 @@ from __future__ import annotations
 
 import numpy as np
 
-from penstock.core.kernels.native import bytes_at, compiled
+from penstock.core.kernels.native import (
+    HAS_ZSTD,
+    address_of,
+    bytes_at,
+    compiled,
+    crc32,
+    lz4_unpack,
+    zstd_unpack,
+)
+
+__all__ = [
+    "HAS_ZSTD",
+    "NEEDS_ZSTD",
+    "decode_blocks",
+    "split_planes",
+    "take_nonzero",
+]
+
+AS_IT_IS, LZ4, ZSTD = 0, 1, 2  # how a bitmap or plane is kept
+NEEDS_ZSTD = -2
 
 
 @compiled
@@ -120,3 +139,111 @@ def join_planes(addresses, out):
         for k in range(out.itemsize):
             code |= np.uint64(bytes_at(addresses[k], count)[i]) << np.uint64(8 * k)
         out[i] = (code >> one) ^ (np.uint64(0) - (code & one))
+
+
+@compiled
+def _number_at(data, at):
+    return (
+        np.int64(data[at])
+        | np.int64(data[at + 1]) << 8
+        | np.int64(data[at + 2]) << 16
+        | np.int64(data[at + 3]) << 24
+    )
+
+
+@compiled
+def _unpack_pieces(data, nonzero, count, has_zstd, room, addresses):
+    """Unpack the bitmap and the planes of one block; note where they lie.
+
+    Returns:
+        0, or 1 if the block makes no sense, or NEEDS_ZSTD.
+    """
+    at, used = 4, 0
+    for piece in range(addresses.size):
+        expected = (count + 7) // 8 if piece == 0 else nonzero
+        if at + 5 > data.size:
+            return 1
+        method, length = data[at], _number_at(data, at + 1)
+        at += 5
+        if at + length > data.size:
+            return 1
+        source = address_of(data) + np.uint64(at)
+        at += length
+        if method == AS_IT_IS:
+            if length != expected:
+                return 1
+            addresses[piece] = source
+            continue
+        target = address_of(room) + np.uint64(used)
+        if method == LZ4:
+            if lz4_unpack(source, target, length, expected) != expected:
+                return 1
+        elif method == ZSTD:
+            if not has_zstd:
+                return NEEDS_ZSTD
+            if zstd_unpack(target, expected, source, length) != expected:
+                return 1
+        else:
+            return 1
+        addresses[piece] = target
+        used += expected
+    return 0 if at == data.size else 1
+
+
+@compiled
+def _turn_rows(words, features, steps, out):
+    """Copy rows of [features, steps] to rows of [steps, features]."""
+    size = features * steps
+    for start in range(0, words.size, size):
+        for t in range(steps):
+            for f in range(features):
+                out[start + t * features + f] = words[start + f * steps + t]
+
+
+@compiled
+def decode_blocks(data, sizes, counts, crcs, features, steps, has_zstd, room, gaps, words, out):
+    """Decode consecutive blocks of a series into `out`, and check them.
+
+    Args:
+        data: uint8: the coded blocks, one behind the other.
+        sizes: int64 [n]: bytes of each.
+        counts: int64 [n]: words of each, decoded.
+        crcs: int64 [n]: checksums of the decoded bytes; below 0 is not checked.
+        features: With `steps`: each row of features x steps is turned; 0 leaves the order.
+        steps: See `features`.
+        has_zstd: Whether planes may be unpacked with zstd here.
+        room: uint8, for what is unpacked.
+        gaps: Words, for one block.
+        words: Words, for one block.
+        out: Words, for all blocks.
+
+    Returns:
+        The number of the first bad block, -1 if all are good, or NEEDS_ZSTD.
+    """
+    addresses = np.empty(out.itemsize + 1, np.uint64)
+    at, done = 0, 0
+    for block in range(sizes.size):
+        count = counts[block]
+        coded = data[at : at + sizes[block]]
+        at += sizes[block]
+        target = out[done : done + count]
+        done += count
+        if coded.size < 4:
+            return block
+        nonzero = _number_at(coded, 0)
+        if nonzero > count:
+            return block
+        problem = _unpack_pieces(coded, nonzero, count, has_zstd, room, addresses)
+        if problem:
+            return block if problem == 1 else problem
+        here = words[:count] if steps else target
+        join_planes(addresses[1:], gaps[:nonzero])
+        if not put_nonzero(bytes_at(addresses[0], (count + 7) // 8), gaps[:nonzero], here):
+            return block
+        if crcs[block] >= 0:
+            found = crc32(np.uint32(0), address_of(here), np.uint64(count * out.itemsize))
+            if np.int64(found) != crcs[block]:
+                return block
+        if steps:
+            _turn_rows(here, features, steps, target)
+    return -1

@@ -5,7 +5,7 @@ import time
 
 import pytest
 
-from penstock.rollouts.parallel import each
+from penstock.core.parallel import each
 
 LARGE = 100 << 20
 
