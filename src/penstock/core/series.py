@@ -53,12 +53,44 @@ class Series(Codec):
 
     def encode(self, values: Array, base: Array | None = None) -> list[Buffer]:
         """Take out the zeros and encode the differences between the rest."""
-        marks, planes = take_apart(as_unsigned(values))
+        words = as_unsigned(values)
+        if self.level < 2 and (kernels := _kernels()) is not None:
+            return self._encode_fast(kernels, words)
+        marks, planes = take_apart(words)
         parts: list[Buffer] = [_HEAD.pack(planes[0].size)]
         for plane in (marks, *planes):
             method, data = self._packed(plane, len(planes))
             parts += [_PIECE.pack(method, len(data)), data]
         return parts
+
+    def _encode_fast(self, kernels: Any, words: Array) -> list[Buffer]:
+        """Encode in one compiled call, and compress what that left for an entropy coder."""
+        width = words.itemsize
+        room = np.empty(words.nbytes + words.nbytes // 16 + 64, np.uint8)
+        used = kernels.encode_block(
+            words,
+            _LZ4_ACCELERATION,
+            _WORTH_LZ4,
+            _WORTH_ZSTD,
+            SCRATCH.array("marks", -(-words.size // 8), np.uint8),
+            SCRATCH.array("gaps", words.size, words.dtype),
+            SCRATCH.array("planes", words.nbytes, np.uint8),
+            room,
+        )
+        parts: list[Buffer] = []
+        done, at = 0, _HEAD.size
+        for _ in range(width + 1):
+            method, length = _PIECE.unpack_from(room.data, at)
+            stop = at + _PIECE.size + length
+            if method == _ZSTD:
+                plane = room[at + _PIECE.size : stop]
+                packed = self._planes.compressor(width)(plane)
+                fits = len(packed) < length
+                head = _PIECE.pack(*(_ZSTD, len(packed)) if fits else (_AS_IT_IS, length))
+                parts += [room[done:at].data, head, packed if fits else plane.data]
+                done = stop
+            at = stop
+        return [*parts, room[done:used].data]
 
     def decode(self, data: memoryview, out: Array, base: Array | None = None) -> None:
         """Add the gaps up and put the zeros in again."""

@@ -58,6 +58,7 @@ if _LZ4 is None or _CRC is None:
 _W, _I, _U = types.uintp, types.int32, types.uint32
 lz4_unpack = _foreign(_LZ4, "LZ4_decompress_safe", _I(_W, _W, _I, _I))
 lz4_pack = _foreign(_LZ4, "LZ4_compress_default", _I(_W, _W, _I, _I))
+lz4_pack_fast = _foreign(_LZ4, "LZ4_compress_fast", _I(_W, _W, _I, _I, _I))
 lz4_pack_hard = _foreign(_LZ4, "LZ4_compress_HC", _I(_W, _W, _I, _I, _I))
 crc32 = _foreign(_CRC, "crc32_gzip_refl", _U(_U, _W, types.uint64))
 copy_bytes = _foreign(ctypes.CDLL(None), "memcpy", _W(_W, _W, _W))  # three times as fast as a loop

@@ -13,7 +13,9 @@ from penstock.core.kernels.native import (
     address_of,
     bytes_at,
     compiled,
+    copy_bytes,
     crc32,
+    lz4_pack_fast,
     lz4_unpack,
     zstd_unpack,
 )
@@ -22,11 +24,13 @@ __all__ = [
     "HAS_ZSTD",
     "NEEDS_ZSTD",
     "decode_blocks",
+    "encode_block",
     "split_planes",
     "take_nonzero",
 ]
 
 AS_IT_IS, LZ4, ZSTD = 0, 1, 2  # how a bitmap or plane is kept
+_SAMPLE = 8192
 NEEDS_ZSTD = -2
 
 
@@ -65,16 +69,25 @@ def take_nonzero(words, marks, gaps):
 
 
 @compiled
-def put_nonzero(marks, gaps, out):
-    """Undo `take_nonzero`; return whether the bitmap and the gaps fit each other."""
-    last = np.uint64(0)
+def put_nonzero(marks, gaps, last, out):
+    """Undo `take_nonzero`, from where it stands.
+
+    Args:
+        marks: The bits of these words alone.
+        gaps: The gaps that are left.
+        last: The word that those before led to.
+        out: The words to fill.
+
+    Returns:
+        How many gaps were used (-1 if bitmap and gaps do not fit), and the last word.
+    """
     used = 0
     for byte in range(marks.size):
         mask = marks[byte]
         base = 8 * byte
         count = min(8, out.size - base)
         if mask >> count:
-            return False
+            return -1, last
         if mask == 0:
             for k in range(count):
                 out[base + k] = 0
@@ -87,13 +100,13 @@ def put_nonzero(marks, gaps, out):
             for k in range(count):
                 if (mask >> k) & 1:
                     if used == gaps.size:
-                        return False
+                        return -1, last
                     last += np.uint64(gaps[used])
                     used += 1
                     out[base + k] = last
                 else:
                     out[base + k] = 0
-    return used == gaps.size
+    return used, last
 
 
 @compiled
@@ -139,6 +152,66 @@ def join_planes(addresses, out):
         for k in range(out.itemsize):
             code |= np.uint64(bytes_at(addresses[k], count)[i]) << np.uint64(8 * k)
         out[i] = (code >> one) ^ (np.uint64(0) - (code & one))
+
+
+@compiled
+def _bits_per_byte(plane):
+    """Estimate the entropy of a plane from a sample of it."""
+    counts = np.zeros(256, np.int64)
+    step = max(1, plane.size // _SAMPLE)
+    total = 0
+    for i in range(0, plane.size, step):
+        counts[plane[i]] += 1
+        total += 1
+    bits = 0.0
+    for value in range(256):
+        if counts[value]:
+            bits -= counts[value] * np.log2(counts[value] / total)
+    return bits / max(1, total)
+
+
+@compiled
+def encode_block(words, acceleration, worth_lz4, worth_zstd, marks, gaps, planes, out):
+    """Encode a block of a series, but for planes that need an entropy coder.
+
+    Args:
+        words: The block.
+        acceleration: Of LZ4.
+        worth_lz4: Largest share of a piece that LZ4 may leave.
+        worth_zstd: Largest share that an entropy coder may leave, as estimated.
+        marks: uint8 [words / 8, rounded up].
+        gaps: Words.
+        planes: uint8 [words * width].
+        out: uint8, at least the block and 1/16 more.
+
+    Returns:
+        The bytes of `out` that are used. A piece that is better compressed by an entropy coder is
+        there as it is, with ZSTD as its method: the caller replaces it.
+    """
+    width = words.itemsize
+    count = take_nonzero(words, marks, gaps)
+    rows = planes[: width * count].reshape(width, count)
+    split_planes(gaps[:count], rows)
+    for k in range(4):
+        out[k] = (count >> (8 * k)) & 255
+    at = 4
+    for piece in range(width + 1):
+        plane = marks if piece == 0 else rows[piece - 1]
+        head, at = at, at + 5
+        source, target = address_of(plane), address_of(out) + np.uint64(at)
+        limit = np.int64(plane.size * worth_lz4)
+        # LZ4 gives up at the limit by itself: there is no more room.
+        length = np.int64(lz4_pack_fast(source, target, plane.size, limit, acceleration))
+        method = LZ4
+        if length <= 0:
+            method = ZSTD if _bits_per_byte(plane) < 8 * worth_zstd else AS_IT_IS
+            length = plane.size
+            copy_bytes(target, source, length)
+        out[head] = method
+        for k in range(4):
+            out[head + 1 + k] = (length >> (8 * k)) & 255
+        at += length
+    return at
 
 
 @compiled
@@ -191,13 +264,42 @@ def _unpack_pieces(data, nonzero, count, has_zstd, room, addresses):
 
 
 @compiled
-def _turn_rows(words, features, steps, out):
-    """Copy rows of [features, steps] to rows of [steps, features]."""
+def _turn(words, features, steps, out):
+    """Copy one row of [features, steps] to [steps, features]."""
+    # Views of two axes: a computed index is checked for being negative, at twice the time.
+    source = words.reshape(features, steps)
+    target = out.reshape(steps, features)
+    for t in range(steps):
+        for f in range(features):
+            target[t, f] = source[f, t]
+
+
+@compiled
+def _put_rows(marks, gaps, features, steps, words, out):
+    """Put words in their places, row by row while a row is in the cache.
+
+    Returns:
+        Whether bitmap and gaps fit, and the checksum of the words as they are on disk.
+    """
     size = features * steps
-    for start in range(0, words.size, size):
-        for t in range(steps):
-            for f in range(features):
-                out[start + t * features + f] = words[start + f * steps + t]
+    if steps == 0 or size % 8:  # in one piece: a row does not begin with a byte of the bitmap
+        size = out.size
+    checksum = np.uint32(0)
+    used, last = 0, np.uint64(0)
+    for start in range(0, out.size, size):
+        target = out[start : start + size]
+        here = words[:size] if steps else target
+        bits = marks[start // 8 : (start + size + 7) // 8]
+        taken, last = put_nonzero(bits, gaps[used:], last, here)
+        if taken < 0:
+            return False, checksum
+        used += taken
+        checksum = crc32(checksum, address_of(here), np.uint64(size * out.itemsize))
+        if steps:
+            row = features * steps
+            for at in range(0, size, row):
+                _turn(here[at : at + row], features, steps, target[at : at + row])
+    return used == gaps.size, checksum
 
 
 @compiled
@@ -214,7 +316,7 @@ def decode_blocks(data, sizes, counts, crcs, features, steps, has_zstd, room, ga
         has_zstd: Whether planes may be unpacked with zstd here.
         room: uint8, for what is unpacked.
         gaps: Words, for one block.
-        words: Words, for one block.
+        words: Words, for one block; none without `steps`.
         out: Words, for all blocks.
 
     Returns:
@@ -236,14 +338,9 @@ def decode_blocks(data, sizes, counts, crcs, features, steps, has_zstd, room, ga
         problem = _unpack_pieces(coded, nonzero, count, has_zstd, room, addresses)
         if problem:
             return block if problem == 1 else problem
-        here = words[:count] if steps else target
         join_planes(addresses[1:], gaps[:nonzero])
-        if not put_nonzero(bytes_at(addresses[0], (count + 7) // 8), gaps[:nonzero], here):
+        marks = bytes_at(addresses[0], (count + 7) // 8)
+        fits, checksum = _put_rows(marks, gaps[:nonzero], features, steps, words, target)
+        if not fits or (crcs[block] >= 0 and np.int64(checksum) != crcs[block]):
             return block
-        if crcs[block] >= 0:
-            found = crc32(np.uint32(0), address_of(here), np.uint64(count * out.itemsize))
-            if np.int64(found) != crcs[block]:
-                return block
-        if steps:
-            _turn_rows(here, features, steps, target)
     return -1

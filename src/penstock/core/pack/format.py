@@ -115,7 +115,7 @@ class Entry:
         """The numpy type in which the elements are handled."""
         return DTYPES[self.dtype].words
 
-    @property
+    @cached_property
     def nbytes(self) -> int:
         """Size of the decoded tensor."""
         return math.prod(self.shape) * self.words.itemsize
@@ -134,7 +134,9 @@ class Entry:
     def whole_rows(self) -> bool:
         """Whether each block holds whole rows of the first axis on disk."""
         shape = self.stored_shape
-        return not self.nbytes or self.block_bytes % (self.nbytes // shape[0]) == 0
+        if not shape or not self.nbytes:
+            return False
+        return self.block_bytes % (self.nbytes // shape[0]) == 0
 
     @cached_property
     def block_offsets(self) -> list[int]:

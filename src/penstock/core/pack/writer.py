@@ -19,6 +19,7 @@ from penstock.core.files import NewFile, storage_error, write_all
 from penstock.core.flow import Flow
 from penstock.core.pack.format import ALIGNMENT, DTYPES, MAX_DIMENSIONS, Entry, Index, render
 from penstock.core.pack.reader import PackReader
+from penstock.core.planes import SCRATCH
 from penstock.errors import UsageError
 
 DEFAULT_BLOCK_BYTES = 1 << 20
@@ -215,10 +216,11 @@ class PackWriter:
             entry, values = self._start(item)
             if entry is None:
                 continue
-            width = entry.words.itemsize
+            # Flat, or rows with the axes as on disk, which are put in order when they are encoded.
+            unit = entry.words.itemsize if values.ndim == 1 else entry.nbytes // len(values)
             for block in range(entry.blocks):
                 start, stop = entry.block_range(block)
-                yield entry, values[start // width : stop // width], block
+                yield entry, values[start // unit : stop // unit], block
             if not entry.blocks:
                 yield entry, values, 0
 
@@ -233,14 +235,12 @@ class PackWriter:
         taken = item.name in self.index.entries or item.name == "__metadata__"
         if taken or any(entry.name == item.name for entry, _ in self._tail):
             raise UsageError(f"{item.name}: this name is taken in {self._path.name}")
-        stored = item.layout.apply(item.values) if item.layout else item.values
-        flat = np.ascontiguousarray(stored).reshape(-1)
-        codec = item.codec if item.codec and flat.size else Raw()
+        nbytes, width = item.values.nbytes, item.values.itemsize
+        codec = item.codec if item.codec and nbytes else Raw()
         plain = codec.id == "raw" and DTYPES[dtype].tag is not None
-        odd = flat.nbytes % ALIGNMENT != 0
-        if plain and odd and flat.nbytes > _SMALL_BYTES:
+        odd = nbytes % ALIGNMENT != 0
+        if plain and odd and nbytes > _SMALL_BYTES:
             plain = False  # as a padded blob it keeps what follows aligned
-        width = flat.itemsize
         entry = Entry(
             name=item.name,
             dtype=dtype,
@@ -252,6 +252,10 @@ class PackWriter:
         )
         if codec.needs_base:
             entry.block_bytes = self._base_entry(entry).block_bytes
+        if item.layout and entry.whole_rows and not (plain and odd):
+            return entry, item.values.transpose(item.layout.order)
+        stored = item.layout.apply(item.values) if item.layout else item.values
+        flat = np.ascontiguousarray(stored).reshape(-1)
         if plain and odd:
             entry.sizes, entry.crcs = [flat.nbytes], [isal_zlib.crc32(flat.view(np.uint8))]
             entry.block_bytes = -(-flat.nbytes // width) * width
@@ -272,6 +276,12 @@ class PackWriter:
         entry, values, number = block
         if not values.size:
             return _Coded(entry, [], None)
+        if values.ndim > 1:
+            flat = SCRATCH.array("stored", values.size, values.dtype)
+            if entry.codec.id == "raw":
+                flat = np.empty(values.size, values.dtype)  # its buffer is the block itself
+            np.copyto(flat.reshape(values.shape), values)
+            values = flat
         codec = entry.codec
         base = None
         if codec.needs_base:
