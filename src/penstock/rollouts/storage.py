@@ -7,6 +7,7 @@ import os
 import re
 import sys
 import time
+import weakref
 from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from pathlib import Path
@@ -23,7 +24,7 @@ from penstock.core.pack import PackReader
 from penstock.core.reuse import ReusedMemory
 from penstock.core.writes import Write, WriteQueue
 from penstock.errors import DataError, PenstockError, UnknownFormat, UsageError
-from penstock.rollouts.files import KIND, RolloutFile, check_level, write_rollout
+from penstock.rollouts.files import KIND, OpenRollouts, check_level, write_rollout
 from penstock.rollouts.structure import Batch, Leaf, find_axes, take_apart
 
 _NAME = re.compile(r"rollout_(\d{6,})\.pack")
@@ -80,6 +81,8 @@ class RolloutStorage:
             raise storage_error("create", self.save_dir, error) from error
         self._swept = False
         self._memory = ReusedMemory()
+        self._open = OpenRollouts(self._memory)
+        weakref.finalize(self, self._open.close)
         self._queue: WriteQueue | None = None
         if background:
             self._queue = WriteQueue(
@@ -155,7 +158,7 @@ class RolloutStorage:
             poll(lambda: not queue.pending(path), None)
         target = _device(device)
         try:
-            with RolloutFile(path, self._memory) as file:
+            with self._open.open(path) as file:
                 return file.read(target, keys, envs, steps)
         except FileNotFoundError:
             raise self._missing(number) from None
@@ -219,6 +222,7 @@ class RolloutStorage:
         Raises:
             PenstockError: A save failed and nobody has been told yet.
         """
+        self._open.close()
         return self._queue is None or self._queue.close(timeout)
 
     def __enter__(self) -> Self:
@@ -275,6 +279,7 @@ class RolloutStorage:
             path = self.path(number)
             if path == spared or not _is_rollout(path):
                 continue
+            self._open.close()  # an open file keeps its room on the disk
             try:
                 path.unlink(missing_ok=True)
             except OSError as error:

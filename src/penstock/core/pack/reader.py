@@ -176,6 +176,10 @@ class PackReader:
             except DataError as error:
                 yield name, str(error)
 
+    def fileno(self) -> int:
+        """Return the descriptor of the open file."""
+        return self._descriptor
+
     def close(self) -> None:
         """Close the file and its base."""
         if self._descriptor >= 0:
