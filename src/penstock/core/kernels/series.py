@@ -275,11 +275,11 @@ def _turn(words, features, steps, out):
 
 
 @compiled
-def _put_rows(marks, gaps, features, steps, words, out):
+def _put_rows(marks, gaps, features, steps, words, check, out):
     """Put words in their places, row by row while a row is in the cache.
 
     Returns:
-        Whether bitmap and gaps fit, and the checksum of the words as they are on disk.
+        Whether bitmap and gaps fit, and, if `check`, the checksum of the words as on disk.
     """
     size = features * steps
     if steps == 0 or size % 8:  # in one piece: a row does not begin with a byte of the bitmap
@@ -294,7 +294,8 @@ def _put_rows(marks, gaps, features, steps, words, out):
         if taken < 0:
             return False, checksum
         used += taken
-        checksum = crc32(checksum, address_of(here), np.uint64(size * out.itemsize))
+        if check:
+            checksum = crc32(checksum, address_of(here), np.uint64(size * out.itemsize))
         if steps:
             row = features * steps
             for at in range(0, size, row):
@@ -340,7 +341,8 @@ def decode_blocks(data, sizes, counts, crcs, features, steps, has_zstd, room, ga
             return block if problem == 1 else problem
         join_planes(addresses[1:], gaps[:nonzero])
         marks = bytes_at(addresses[0], (count + 7) // 8)
-        fits, checksum = _put_rows(marks, gaps[:nonzero], features, steps, words, target)
-        if not fits or (crcs[block] >= 0 and np.int64(checksum) != crcs[block]):
+        check = crcs[block] >= 0
+        fits, found = _put_rows(marks, gaps[:nonzero], features, steps, words, check, target)
+        if not fits or (check and np.int64(found) != crcs[block]):
             return block
     return -1

@@ -20,7 +20,7 @@ from penstock.core.planes import SCRATCH
 from penstock.core.series import Series
 from penstock.errors import CorruptFile, DataError, LimitExceeded, UsageError
 
-_TASK_BYTES = 1 << 20
+_TASK_BYTES = 2 << 20
 
 BaseFinder = Callable[[Path, dict[str, str]], Path]
 
@@ -151,7 +151,7 @@ class PackReader:
         each("unpack", lambda task: task(), tasks, total)
 
     def _tasks(self, entry: Entry, out: NDArray[Any]) -> Iterator[Callable[[], None]]:
-        """Cut the work of filling an array into pieces of about a megabyte."""
+        """Cut the work of filling an array into pieces of a few megabytes."""
         placed = entry.layout is not None and out.ndim > 1
         if placed and not entry.whole_rows:
             raise UsageError(f"{entry.name}: its blocks are parts of rows; read it in disk order")

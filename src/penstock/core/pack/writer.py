@@ -56,6 +56,23 @@ class _Coded(NamedTuple):
     crc: int | None
 
 
+_Block = tuple[Entry, NDArray[Any], int]
+
+
+def _grouped(blocks: Iterable[_Block]) -> Iterator[list[_Block]]:
+    """Put small blocks together: handing one to a thread costs as much as encoding 64 kB."""
+    group: list[_Block] = []
+    size = 0
+    for block in blocks:
+        if group and size + block[1].nbytes > DEFAULT_BLOCK_BYTES:
+            yield group
+            group, size = [], 0
+        group.append(block)
+        size += block[1].nbytes
+    if group:
+        yield group
+
+
 class PackWriter:
     """Write tensors into a pack that appears under its name only when it is whole and durable.
 
@@ -119,19 +136,20 @@ class PackWriter:
         try:
             if total is not None and total <= _INLINE_BYTES:
                 for block in blocks:
-                    self._write(self._encode(block))
+                    self._write(self._encode(*block))
                 return
             limit = 4 * self._workers * DEFAULT_BLOCK_BYTES
             with Flow("pack", limit_bytes=limit, nice=self._nice) as flow:
                 coded = flow.map(
-                    self._encode,
-                    blocks,
+                    lambda group: [self._encode(*block) for block in group],
+                    _grouped(blocks),
                     workers=self._workers,
                     name="encode",
-                    size=lambda block: 2 * block[1].nbytes,
+                    size=lambda group: 2 * sum(values.nbytes for _, values, _ in group),
                 )
-                for result in coded:
-                    self._write(result)
+                for group in coded:
+                    for result in group:
+                        self._write(result)
         except BaseException as error:
             self.abandon()  # an entry may be half written: such a pack must never get its name
             if isinstance(error, OSError):
@@ -211,7 +229,7 @@ class PackWriter:
         old.abandon()
         self._new = new
 
-    def _blocks(self, items: Iterable[Item]) -> Iterator[tuple[Entry, NDArray[Any], int]]:
+    def _blocks(self, items: Iterable[Item]) -> Iterator[_Block]:
         for item in items:
             entry, values = self._start(item)
             if entry is None:
@@ -272,8 +290,7 @@ class PackWriter:
             raise UsageError(f"{entry.name}: its base has another dtype, shape or layout")
         return other
 
-    def _encode(self, block: tuple[Entry, NDArray[Any], int]) -> _Coded:
-        entry, values, number = block
+    def _encode(self, entry: Entry, values: NDArray[Any], number: int) -> _Coded:
         if not values.size:
             return _Coded(entry, [], None)
         if values.ndim > 1:
