@@ -98,7 +98,7 @@ def known(path: KeyPath, paths: Sequence[KeyPath], what: str) -> int:
         UsageError: There is no such key.
     """
     if path not in paths:
-        hint = did_you_mean(show(path), [show(p) for p in paths])
+        hint = did_you_mean(".".join(path), map(".".join, paths))
         raise UsageError(f"{what}: there is no key {show(path)}; {hint}")
     return paths.index(path)
 
@@ -125,7 +125,7 @@ def read_episode(
     fields, arrays, length = [], [], -1
     for path in paths:
         if path not in found:
-            hint = did_you_mean(show(path), [show(p) for p in found]) if found else "it is empty"
+            hint = did_you_mean(".".join(path), map(".".join, found)) if found else "it is empty"
             raise UsageError(f"the episode has no key {show(path)}; {hint}")
         field, array = _field(path, found[path])
         if length < 0:
