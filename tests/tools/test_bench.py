@@ -58,7 +58,7 @@ def test_result_is_json_text_and_page(result):
 
 
 def test_unknown_case():
-    with pytest.raises(UsageError, match="use checkpoint"):
+    with pytest.raises(UsageError, match="use one of checkpoint"):
         runner.run(["nonsense"])
 
 
@@ -89,3 +89,30 @@ def test_damage_changes_the_data(damage):
     original = bytes(range(1, 256)) * 100
     for seed in range(20):
         assert damage(bytearray(original), random.Random(seed)) != original
+
+
+TINY = {"rounds": 2, "repeats": 2, "episodes": 2, "entries": 4096, "envs": 64, "batches": 4}
+
+
+@pytest.mark.parametrize(
+    ("name", "wanted"),
+    [
+        ("replay", {"LazyTensorStorage", "CompressedListStorage", "seed, per episode"}),
+        ("rollout", {"pickle + LZ4-9 (seed)", "as it is"}),
+        ("pipeline", {"one after the other"}),
+    ],
+)
+def test_every_peer_is_measured_beside_penstock(tmp_path, name, wanted):
+    result = runner.run([name], settings=Settings(tmp_path, **TINY))
+    (case,) = result["cases"]
+    assert wanted <= {row["who"] for row in case["rows"]}
+    assert "penstock" in {row["who"] for row in case["rows"]}
+    assert all(row["value"] >= 0 for row in case["rows"])
+    judged = [row for row in case["rows"] if row["met"] is not None]
+    assert judged
+    for row in judged:  # the verdict follows from the figure that is shown
+        if row["bar"].endswith("x penstock"):
+            least = float(row["bar"].split()[1])
+            assert row["met"] == (row["ratio"] >= least)
+    assert name in runner.text_report(result)
+    assert "txt" in case["claim"]

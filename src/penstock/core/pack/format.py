@@ -110,7 +110,8 @@ class Entry:
     stored_bytes: int = 0
     offset: int = 0
 
-    @property
+    # What depends on fields that never change is computed once: a header has hundreds of blocks.
+    @cached_property
     def words(self) -> np.dtype[Any]:
         """The numpy type in which the elements are handled."""
         return DTYPES[self.dtype].words
@@ -125,7 +126,7 @@ class Entry:
         """Number of blocks."""
         return -(-self.nbytes // self.block_bytes)
 
-    @property
+    @cached_property
     def stored_shape(self) -> tuple[int, ...]:
         """Shape in the order of axes in which the elements lie on disk."""
         return self.layout.stored_shape(self.shape) if self.layout else self.shape

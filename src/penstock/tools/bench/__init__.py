@@ -28,6 +28,10 @@ class Settings:
         faults: Damaged files handed to penstock.
         peer_faults: Damaged files of each kind handed to each peer.
         phase_s: Time without mutation before each optimizer step.
+        episodes: Episodes of 500 depth pictures in a replay buffer.
+        entries: Of the sum tree.
+        envs: Environments of a rollout, 32 steps each.
+        batches: Collected one after another in the pipeline.
     """
 
     work: Path
@@ -38,6 +42,10 @@ class Settings:
     faults: int = 1000
     peer_faults: int = 25
     phase_s: float = 0.1
+    episodes: int = 24
+    entries: int = 1_000_000
+    envs: int = 1024
+    batches: int = 16
 
 
 @dataclass(frozen=True)

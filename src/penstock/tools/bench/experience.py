@@ -20,6 +20,7 @@ Floats = NDArray[Any]
 
 _SIZE_M, _COLUMNS, _MOVING, _RANGE_M, _STEP_S = 20.0, 350, 80, 4.0, 0.016
 _RAYS, _LAYERS = 36, 4
+_MISS_M = 1e6
 _NEAR = 12  # columns looked at per drone: more are never within reach at this density
 _SIDE = 84
 
@@ -76,7 +77,7 @@ def _scan(place: Floats, height: Floats, columns: Floats, radius: Floats) -> Flo
     along = np.einsum("enc,cr->enr", offset, np.stack([np.cos(angle), np.sin(angle)]))
     beside = (offset**2).sum(axis=2)[:, :, None] - along**2
     depth = radius[near][:, :, None] ** 2 - beside
-    reach = np.where((depth > 0) & (along > 0), along - np.sqrt(np.maximum(depth, 0)), np.inf)
+    reach = np.where((depth > 0) & (along > 0), along - np.sqrt(np.maximum(depth, 0)), _MISS_M)
     flat = reach.clip(0).min(axis=1)[:, :, None]
     tilt = np.deg2rad(np.arange(-10, 30, 10))[:_LAYERS]
     slant = flat / np.cos(tilt)

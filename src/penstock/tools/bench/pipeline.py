@@ -15,7 +15,6 @@ from penstock.tools.bench.state import torch_threads
 
 OURS = "penstock"
 SERIAL = "one after the other"
-_BATCHES = 16
 _SLEEP_S = 0.05
 
 
@@ -34,8 +33,8 @@ def _work() -> None:
         matrix = (matrix @ matrix).clamp_(-1, 1)
 
 
-def _batches(effort: Callable[[], object]) -> Iterator[TensorDict]:
-    for number in range(_BATCHES):
+def _batches(count: int, effort: Callable[[], object]) -> Iterator[TensorDict]:
+    for number in range(count):
         effort()
         yield TensorDict({"number": torch.full((64,), number)}, batch_size=[64])
 
@@ -44,18 +43,18 @@ def _compare(
     name: str, effort: Callable[[], object], settings: Settings, bar: float | None
 ) -> list[Row]:
     def serial() -> None:
-        for _ in _batches(effort):
+        for _ in _batches(settings.batches, effort):
             effort()
 
     def pipelined() -> None:
-        with PipelinedDataCollector(_batches(effort)) as collector:
+        with PipelinedDataCollector(_batches(settings.batches, effort)) as collector:
             for _ in collector:
                 effort()
 
     with torch_threads(1):
         turns = {OURS: lambda: clock(pipelined), SERIAL: lambda: clock(serial)}
-        timings = interleave(turns, max(3, settings.repeats), name)
-    rows = time_rows(f"{_BATCHES} batches, collector and learner {name}", timings, OURS)
+        timings = interleave(turns, settings.repeats, name)
+    rows = time_rows(f"{settings.batches} batches, collector and learner {name}", timings, OURS)
     if bar is None:
         return rows
     return [
@@ -76,6 +75,6 @@ CASE = Case(
     name="pipeline",
     claim="002_264a9765fbfbcad6.txt: collecting ahead makes training 5-15 % faster",
     peers=("collect, then train (SyncDataCollector's way)",),
-    data=f"{_BATCHES} batches; collector and learner take equally long, 1 torch thread each",
+    data="{batches} batches; collector and learner take equally long, 1 torch thread each",
     run=run,
 )

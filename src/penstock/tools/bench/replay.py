@@ -23,16 +23,15 @@ from penstock.tools.bench.experience import SeedBuffer, transitions
 from penstock.tools.bench.measure import Timing, clock, interleave, time_rows
 
 OURS = "penstock"
-_BATCH, _LENGTH, _EPISODES = 256, 500, 24
-_ENTRIES = 1_000_000
+_BATCH, _LENGTH = 256, 500
 _BURST = 20  # calls per turn: one call is shorter than the noise of the clock
 
 
 def run(settings: Settings) -> list[Row]:
     """Measure everything about sampling on one set of transitions."""
     with _quiet():
-        data = transitions(_EPISODES, _LENGTH)
-        noisy = transitions(4, _LENGTH, noise=1.5)
+        data = transitions(settings.episodes, _LENGTH)
+        noisy = transitions(min(4, settings.episodes), _LENGTH, noise=1.5)
         rounds = settings.rounds
         return [
             *_random(data, rounds),
@@ -40,7 +39,7 @@ def run(settings: Settings) -> list[Row]:
             *_slices(data, rounds),
             *_small_keys(data, rounds),
             *_seed(data, max(2, rounds // 3)),
-            *_tree(rounds),
+            *_tree(settings.entries, rounds),
         ]
 
 
@@ -168,9 +167,9 @@ def _small_keys(data: TensorDict, rounds: int) -> list[Row]:
 
 
 def _seed(data: TensorDict, rounds: int) -> list[Row]:
-    pictures = data["pixels"].numpy().reshape(_EPISODES, _LENGTH, 84, 84)
+    pictures = data["pixels"].numpy().reshape(-1, _LENGTH, 84, 84)
     theirs = SeedBuffer((84, 84), np.uint8)
-    ours = DictReplayBuffer(_EPISODES * _LENGTH, ["pixels"], img_compressed=True, seed=0)
+    ours = DictReplayBuffer(len(data), ["pixels"], img_compressed=True, seed=0)
     for episode in pictures:
         theirs.add(episode)
         ours.add({"pixels": episode})
@@ -195,11 +194,11 @@ def _seed(data: TensorDict, rounds: int) -> list[Row]:
     return rows
 
 
-def _tree(rounds: int) -> list[Row]:
+def _tree(entries: int, rounds: int) -> list[Row]:
     rng = np.random.default_rng(0)
-    priorities = rng.random(_ENTRIES) + 1e-3
-    tree = SumTree(_ENTRIES, seed=0)
-    tree.set(np.arange(_ENTRIES), priorities)
+    priorities = rng.random(entries) + 1e-3
+    tree = SumTree(entries, seed=0)
+    tree.set(np.arange(entries), priorities)
 
     def ours() -> None:
         tree.set(tree.sample(_BATCH), rng.random(_BATCH))
@@ -208,8 +207,8 @@ def _tree(rounds: int) -> list[Row]:
     if importlib.util.find_spec("cpprb") is not None:
         from cpprb import PrioritizedReplayBuffer
 
-        theirs = PrioritizedReplayBuffer(_ENTRIES, {"x": {}}, alpha=1.0)
-        theirs.add(x=np.zeros(_ENTRIES), priorities=priorities)
+        theirs = PrioritizedReplayBuffer(entries, {"x": {}}, alpha=1.0)
+        theirs.add(x=np.zeros(entries), priorities=priorities)
 
         def peer() -> None:
             found = theirs.sample(_BATCH, beta=0.4)
@@ -218,7 +217,7 @@ def _tree(rounds: int) -> list[Row]:
         turns["cpprb"] = _burst(peer, 100)
     else:
         sys.stderr.write("cpprb is not installed: pip install cpprb, to compare the sum tree\n")
-    what = f"sum tree of 1 M, sample and update {_BATCH}"
+    what = f"sum tree of {entries:,}, sample and update {_BATCH}"
     return _judged(what, interleave(turns, rounds, "sum tree"), {"cpprb": 2.0})
 
 
@@ -232,7 +231,7 @@ CASE = Case(
         "per-episode LZ4-9 in a thread pool (seed)",
         "cpprb",
     ),
-    data=f"{_EPISODES} episodes of {_LENGTH} depth pictures, 84 x 84 bytes, with 5 small keys; "
+    data=f"{{episodes}} episodes of {_LENGTH} depth pictures, 84 x 84 bytes, with 5 small keys; "
     f"batches of {_BATCH}, {{rounds}} rounds",
     run=run,
 )

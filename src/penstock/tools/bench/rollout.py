@@ -18,7 +18,6 @@ from penstock.tools.bench.seed_rollout import SeedRollouts
 
 OURS = "penstock"
 SEED = "pickle + LZ4-9 (seed)"
-_ENV = 500
 _KEY = ("agents", "observation", "state")
 _EPOCHS, _MINIBATCHES = 4, 16
 _UPDATE_S = (0.05, 0.1)  # what the seed says that training on such a batch takes
@@ -30,9 +29,9 @@ def run(settings: Settings) -> list[Row]:
     """Measure saving, loading and compressing on one batch of flights, clean and noisy."""
     rows = []
     for name, noise_m in (("clean", 0.0), ("noisy", _NOISE_M)):
-        data = flights(noise_m=noise_m)
+        data = flights(settings.envs, noise_m=noise_m)
         rows += _on_disk(name, data, settings)
-    rows += _in_memory(flights(), settings)
+    rows += _in_memory(flights(settings.envs), settings)
     return rows
 
 
@@ -54,7 +53,7 @@ def _on_disk(name: str, data: TensorDict, settings: Settings) -> list[Row]:
         )
         turns = {
             "load": (lambda: storage.load(1), "load", 3.0),
-            "load one env": (lambda: storage.load(1, envs=_ENV), "env", None),
+            "load one env": (lambda: storage.load(1, envs=len(data) // 2), "env", None),
             "load one key": (lambda: storage.load(1, keys=[_KEY]), "key", None),
         }
         loads = {
@@ -155,7 +154,7 @@ CASE = Case(
     claim="000_f1b48b876e9111bd.txt: lidar gets 3-5x smaller, everything 2.5-4x (70 % of the "
     "disk); compressing training batches costs more than it brings",
     peers=("pickle + LZ4-9 (seed), not fsynced, in a process of its own",),
-    data="1024 environments x 32 steps of flights among 350 columns and 80 moving obstacles, "
-    f"27.3 MB; noisy: {_NOISE_M * 100:.0f} cm on every ray that hits",
+    data="{envs} environments x 32 steps of flights among 350 columns and 80 moving obstacles; "
+    f"noisy: {_NOISE_M * 100:.0f} cm on every ray that hits",
     run=run,
 )
