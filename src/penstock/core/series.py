@@ -31,6 +31,7 @@ _AS_IT_IS, _LZ4, _ZSTD = range(3)
 _LZ4_ACCELERATION = 4
 _VERY_SMALL = 1 / 8  # what LZ4 makes this small needs no entropy coder: it reads back faster
 _WORTH_LZ4, _WORTH_ZSTD = 7 / 8, 2 / 3  # what does not get this small is read faster as it is
+_TRY_ZSTD = 4 / 5  # by an estimate over the whole plane, which the coder beats by adapting
 
 
 class Series(Codec):
@@ -71,7 +72,7 @@ class Series(Codec):
             words,
             _LZ4_ACCELERATION,
             _WORTH_LZ4,
-            _WORTH_ZSTD,
+            _TRY_ZSTD,
             SCRATCH.array("marks", -(-words.size // 8), np.uint8),
             SCRATCH.array("gaps", words.size, words.dtype),
             SCRATCH.array("planes", words.nbytes, np.uint8),
@@ -85,7 +86,7 @@ class Series(Codec):
             if method == _ZSTD:
                 plane = room[at + _PIECE.size : stop]
                 packed = self._planes.compressor(width)(plane)
-                fits = len(packed) < length
+                fits = len(packed) < length * _WORTH_ZSTD
                 head = _PIECE.pack(*(_ZSTD, len(packed)) if fits else (_AS_IT_IS, length))
                 parts += [room[done:at].data, head, packed if fits else plane.data]
                 done = stop

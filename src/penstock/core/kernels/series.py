@@ -171,14 +171,14 @@ def _bits_per_byte(plane):
 
 
 @compiled
-def encode_block(words, acceleration, worth_lz4, worth_zstd, marks, gaps, planes, out):
+def encode_block(words, acceleration, worth_lz4, try_zstd, marks, gaps, planes, out):
     """Encode a block of a series, but for planes that need an entropy coder.
 
     Args:
         words: The block.
         acceleration: Of LZ4.
         worth_lz4: Largest share of a piece that LZ4 may leave.
-        worth_zstd: Largest share that an entropy coder may leave, as estimated.
+        try_zstd: An entropy coder is worth a try if the estimate is below this share.
         marks: uint8 [words / 8, rounded up].
         gaps: Words.
         planes: uint8 [words * width].
@@ -204,7 +204,7 @@ def encode_block(words, acceleration, worth_lz4, worth_zstd, marks, gaps, planes
         length = np.int64(lz4_pack_fast(source, target, plane.size, limit, acceleration))
         method = LZ4
         if length <= 0:
-            method = ZSTD if _bits_per_byte(plane) < 8 * worth_zstd else AS_IT_IS
+            method = ZSTD if _bits_per_byte(plane) < 8 * try_zstd else AS_IT_IS
             length = plane.size
             copy_bytes(target, source, length)
         out[head] = method
