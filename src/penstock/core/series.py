@@ -31,7 +31,7 @@ _AS_IT_IS, _LZ4, _ZSTD = range(3)
 _LZ4_ACCELERATION = 4
 _VERY_SMALL = 1 / 8  # what LZ4 makes this small needs no entropy coder: it reads back faster
 _WORTH_LZ4, _WORTH_ZSTD = 7 / 8, 2 / 3  # what does not get this small is read faster as it is
-_TRY_ZSTD = 4 / 5  # by an estimate over the whole plane, which the coder beats by adapting
+_TRY_ZSTD = 3 / 4  # by an estimate from a sample
 
 
 class Series(Codec):

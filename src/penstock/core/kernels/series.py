@@ -30,7 +30,7 @@ __all__ = [
 ]
 
 AS_IT_IS, LZ4, ZSTD = 0, 1, 2  # how a bitmap or plane is kept
-_SAMPLE = 8192
+_SAMPLE = 4096
 NEEDS_ZSTD = -2
 
 
@@ -203,8 +203,14 @@ def encode_block(words, acceleration, worth_lz4, try_zstd, marks, gaps, planes, 
         # LZ4 gives up at the limit by itself: there is no more room.
         length = np.int64(lz4_pack_fast(source, target, plane.size, limit, acceleration))
         method = LZ4
-        if length <= 0:
-            method = ZSTD if _bits_per_byte(plane) < 8 * try_zstd else AS_IT_IS
+        if length <= 0 or 2 * length > plane.size:
+            share = _bits_per_byte(plane) / 8
+            kept = length if length > 0 else plane.size
+            if share < try_zstd and share * plane.size < 0.75 * kept:
+                method = ZSTD
+            elif length <= 0:
+                method = AS_IT_IS
+        if method != LZ4:
             length = plane.size
             copy_bytes(target, source, length)
         out[head] = method
