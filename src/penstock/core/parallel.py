@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 from collections.abc import Callable, Sequence
 from typing import TypeVar
@@ -10,7 +11,7 @@ T = TypeVar("T")
 R = TypeVar("R")
 
 _INLINE_BYTES = 4 << 20  # below this, threads cost more than they bring
-_HELPERS = 1
+_HELPERS = min(4, os.cpu_count() or 1) - 1
 
 
 def each(name: str, work: Callable[[T], R], pieces: Sequence[T], nbytes: int) -> list[R]:
@@ -29,7 +30,7 @@ def each(name: str, work: Callable[[T], R], pieces: Sequence[T], nbytes: int) ->
     Raises:
         BaseException: The first that `work` raised; the pieces not begun by then are left.
     """
-    if nbytes <= _INLINE_BYTES or len(pieces) < 2:
+    if nbytes <= _INLINE_BYTES or len(pieces) < 2 or not _HELPERS:
         return [work(piece) for piece in pieces]
     results: dict[int, R] = {}
     failures: list[BaseException] = []
