@@ -1,0 +1,285 @@
+"""The navigation task: its settings, where drones start and go, and what is kept of each drone."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field, fields, replace
+from typing import Any, Self
+
+import numpy as np
+from numpy.typing import NDArray
+
+from penstock.core.words import did_you_mean
+from penstock.errors import UsageError
+
+Floats = NDArray[np.float32]
+
+PHYSICS_DT_S = 0.016
+EDGE_M = 24.0  # drones start and arrive here, outside the obstacle field
+CROSSING_M = 32.0  # width of the front of drones in evaluation
+MAX_SUBSTEPS = 125
+NEAREST = 5  # moving obstacles that are observed
+DRAWS = 7  # random numbers for one reset
+
+# The state of a drone is one row, so that a kernel finds it in a few cache lines, and so that it
+# is saved and restored whole.
+POSITION = slice(0, 3)
+VELOCITY = slice(3, 6)
+ACCELERATION = slice(6, 9)  # of the fast drone
+QUATERNION = slice(9, 13)  # w, x, y, z
+RATES = slice(13, 16)  # body frame, rad/s
+THROTTLE = slice(16, 20)
+HEADING = slice(20, 22)  # cosine and sine of the yaw
+AXIS = slice(22, 24)  # the x axis of the goal frame: unit, horizontal
+DIRECTION = slice(24, 27)  # target - start, horizontal, not normalised
+TARGET = slice(27, 30)
+HEIGHTS = slice(30, 32)  # lowest and highest of start and target
+RETURN = 32
+ROW = 33
+
+
+@dataclass(frozen=True)
+class Reward:
+    """Weights of the reward terms.
+
+    Attributes:
+        velocity: Of the speed towards the target, m/s.
+        constant: Added every step.
+        static: Of the mean logarithm of the lidar distances.
+        dynamic: Of the mean logarithm of the distances to the moving obstacles.
+        smoothness: Subtracted, per m/s of change between steps.
+        height: Subtracted, per square metre above or below the corridor.
+        collision: Added once in a crash (static, dynamic or height); give a negative number.
+        goal: Added once when the target is reached, if that ends the episode.
+        relative: Take the logarithms relative to free space, so that hovering there pays 0 but
+            for `constant`.
+        goal_ends: Whether reaching the target ends the episode.
+    """
+
+    velocity: float = 1.0
+    constant: float = 1.0
+    static: float = 1.0
+    dynamic: float = 1.0
+    smoothness: float = 0.1
+    height: float = 8.0
+    collision: float = 0.0
+    goal: float = 0.0
+    relative: bool = False
+    goal_ends: bool = False
+
+    @classmethod
+    def preset(cls, name: str) -> Self:
+        """Return a preset: "navrl" as upstream, "shifted" where hovering pays 0 and crashing costs.
+
+        Raises:
+            UsageError: There is no such preset.
+        """
+        if name == "navrl":
+            return cls()
+        if name == "shifted":
+            return cls(constant=0.0, collision=-20.0, goal=20.0, relative=True, goal_ends=True)
+        raise UsageError(
+            f"reward={name!r} is not a preset; {did_you_mean(name, ('navrl', 'shifted'))}"
+        )
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What is simulated. Checked when made: one `UsageError` names the first value that is wrong.
+
+    Attributes:
+        num_envs: Drones, over all worlds.
+        num_obstacles: Static boxes of each map.
+        dynamic_obstacles: Moving obstacles of each world; rounded down to a multiple of 8
+            (there are 8 kinds, equally many of each).
+        substeps: Physics steps of 0.016 s per decision.
+        episode_seconds: After this a drone is truncated.
+        lidar_range_m: How far the lidar and the view of moving obstacles reach.
+        lidar_beams: Around, and from low to high.
+        lidar_fov_deg: Lowest and highest elevation.
+        action_limit: Largest commanded speed per axis, m/s.
+        drone: "hummingbird" (rotors and Lee controller) or "fast" (a second-order response).
+        hold_yaw: Let the hummingbird's controller hold the yaw of the start. Upstream asks for the
+            yaw it has, so that rough commands turn the drone, and its lidar, away from the goal
+            frame: by some 15 degrees in 30 s of random actions, by 1 degree in smooth flight.
+        reward: Weights, or the name of a preset.
+        maps: Worlds at the same time; drones are spread over them evenly.
+        map_seed: Maps have the seeds `map_seed`, `map_seed` + 1 and so on.
+        new_map_every: After so many episodes per drone a world gets the next unused map: its drones
+            are truncated, and start again. 0 keeps the maps.
+        crossing_share: Share of training episodes whose target is on the opposite edge for
+            certain; the others take both edges at random, as upstream.
+        evaluation: Start in a row on one edge and cross the field, 48 m.
+    """
+
+    num_envs: int = 1024
+    num_obstacles: int = 350
+    dynamic_obstacles: int = 80
+    substeps: int = 6
+    episode_seconds: float = 35.2
+    lidar_range_m: float = 4.0
+    lidar_beams: tuple[int, int] = (36, 4)
+    lidar_fov_deg: tuple[float, float] = (-10.0, 20.0)
+    action_limit: float = 2.0
+    drone: str = "hummingbird"
+    hold_yaw: bool = False
+    reward: Reward | str = field(default_factory=Reward)
+    maps: int = 1
+    map_seed: int = 0
+    new_map_every: int = 0
+    crossing_share: float = 0.0
+    evaluation: bool = False
+
+    def __post_init__(self) -> None:
+        _check(self)
+        if isinstance(self.reward, str):
+            object.__setattr__(self, "reward", Reward.preset(self.reward))
+        object.__setattr__(self, "dynamic_obstacles", self.dynamic_obstacles // 8 * 8)
+        for name in ("lidar_beams", "lidar_fov_deg"):  # lists come from files of settings
+            object.__setattr__(self, name, tuple(getattr(self, name)))
+
+    @property
+    def weights(self) -> Reward:
+        """The reward as weights, whether given so or by name."""
+        assert isinstance(self.reward, Reward)
+        return self.reward
+
+    @property
+    def period_s(self) -> float:
+        """Time between decisions."""
+        return self.substeps * PHYSICS_DT_S
+
+    @property
+    def episode_steps(self) -> int:
+        """Decisions in the longest episode."""
+        return max(1, round(self.episode_seconds / self.period_s))
+
+    @property
+    def elevations(self) -> NDArray[np.float64]:
+        """Elevations of the lidar's beams in radians, from low to high."""
+        return np.radians(np.linspace(*self.lidar_fov_deg, self.lidar_beams[1]))
+
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        """Shape of each observation, without the number of drones."""
+        around, high = self.lidar_beams
+        return {
+            "state": (8,),
+            "lidar": (1, around, high),
+            "direction": (1, 3),
+            "dynamic_obstacle": (NEAREST, 10),
+        }
+
+    def with_(self, **changes: Any) -> Settings:
+        """Return other settings, for evaluation say.
+
+        Raises:
+            UsageError: A name or a value is wrong.
+        """
+        known = [item.name for item in fields(self)]
+        for name in changes:
+            if name not in known:
+                raise UsageError(f"there is no setting {name!r}; {did_you_mean(name, known)}")
+        return replace(self, **changes)
+
+
+def _check(settings: Settings) -> None:
+    least = {
+        "num_envs": 1,
+        "num_obstacles": 0,
+        "dynamic_obstacles": 0,
+        "substeps": 1,
+        "maps": 1,
+        "map_seed": 0,
+        "new_map_every": 0,
+    }
+    for name, low in least.items():
+        value = getattr(settings, name)
+        if isinstance(value, bool) or not isinstance(value, int | np.integer) or value < low:
+            raise UsageError(f"{name} is {value!r}; give a whole number, at least {low}")
+    for name in ("episode_seconds", "lidar_range_m", "action_limit"):
+        value = getattr(settings, name)
+        if not (isinstance(value, int | float) and math.isfinite(value) and value > 0):
+            raise UsageError(f"{name} is {value!r}; give a number above 0")
+    if settings.substeps > MAX_SUBSTEPS:
+        raise UsageError(f"substeps is {settings.substeps}; give at most {MAX_SUBSTEPS} (2 s)")
+    if settings.lidar_range_m > 5.0:
+        raise UsageError(f"lidar_range_m is {settings.lidar_range_m}; give at most 5 m")
+    share = settings.crossing_share
+    if not (isinstance(share, int | float) and 0.0 <= share <= 1.0):
+        raise UsageError(f"crossing_share is {share!r}; give 0 to 1")
+    if settings.drone not in ("hummingbird", "fast"):
+        hint = did_you_mean(settings.drone, ("hummingbird", "fast"))
+        raise UsageError(f"drone={settings.drone!r} is unknown; {hint}")
+    if settings.maps > settings.num_envs:
+        raise UsageError(f"maps is {settings.maps} for {settings.num_envs} drones; give fewer maps")
+    beams, view = settings.lidar_beams, settings.lidar_fov_deg
+    if len(beams) != 2 or not (1 <= beams[0] <= 360 and 1 <= beams[1] <= 64):
+        raise UsageError(f"lidar_beams is {beams!r}; give up to 360 around and up to 64 high")
+    if len(view) != 2 or not -80 <= view[0] <= view[1] <= 80:
+        raise UsageError(f"lidar_fov_deg is {view!r}; give lowest and highest, within -80 to 80")
+
+
+def training_places(draws: Floats, crossing_share: float) -> tuple[Floats, Floats]:
+    """Turn random numbers into starts and targets on the edges of the map.
+
+    Args:
+        draws: Uniform in [0, 1), [n, DRAWS].
+        crossing_share: See `Settings`.
+
+    Returns:
+        Starts and targets, [n, 3] each.
+    """
+    edges = (draws[:, 0:4:3] * 4).astype(np.int64)
+    if crossing_share:
+        np.copyto(edges[:, 1], edges[:, 0] ^ 1, where=draws[:, 6] < crossing_share)
+    places = np.empty((len(draws), 2, 3), np.float32)
+    along = draws[:, 1:5:3] * np.float32(2 * EDGE_M) - np.float32(EDGE_M)
+    edge = np.where(edges % 2 == 0, np.float32(EDGE_M), np.float32(-EDGE_M))
+    free_x = edges < 2  # edges are y = +24, y = -24, x = +24, x = -24
+    places[:, :, 0] = np.where(free_x, along, edge)
+    places[:, :, 1] = np.where(free_x, edge, along)
+    places[:, :, 2] = 0.5 + 2.0 * draws[:, 2:6:3]
+    return places[:, 0], places[:, 1]
+
+
+def crossing_places(number: NDArray[np.int64], count: NDArray[np.int64]) -> tuple[Floats, Floats]:
+    """Return starts and targets of evaluation: side by side, straight across.
+
+    Args:
+        number: Of each drone inside its world.
+        count: Drones of that world.
+    """
+    start = np.empty((number.size, 3), np.float32)
+    target = np.empty_like(start)
+    start[:, 0] = (number / count - 0.5) * CROSSING_M
+    target[:, 0] = (number / np.maximum(count - 1, 1) - 0.5) * CROSSING_M
+    start[:, 1], target[:, 1] = EDGE_M, -EDGE_M
+    start[:, 2] = target[:, 2] = 2.0
+    return start, target
+
+
+def fresh_rows(start: Floats, target: Floats, throttle: float) -> Floats:
+    """Return the rows of drones at rest that face their targets.
+
+    Args:
+        start: Positions, [n, 3].
+        target: Targets, [n, 3].
+        throttle: Of each rotor, in hover.
+    """
+    rows = np.zeros((start.shape[0], ROW), np.float32)
+    way = target[:, :2] - start[:, :2]
+    length = np.sqrt(way[:, 0] ** 2 + way[:, 1] ** 2)
+    axis = way / np.maximum(length, 1e-6)[:, None]
+    axis[length < 1e-6] = (1.0, 0.0)
+    rows[:, POSITION] = start
+    rows[:, HEADING] = rows[:, AXIS] = axis
+    rows[:, 24:26] = way
+    rows[:, TARGET] = target
+    # Half the yaw: of the two roots, the one with w >= 0.
+    half = np.sqrt(np.maximum(0.5 * (1.0 + axis[:, 0]), 0.0))
+    rows[:, 9] = half
+    rows[:, 12] = np.copysign(np.sqrt(np.maximum(0.5 * (1.0 - axis[:, 0]), 0.0)), axis[:, 1])
+    rows[:, THROTTLE] = throttle
+    rows[:, 30] = np.minimum(start[:, 2], target[:, 2])
+    rows[:, 31] = np.maximum(start[:, 2], target[:, 2])
+    return rows

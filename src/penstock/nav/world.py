@@ -1,0 +1,316 @@
+"""The world: boxes that stand on the ground, found by cell, and obstacles that move."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from penstock.errors import UsageError
+
+Floats = NDArray[np.float32]
+Ints = NDArray[np.int32]
+Rectangle = tuple[int, int, int, int, int]  # x0, x1, y0, y1 in pixels, height in decimetres
+
+HALF_M = 20.0  # the obstacle field
+TOP_M = 4.5  # highest place of a moving obstacle
+GROUND_M = 25.0  # ground, and cells, reach this far
+CELLS = 50  # per axis, of 1 m
+GROUPS = 8  # kinds of moving obstacles
+REDRAW_S = 2.0  # time between new speeds
+
+# How far a moving obstacle roams from its origin, and where it may go at all.
+_LOWEST = np.array([-5.0, -5.0, -5.0])
+_SPAN = np.array([10.0, 10.0, 9.0])
+_CORNER_LOW = np.array([-HALF_M, -HALF_M, 0.0])
+_CORNER_HIGH = np.array([HALF_M, HALF_M, TOP_M])
+
+_PIXELS = 399  # usable ones of 0.1 m, inside an empty rim of one
+_STRIDE = 4
+_SIDES = (4, 8)
+_BATCH = 64
+_MOST = 3000  # placed boxes; beyond that only the overlaps grow
+_TRIES = 20_000  # candidates per box; upstream gives up after 100,000 and takes any
+
+
+@dataclass(frozen=True)
+class World:
+    """One static map.
+
+    Attributes:
+        seed: What it was made from.
+        num_obstacles: Boxes that were placed.
+        boxes: x0, x1, y0, y1, height in metres, [n, 5]: disjoint, so that n may be larger than
+            `num_obstacles` where boxes overlap (of two, the later one's height counts).
+    """
+
+    seed: int
+    num_obstacles: int
+    boxes: Floats
+
+    @classmethod
+    def generate(cls, seed: int, num_obstacles: int) -> World:
+        """Make the map of a seed.
+
+        Raises:
+            UsageError: So many boxes do not fit with the gaps they must have.
+        """
+        if num_obstacles > _MOST:
+            raise UsageError(
+                f"num_obstacles={num_obstacles} do not fit into 40 x 40 m; give at most {_MOST}"
+            )
+        rng = np.random.default_rng(seed)
+        placed = np.zeros((num_obstacles, 2), np.int64)
+        rectangles: list[Rectangle] = []
+        for number in range(num_obstacles):
+            box = _place(rng, placed[:number])
+            if box is None:
+                raise UsageError(
+                    f"num_obstacles={num_obstacles}: box {number + 1} of map {seed} found no "
+                    f"place in {_TRIES} tries; give fewer"
+                )
+            placed[number] = box[0], box[2]
+            rectangles = [part for old in rectangles for part in _cut(old, box)]
+            rectangles.append(box)
+        boxes = np.array(rectangles, np.float64).reshape(-1, 5)
+        boxes *= 0.1
+        boxes[:, :4] += 0.1 - HALF_M
+        return cls(int(seed), num_obstacles, boxes.astype(np.float32))
+
+    def cells(self, range_m: float) -> tuple[Ints, Ints]:
+        """List, for each cell of 1 m, the boxes that a lidar inside it may reach.
+
+        Args:
+            range_m: Of the lidar.
+
+        Returns:
+            Where the list of each cell begins, [CELLS * CELLS + 1], x major; and the boxes.
+        """
+        low = np.arange(CELLS, dtype=np.float32) - GROUND_M
+        reach = range_m + 0.01  # margin: float32 positions at the border of a cell
+
+        def apart(first: Floats, last: Floats) -> Floats:
+            gap = np.maximum(first[None] - (low + 1)[:, None], low[:, None] - last[None])
+            away: Floats = np.maximum(gap, 0)
+            return away
+
+        dx = apart(self.boxes[:, 0], self.boxes[:, 1])
+        dy = apart(self.boxes[:, 2], self.boxes[:, 3])
+        near = dx[:, None] ** 2 + dy[None] ** 2 <= reach**2
+        near = near.reshape(CELLS * CELLS, -1)
+        starts = np.zeros(CELLS * CELLS + 1, np.int32)
+        np.cumsum(near.sum(1), out=starts[1:])
+        return starts, np.nonzero(near)[1].astype(np.int32)
+
+
+def _place(rng: np.random.Generator, placed: NDArray[np.int64]) -> Rectangle | None:
+    """Draw boxes until one keeps its distance from all others."""
+    side_draw = rng.integers(0, 2, 2)
+    width, length = _SIDES[side_draw[0]], _SIDES[side_draw[1]]
+    height = _height(rng)
+    steps = -(-_PIXELS // _STRIDE)
+    for _ in range(-(-_TRIES // _BATCH)):
+        corners = rng.integers(0, steps, (_BATCH, 2)) * _STRIDE
+        x = np.minimum(corners[:, 0], _PIXELS - width)
+        y = np.minimum(corners[:, 1], _PIXELS - length)
+        dx = np.abs(placed[None, :, 0] - x[:, None]) - width
+        dy = np.abs(placed[None, :, 1] - y[:, None]) - length
+        gap2 = dx * dx + dy * dy
+        bad = ~((dx < 0) & (dy < 0)) & (gap2 >= 4) & (gap2 <= 100)
+        good = np.flatnonzero(~bad.any(1))
+        if good.size:
+            left, low = int(x[good[0]]), int(y[good[0]])
+            return left, left + width, low, low + length, height
+    return None
+
+
+def _height(rng: np.random.Generator) -> int:
+    """Draw a height in decimetres."""
+    kind, place = rng.random(2)
+    for share, low, high in ((0.10, 10, 15), (0.15, 15, 20), (0.20, 20, 40)):
+        if kind < share:
+            return int(low + (high - low) * place)
+        kind -= share
+    return int(40 + 20 * place)
+
+
+def _cut(old: Rectangle, new: Rectangle) -> list[Rectangle]:
+    """Return what is left of a rectangle under a newer one, as disjoint rectangles."""
+    x0, x1, y0, y1, height = old
+    a0, a1, b0, b1, _ = new
+    if a0 >= x1 or a1 <= x0 or b0 >= y1 or b1 <= y0:
+        return [old]
+    left, right = max(x0, a0), min(x1, a1)
+    parts = [(x0, left, y0, y1), (right, x1, y0, y1), (left, right, y0, b0), (left, right, b1, y1)]
+    return [(*part, height) for part in parts if part[0] < part[1] and part[2] < part[3]]
+
+
+class Maps:
+    """The static maps of all worlds behind each other, as the back ends want them.
+
+    Attributes:
+        boxes: Of all worlds, [n, 5].
+        starts: Where the list of each cell begins, [worlds * CELLS * CELLS + 1].
+        members: The lists: numbers of boxes.
+    """
+
+    def __init__(self, worlds: list[World], range_m: float) -> None:
+        self._range_m = range_m
+        self.worlds = list(worlds)
+        self._cells = [world.cells(range_m) for world in worlds]
+        self._join()
+
+    def replace(self, number: int, world: World) -> None:
+        """Put another map in the place of one."""
+        self.worlds[number] = world
+        self._cells[number] = world.cells(self._range_m)
+        self._join()
+
+    def _join(self) -> None:
+        self.boxes = np.concatenate([world.boxes for world in self.worlds])
+        starts, members = [np.zeros(1, np.int32)], []
+        box = entry = 0
+        for world, (begin, inside) in zip(self.worlds, self._cells, strict=True):
+            starts.append(begin[1:] + np.int32(entry))
+            members.append(inside + np.int32(box))
+            box += len(world.boxes)
+            entry += inside.size
+        self.starts = np.concatenate(starts)
+        self.members = np.concatenate(members)
+
+
+class Obstacles:
+    """The moving obstacles of all worlds.
+
+    Numbered so that any first multiple of 8 has equally many of each kind: kinds 0 to 3 are cuboids
+    that float, kinds 4 to 7 are cylinders from the ground to 5 m. They are seen by no lidar and
+    never reset.
+
+    Args:
+        seeds: One per world; obstacles of a world depend on nothing else.
+        count: Per world, a multiple of 8.
+        period_s: Time between steps.
+    """
+
+    def __init__(self, seeds: list[int], count: int, period_s: float) -> None:
+        self.count = count
+        self.period_s = period_s
+        kind = np.arange(count) % GROUPS
+        self.width = (0.25 * (1 + kind % 4)).astype(np.float32)
+        self.tall = kind >= GROUPS // 2
+        self.height = np.where(self.tall, 5.0, 1.0).astype(np.float32)
+        shape = (len(seeds), count, 3)
+        self.position = np.zeros(shape, np.float32)
+        self.velocity = np.zeros(shape, np.float32)
+        self.goal = np.zeros(shape, np.float32)
+        self.origin = np.zeros(shape, np.float32)
+        self.steps = np.zeros(len(seeds), np.int64)
+        self.rngs: list[np.random.Generator] = []
+        for world, seed in enumerate(seeds):
+            self.rngs.append(np.random.default_rng(0))
+            self.renew(world, seed)
+
+    def renew(self, world: int, seed: int) -> None:
+        """Begin again in one world, from another seed."""
+        rng = self.rngs[world] = np.random.default_rng([seed, 1])
+        self.origin[world] = self._origins(rng)
+        self.position[world] = self.goal[world] = self.origin[world]
+        self.velocity[world] = 0
+        self.steps[world] = 0
+
+    def _origins(self, rng: np.random.Generator) -> Floats:
+        places = np.zeros((self.count, 3), np.float32)
+        spacing = 2 * np.sqrt(HALF_M * HALF_M / max(self.count, 1))
+        for number in range(self.count):
+            limit, good = spacing, np.zeros(0, np.int64)
+            while not good.size:
+                tries = rng.uniform(-HALF_M, HALF_M, (_BATCH, 2))
+                way = places[None, :number, :2] - tries[:, None]
+                good = np.flatnonzero(((way * way).sum(2) > limit * limit).all(1))
+                limit *= 0.8  # upstream by the clock, which no seed could repeat
+            places[number, :2] = tries[good[0]]
+            places[number, 2] = 2.5 if self.tall[number] else rng.uniform(0, TOP_M)
+        return places
+
+    def advance(self) -> None:
+        """Move all obstacles by one step."""
+        if not self.count:
+            return
+        way = self.goal - self.position
+        arrived = np.einsum("wmi,wmi->wm", way, way) < 0.5 * 0.5
+        arrived[self.steps == 0] = True
+        world, which = np.nonzero(arrived)
+        if world.size:
+            self._new_goals(world, which)
+        due = np.flatnonzero(self.steps % max(1, int(REDRAW_S / self.period_s)) == 0)
+        if due.size:
+            speed = np.stack([self.rngs[w].uniform(0.5, 1.5, self.count) for w in due])
+            way = self.goal[due] - self.position[due]
+            length = np.maximum(np.sqrt((way * way).sum(2)), 1e-6)
+            self.velocity[due] = way * (speed / length)[..., None]
+        self.position += self.velocity * np.float32(self.period_s)
+        self.steps += 1
+
+    def _new_goals(self, world: NDArray[np.int64], which: NDArray[np.int64]) -> None:
+        """Draw goals of some obstacles, in the order of their worlds: each world has its draws."""
+        counts = np.bincount(world)
+        u = np.concatenate([self.rngs[w].random((n, 3)) for w, n in enumerate(counts) if n])
+        origin = self.origin[world, which]
+        # Upstream lets z begin at -5 but span 9 only.
+        goal = origin + (_LOWEST + _SPAN * u)
+        np.clip(goal, _CORNER_LOW, _CORNER_HIGH, out=goal)
+        goal[self.tall[which], 2] = 2.5
+        self.goal[world, which] = goal
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return copies of all that changes."""
+        return {
+            "position": self.position.copy(),
+            "velocity": self.velocity.copy(),
+            "goal": self.goal.copy(),
+            "origin": self.origin.copy(),
+            "steps": self.steps.copy(),
+            "rngs": np.stack([pack_rng(rng) for rng in self.rngs]),
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Continue from a state.
+
+        Raises:
+            UsageError: It is of another number of worlds or obstacles.
+        """
+        for name in ("position", "velocity", "goal", "origin", "steps"):
+            mine, other = getattr(self, name), np.asarray(state[name])
+            if mine.shape != other.shape:
+                raise UsageError(
+                    f"obstacles.{name} of the state is {list(other.shape)}, the simulator's is "
+                    f"{list(mine.shape)}; give the settings it was saved with"
+                )
+        for name in ("position", "velocity", "goal", "origin", "steps"):
+            getattr(self, name)[...] = np.asarray(state[name])
+        self.rngs = [unpack_rng(words) for words in np.asarray(state["rngs"])]
+
+
+def pack_rng(rng: np.random.Generator) -> NDArray[np.int64]:
+    """Return the state of a PCG64 generator as 6 words, which any file can hold."""
+    state: Any = rng.bit_generator.state
+    words = []
+    for name in ("state", "inc"):
+        words += [state["state"][name] >> 64, state["state"][name] & (2**64 - 1)]
+    words += [state["has_uint32"], state["uinteger"]]
+    return np.array(words, np.uint64).view(np.int64)
+
+
+def unpack_rng(words: NDArray[np.int64]) -> np.random.Generator:
+    """Undo `pack_rng`."""
+    plain = [int(word) for word in np.ascontiguousarray(words, np.int64).view(np.uint64)]
+    rng = np.random.default_rng(0)
+    rng.bit_generator.state = {
+        "bit_generator": "PCG64",
+        "state": {"state": plain[0] << 64 | plain[1], "inc": plain[2] << 64 | plain[3]},
+        "has_uint32": plain[4],
+        "uinteger": plain[5],
+    }
+    return rng
