@@ -35,10 +35,10 @@ from penstock.checkpoints.queue import OnFull, SaveQueue
 from penstock.core import tree
 from penstock.core.codecs import Planes
 from penstock.core.files import storage_error
-from penstock.core.handle import SaveHandle, poll
+from penstock.core.handle import SaveHandle, close_after, poll
 from penstock.core.monitor import PerformanceMonitor
 from penstock.core.signals import SignalGuard
-from penstock.errors import PenstockError, PenstockWarning, SaverClosed, UsageError
+from penstock.errors import PenstockWarning, SaverClosed, UsageError
 
 KeepBest = int | tuple[int, Literal["max", "min"]]
 
@@ -276,12 +276,7 @@ class AsyncCheckpointSaver:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        try:
-            self.shutdown()
-        except PenstockError as failure:
-            if error is None:
-                raise
-            error.add_note(f"penstock: {failure}")  # never hide what the user's code raised
+        close_after(self.shutdown, error)
 
     def __reduce__(self) -> Any:
         raise UsageError("a saver belongs to its process; make a new one in the other process")

@@ -1,4 +1,4 @@
-"""What `save_async` gives back: one save, and what became of it."""
+"""What a save gives back: what became of it; and how to wait for it, and to close after it."""
 
 from __future__ import annotations
 
@@ -10,6 +10,16 @@ from typing import Any, Literal
 from penstock.errors import PenstockError, SnapshotDiscarded, UsageError
 
 Status = Literal["pending", "saved", "failed", "skipped", "dropped", "discarded"]
+
+
+def close_after(close: Callable[[], object], error: BaseException | None) -> None:
+    """Close at the end of a `with` block, never hiding what the user's code raised in it."""
+    try:
+        close()
+    except Exception as failure:
+        if error is None:
+            raise
+        error.add_note(f"penstock: {failure}")
 
 
 def poll(condition: Callable[[], bool], timeout: float | None) -> bool:

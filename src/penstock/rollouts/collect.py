@@ -10,6 +10,7 @@ from typing import Any, Self
 
 import torch
 
+from penstock.core.handle import close_after
 from penstock.errors import SaverClosed, UsageError
 from penstock.rollouts.ahead import Ahead, Ready
 
@@ -151,12 +152,7 @@ class PipelinedDataCollector:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        try:
-            self.shutdown()
-        except Exception as failure:
-            if error is None:
-                raise
-            error.add_note(f"penstock: {failure}")  # never hide what the user's code raised
+        close_after(self.shutdown, error)
 
     def __reduce__(self) -> Any:
         raise UsageError("a collector belongs to its process; make a new one in the other process")

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import operator
 import os
-import threading
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -149,6 +147,11 @@ def _in_range(name: str, positions: NDArray[Any], size: int) -> NDArray[np.int64
     return wrapped.astype(np.int64)
 
 
+def identity(status: os.stat_result) -> tuple[int, ...]:
+    """Tell one content from another under the same name."""
+    return status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns
+
+
 class RolloutFile:
     """An open rollout; decodes only what is asked for, and verifies all of that.
 
@@ -165,7 +168,7 @@ class RolloutFile:
         except OSError as error:
             raise storage_error("read", path, error) from error
         self._memory = memory
-        self.identity = _identity(os.fstat(self._pack.fileno()))
+        self.identity = identity(os.fstat(self._pack.fileno()))
         try:
             self.axes, self.node, self._items = self._read_meta()
         except BaseException:
@@ -307,54 +310,6 @@ class RolloutFile:
 
     def __exit__(self, *_: object) -> None:
         self.close()
-
-
-class OpenRollouts:
-    """The rollouts that were read last, kept open: a header takes as long as an environment.
-
-    Args:
-        memory: For the batches.
-        most: How many stay open.
-    """
-
-    def __init__(self, memory: ReusedMemory, most: int = 4) -> None:
-        self._memory = memory
-        self._most = most
-        self._lock = threading.Lock()
-        self._idle: dict[Path, RolloutFile] = {}
-
-    @contextmanager
-    def open(self, path: Path) -> Iterator[RolloutFile]:
-        """Open a rollout, or take the one that is open if the file is still the same."""
-        with self._lock:
-            file = self._idle.pop(path, None)  # nobody else reads it meanwhile, or closes it
-        if file is not None and file.identity != _identity(os.stat(path)):
-            file.close()
-            file = None
-        if file is None:
-            file = RolloutFile(path, self._memory)
-        try:
-            yield file
-        finally:
-            with self._lock:
-                spare = [self._idle.pop(path)] if path in self._idle else []
-                self._idle[path] = file
-                while len(self._idle) > self._most:
-                    spare.append(self._idle.pop(next(iter(self._idle))))
-            for other in spare:
-                other.close()
-
-    def close(self) -> None:
-        """Close what is open."""
-        with self._lock:
-            files, self._idle = list(self._idle.values()), {}
-        for file in files:
-            file.close()
-
-
-def _identity(status: os.stat_result) -> tuple[int, ...]:
-    """Tell one content from another under the same name."""
-    return status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns
 
 
 @dataclass(frozen=True)

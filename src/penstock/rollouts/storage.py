@@ -18,13 +18,14 @@ import numpy as np
 import torch
 
 from penstock.core.files import storage_error, sweep
-from penstock.core.handle import SaveHandle, poll
+from penstock.core.handle import SaveHandle, close_after, poll
 from penstock.core.memory import format_bytes
 from penstock.core.pack import PackReader
 from penstock.core.reuse import ReusedMemory
 from penstock.core.writes import Write, WriteQueue
 from penstock.errors import DataError, PenstockError, UnknownFormat, UsageError
-from penstock.rollouts.files import KIND, OpenRollouts, check_level, write_rollout
+from penstock.rollouts.files import KIND, check_level, write_rollout
+from penstock.rollouts.opened import OpenRollouts
 from penstock.rollouts.structure import Batch, Leaf, find_axes, take_apart
 
 _NAME = re.compile(r"rollout_(\d{6,})\.pack")
@@ -234,12 +235,7 @@ class RolloutStorage:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        try:
-            self.close()
-        except PenstockError as failure:
-            if error is None:
-                raise
-            error.add_note(f"penstock: {failure}")  # never hide what the user's code raised
+        close_after(self.close, error)
 
     def _write(self, path: Path, write: Write) -> Path:
         try:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field, replace
 
 from penstock.core.progress import Progress
 from penstock.tools.bench import Row
@@ -82,4 +82,21 @@ def time_rows(what: str, timings: Mapping[str, Timing], ours: str, scale: float 
             cpu_s=statistics.median(timing.cpu_s),
         )
         for name, timing in timings.items()
+    ]
+
+
+def judge_peers(rows: Iterable[Row], least: Mapping[str, float]) -> list[Row]:
+    """Say of peers whether they take at least so many times as long as penstock.
+
+    Args:
+        rows: Of `time_rows`.
+        least: The bar of each peer that has one.
+    """
+    return [
+        replace(
+            row, bar=f">= {least[row.who]:g} x penstock", met=(row.ratio or 0) >= least[row.who]
+        )
+        if row.who in least
+        else row
+        for row in rows
     ]

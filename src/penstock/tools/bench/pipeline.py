@@ -10,7 +10,7 @@ from tensordict import TensorDict
 
 from penstock.rollouts.collect import PipelinedDataCollector
 from penstock.tools.bench import Case, Row, Settings
-from penstock.tools.bench.measure import clock, interleave, time_rows
+from penstock.tools.bench.measure import clock, interleave, judge_peers, time_rows
 from penstock.tools.bench.state import torch_threads
 
 OURS = "penstock"
@@ -55,20 +55,7 @@ def _compare(
         turns = {OURS: lambda: clock(pipelined), SERIAL: lambda: clock(serial)}
         timings = interleave(turns, settings.repeats, name)
     rows = time_rows(f"{settings.batches} batches, collector and learner {name}", timings, OURS)
-    if bar is None:
-        return rows
-    return [
-        row
-        if row.who == OURS
-        else Row(
-            **{
-                **row.__dict__,
-                "bar": f">= {bar} x penstock",
-                "met": row.ratio is not None and row.ratio >= bar,
-            }
-        )
-        for row in rows
-    ]
+    return rows if bar is None else judge_peers(rows, {SERIAL: bar})
 
 
 CASE = Case(

@@ -20,7 +20,7 @@ from penstock.replay.priority import SumTree
 from penstock.replay.torchrl import CompressedStorage
 from penstock.tools.bench import Case, Row, Settings
 from penstock.tools.bench.experience import SeedBuffer, transitions
-from penstock.tools.bench.measure import Timing, clock, interleave, time_rows
+from penstock.tools.bench.measure import Timing, clock, interleave, judge_peers, time_rows
 
 OURS = "penstock"
 _BATCH, _LENGTH = 256, 500
@@ -72,18 +72,8 @@ def _burst(sample: Callable[[], object], calls: int = _BURST) -> Callable[[], fl
     return turn
 
 
-def _judged(
-    what: str, timings: Mapping[str, Timing], bars: Mapping[str, float], ours: str = OURS
-) -> list[Row]:
-    """Lay out timings; a bar says how many times as long as ours a method must take."""
-    rows = []
-    for row in time_rows(what, timings, ours):
-        least = bars.get(row.who)
-        if least is not None:
-            met = row.ratio is not None and row.ratio >= least
-            row = Row(**{**row.__dict__, "bar": f">= {least:g} x penstock", "met": met})
-        rows.append(row)
-    return rows
+def _judged(what: str, timings: Mapping[str, Timing], least: Mapping[str, float]) -> list[Row]:
+    return judge_peers(time_rows(what, timings, OURS), least)
 
 
 def _random(data: TensorDict, rounds: int) -> list[Row]:

@@ -13,7 +13,7 @@ from penstock.rollouts.compressed import CompressedDataCollector
 from penstock.rollouts.storage import RolloutStorage
 from penstock.tools.bench import Case, Row, Settings
 from penstock.tools.bench.experience import flights
-from penstock.tools.bench.measure import clock, interleave, time_rows
+from penstock.tools.bench.measure import clock, interleave, judge_peers, time_rows
 from penstock.tools.bench.seed_rollout import SeedRollouts
 
 OURS = "penstock"
@@ -68,13 +68,13 @@ def _on_disk(name: str, data: TensorDict, settings: Settings) -> list[Row]:
             for what, (ours, theirs, _) in turns.items()
         }
     stored = storage.path(1).stat().st_size
-    rows = _with_bar(time_rows(f"durable save, {name}", save, OURS), 12.0)
+    rows = judge_peers(time_rows(f"durable save, {name}", save, OURS), {SEED: 12.0})
     whole = loads["load"][OURS].median
     for what, timings in loads.items():
         bar = turns[what][2]
         found = time_rows(f"{what}, {name}", timings, OURS)
         if bar is not None:
-            found = _with_bar(found, bar)
+            found = judge_peers(found, {SEED: bar})
         else:
             share = timings[OURS].median / whole
             found[0] = replace(found[0], bar=f"<= 1/10 of the load ({share:.3f})", met=share <= 0.1)
@@ -89,16 +89,6 @@ def _on_disk(name: str, data: TensorDict, settings: Settings) -> list[Row]:
 
 def _parts(key: str | tuple[str, ...]) -> tuple[str, ...]:
     return (key,) if isinstance(key, str) else key
-
-
-def _with_bar(rows: list[Row], least: float) -> list[Row]:
-    """Judge the peer's rows: it must take at least so many times as long as penstock."""
-    return [
-        row
-        if row.who == OURS
-        else replace(row, bar=f">= {least:g} x penstock", met=(row.ratio or 0) >= least)
-        for row in rows
-    ]
 
 
 def _in_memory(data: TensorDict, settings: Settings) -> list[Row]:
