@@ -4,8 +4,8 @@ import numpy as np
 import pytest
 import torch
 
-from penstock.nav.simulator import Simulator
-from penstock.nav.task import Settings
+from penstock.nav.simulation.simulator import Simulator
+from penstock.nav.simulation.task import Settings
 
 STEPS = 200
 DRONES = 64

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch.distributions import Beta
 
-from penstock.nav import beta as betas
+from penstock.nav.learning import beta as betas
 
 
 def parameters(seed: int = 0, rows: int = 200) -> tuple[torch.Tensor, ...]:

@@ -4,9 +4,17 @@ import numpy as np
 import pytest
 import torch
 
-from penstock.nav.drone import HOVER_THROTTLE, fly, rotation
-from penstock.nav.kernels_flight import fly_fast, fly_hummingbird
-from penstock.nav.task import AXIS, HEADING, POSITION, QUATERNION, THROTTLE, VELOCITY, fresh_rows
+from penstock.nav.simulation.drone import HOVER_THROTTLE, fly, rotation
+from penstock.nav.simulation.kernels_flight import fly_fast, fly_hummingbird
+from penstock.nav.simulation.task import (
+    AXIS,
+    HEADING,
+    POSITION,
+    QUATERNION,
+    THROTTLE,
+    VELOCITY,
+    fresh_rows,
+)
 
 DRONES = ["hummingbird", "fast"]
 

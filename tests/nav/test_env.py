@@ -5,8 +5,8 @@ import torch
 from torchrl.envs.utils import check_env_specs
 
 from penstock.errors import UsageError
-from penstock.nav.env import NavigationEnv
-from penstock.nav.task import Settings
+from penstock.nav.simulation.env import NavigationEnv
+from penstock.nav.simulation.task import Settings
 
 SMALL = {"num_envs": 6, "num_obstacles": 40, "dynamic_obstacles": 16}
 

@@ -8,10 +8,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from penstock.nav.native import NumbaBackend
-from penstock.nav.reference import TorchBackend
-from penstock.nav.task import ROW, Settings
-from penstock.nav.world import GROUND_M, Maps, Obstacles, World
+from penstock.nav.simulation.native import NumbaBackend
+from penstock.nav.simulation.reference import TorchBackend
+from penstock.nav.simulation.task import ROW, Settings
+from penstock.nav.simulation.world import GROUND_M, Maps, Obstacles, World
 
 RANGE = 4.0
 BACKENDS = ["numba", "torch"]

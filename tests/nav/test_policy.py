@@ -10,8 +10,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from penstock.errors import UsageError
-from penstock.nav.networks import FoldedConvolutions, describe_obstacles
-from penstock.nav.policy import PRESETS, Policy, has_bf16
+from penstock.nav.learning.networks import FoldedConvolutions, describe_obstacles
+from penstock.nav.learning.policy import PRESETS, Policy, has_bf16
 
 
 @pytest.fixture(autouse=True, scope="module")

@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from penstock.errors import UsageError
-from penstock.nav.simulator import Simulator
-from penstock.nav.task import DRAWS, Reward, Settings, training_places
+from penstock.nav.simulation.simulator import Simulator
+from penstock.nav.simulation.task import DRAWS, Reward, Settings, training_places
 
 BACKENDS = ["numba", "torch"]
 EMPTY = {"num_obstacles": 0, "dynamic_obstacles": 0}

@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from penstock.errors import UsageError
-from penstock.nav.world import CELLS, Maps, Obstacles, World, _cut, pack_rng, unpack_rng
+from penstock.nav.simulation.world import CELLS, Maps, Obstacles, World, _cut, pack_rng, unpack_rng
 
 
 def test_a_seed_is_a_map():
@@ -72,8 +72,8 @@ def test_too_many_boxes_are_refused_at_once(count):
 
 
 def test_a_crowd_that_finds_no_place_is_refused(monkeypatch):
-    monkeypatch.setattr("penstock.nav.world._TRIES", 1)
-    monkeypatch.setattr("penstock.nav.world._BATCH", 1)
+    monkeypatch.setattr("penstock.nav.simulation.world._TRIES", 1)
+    monkeypatch.setattr("penstock.nav.simulation.world._BATCH", 1)
     with pytest.raises(UsageError, match="found no place in 1 tries; give fewer"):
         World.generate(0, 2000)
 

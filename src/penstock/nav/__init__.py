@@ -1,10 +1,8 @@
 """Navigation: drones in a field of obstacles, simulated and trained without Isaac Sim.
 
-world.py      static boxes with cell lists, and moving obstacles
-task.py       settings, where drones start, what a drone's state is
-drone.py      how a drone answers to a velocity command, in torch
-geometry.py   lidar in torch
-reference.py  the back end in torch: any device, the one to believe
-native.py     the back end in numba: fast on a CPU     kernels*.py   its compiled code
-simulator.py  Simulator: both behind one class         env.py       the same for TorchRL
+simulation/  the world, its drones and sensors, by two back ends; the TorchRL environment
+learning/    the policy and PPO
+shield/      a filter between policy and drone
+training/    settings, collection, the loop, its live panel; `penstock train`
+evaluation/  honest crossings of unseen worlds, their picture; `penstock evaluate`
 """

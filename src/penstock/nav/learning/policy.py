@@ -11,8 +11,8 @@ from torch import Tensor, nn
 
 from penstock.core.words import did_you_mean
 from penstock.errors import UsageError
-from penstock.nav import beta as betas
-from penstock.nav.networks import FastEncoder, NavRLEncoder, Observation, initialise
+from penstock.nav.learning import beta as betas
+from penstock.nav.learning.networks import FastEncoder, NavRLEncoder, Observation, initialise
 
 ACTIONS = 3
 PRESETS = ("fast", "navrl")

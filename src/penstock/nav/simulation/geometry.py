@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from penstock.nav.world import GROUND_M
+from penstock.nav.simulation.world import GROUND_M
 
 _TINY = 1e-9  # stands for a component of 0, so that nothing is divided by it
 _FLAT = 1e-7  # likewise for the slope of a level beam

@@ -10,11 +10,11 @@ import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
 
 from penstock.errors import UsageError
-from penstock.nav.beta import log_prob_and_entropy
-from penstock.nav.gae import gae
-from penstock.nav.policy import ACTIONS, Policy
-from penstock.nav.ppo_settings import Batch, PPOSettings, require_finite
-from penstock.nav.value_norm import AllReduce, ValueNorm
+from penstock.nav.learning.beta import log_prob_and_entropy
+from penstock.nav.learning.gae import gae
+from penstock.nav.learning.policy import ACTIONS, Policy
+from penstock.nav.learning.ppo_settings import Batch, PPOSettings, require_finite
+from penstock.nav.learning.value_norm import AllReduce, ValueNorm
 
 __all__ = ["PPO", "AllReduce", "Batch", "PPOSettings"]
 

@@ -8,10 +8,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from penstock.nav import geometry
-from penstock.nav.drone import fly
-from penstock.nav.results import Observation, Outcome
-from penstock.nav.task import (
+from penstock.nav.simulation import geometry
+from penstock.nav.simulation.drone import fly
+from penstock.nav.simulation.results import Observation, Outcome
+from penstock.nav.simulation.task import (
     AXIS,
     DIRECTION,
     HEADING,
@@ -23,7 +23,7 @@ from penstock.nav.task import (
     VELOCITY,
     Settings,
 )
-from penstock.nav.world import CELLS, GROUND_M, Maps, Obstacles
+from penstock.nav.simulation.world import CELLS, GROUND_M, Maps, Obstacles
 
 
 class TorchBackend:

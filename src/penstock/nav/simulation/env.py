@@ -8,10 +8,18 @@ import torch
 from torch import Tensor
 
 from penstock.errors import MissingExtra, UsageError
-from penstock.nav.geometry import to_goal_frame
-from penstock.nav.results import Observation
-from penstock.nav.simulator import Simulator
-from penstock.nav.task import AXIS, POSITION, QUATERNION, RATES, RETURN, VELOCITY, Settings
+from penstock.nav.simulation.geometry import to_goal_frame
+from penstock.nav.simulation.results import Observation
+from penstock.nav.simulation.simulator import Simulator
+from penstock.nav.simulation.task import (
+    AXIS,
+    POSITION,
+    QUATERNION,
+    RATES,
+    RETURN,
+    VELOCITY,
+    Settings,
+)
 
 try:
     from tensordict import TensorDict, TensorDictBase

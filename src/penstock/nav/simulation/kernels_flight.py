@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from penstock.core.kernels.native import compiled
-from penstock.nav.drone import (
+from penstock.nav.simulation.drone import (
     ARM_M,
     ATTITUDE_GAIN,
     DRAG_RATIO,
@@ -21,7 +21,7 @@ from penstock.nav.drone import (
     ROTOR_RESPONSE,
     VELOCITY_GAIN,
 )
-from penstock.nav.task import PHYSICS_DT_S
+from penstock.nav.simulation.task import PHYSICS_DT_S
 
 _J0, _J1, _J2 = INERTIA
 _R0, _R1, _R2 = ATTITUDE_GAIN

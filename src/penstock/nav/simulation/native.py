@@ -11,13 +11,13 @@ import torch
 from torch import Tensor
 
 from penstock.errors import MissingExtra
-from penstock.nav import geometry
-from penstock.nav.results import Observation, Outcome
-from penstock.nav.task import Settings
-from penstock.nav.world import Maps, Obstacles
+from penstock.nav.simulation import geometry
+from penstock.nav.simulation.results import Observation, Outcome
+from penstock.nav.simulation.task import Settings
+from penstock.nav.simulation.world import Maps, Obstacles
 
 try:
-    from penstock.nav import kernels
+    from penstock.nav.simulation import kernels
 except ModuleNotFoundError as error:
     raise MissingExtra("numba", "rl") from error
 

@@ -13,10 +13,16 @@ from torch import Tensor
 
 from penstock.core.words import did_you_mean
 from penstock.errors import UsageError
-from penstock.nav.drone import HOVER_THROTTLE
-from penstock.nav.reference import TorchBackend
-from penstock.nav.results import Info, Observation, Outcome, checked_action, checked_memory
-from penstock.nav.task import (
+from penstock.nav.simulation.drone import HOVER_THROTTLE
+from penstock.nav.simulation.reference import TorchBackend
+from penstock.nav.simulation.results import (
+    Info,
+    Observation,
+    Outcome,
+    checked_action,
+    checked_memory,
+)
+from penstock.nav.simulation.task import (
     DRAWS,
     RETURN,
     ROW,
@@ -25,7 +31,7 @@ from penstock.nav.task import (
     fresh_rows,
     training_places,
 )
-from penstock.nav.world import Maps, Obstacles, World, pack_rng, unpack_rng
+from penstock.nav.simulation.world import Maps, Obstacles, World, pack_rng, unpack_rng
 
 BACKENDS = ("numba", "torch")
 
@@ -101,7 +107,7 @@ class Simulator:
         world_of = torch.from_numpy(self._world_of)
         if backend == "torch":
             return TorchBackend(self.settings, world_of, self.device)
-        from penstock.nav.native import NumbaBackend  # numba takes a second to import
+        from penstock.nav.simulation.native import NumbaBackend  # numba takes a second to import
 
         return NumbaBackend(self.settings, world_of, threads)
 

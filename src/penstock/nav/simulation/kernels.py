@@ -13,8 +13,8 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from penstock.core.kernels.native import compiled
-from penstock.nav.kernels_flight import fly_fast, fly_hummingbird
-from penstock.nav.world import CELLS, GROUND_M
+from penstock.nav.simulation.kernels_flight import fly_fast, fly_hummingbird
+from penstock.nav.simulation.world import CELLS, GROUND_M
 
 _ASIN = math.pi / 2 - 1
 _TINY = 1e-9

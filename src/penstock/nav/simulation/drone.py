@@ -12,7 +12,7 @@ import math
 import torch
 from torch import Tensor
 
-from penstock.nav.task import (
+from penstock.nav.simulation.task import (
     ACCELERATION,
     AXIS,
     HEADING,
