@@ -177,6 +177,22 @@ def _build_parser() -> argparse.ArgumentParser:
 
     _add_convert(verbs)
 
+    train = _verb(
+        verbs,
+        "train",
+        "train the navigation policy with PPO, on CPU cores alone",
+        "Settings are key=value; --print-config shows all of them, with comments.\n"
+        "A run goes to runs/<name>: checkpoints/, rollouts/, metrics.jsonl, tensorboard/.\n"
+        "SIGINT and SIGTERM save the state first; resume=runs/<name> goes on, bit for bit.\n"
+        "Uses all cores; or: torchrun --nproc-per-node=2 train.py key=value ...",
+        "penstock train env.num_envs=1024 env_dyn.num_obstacles=80 max_minutes=60",
+        _train,
+    )
+    train.usage = "penstock train [--config FILE] [--print-config] [key=value ...]"
+    train.add_argument("words", nargs="*", metavar="key=value", help="settings")
+    train.add_argument("--config", metavar="FILE", help="a YAML file with some of the settings")
+    train.add_argument("--print-config", action="store_true", help="show the settings, and end")
+
     measure = _verb(
         verbs,
         "bench",
@@ -344,6 +360,12 @@ def _stoppable() -> Iterator[None]:
         yield
     finally:
         signal.signal(signal.SIGTERM, before)
+
+
+def _train(arguments: argparse.Namespace) -> int:
+    from penstock.tools import train_command
+
+    return train_command.run(arguments)
 
 
 def _bench(arguments: argparse.Namespace) -> int:

@@ -10,10 +10,13 @@ from collections.abc import Callable, Iterable, Iterator, Sized
 from contextlib import suppress
 from datetime import timedelta
 from time import monotonic
-from typing import Any, Final, Literal, Self, TypeVar, cast, get_args
+from typing import TYPE_CHECKING, Any, Final, Literal, Self, TypeVar, cast, get_args
 
 from penstock.core.memory import format_bytes, rss_bytes
 from penstock.errors import UsageError
+
+if TYPE_CHECKING:
+    from rich.console import Console
 
 T = TypeVar("T")
 Mode = Literal["rich", "plain", "quiet"]
@@ -51,7 +54,7 @@ class Progress:
         self.total = total
         self.title = title
         self.unit = unit
-        self.mode = _choose_mode(mode)
+        self.mode = choose_mode(mode)
         self.done = 0
         self._note = ""
         self._lock = threading.Lock()
@@ -97,10 +100,10 @@ class Progress:
             now_s = monotonic()
             elapsed_s = now_s - self._start_s
             rate = self.done / elapsed_s if elapsed_s > 0 else 0.0
-            words = [self._amount(), self._rate(rate), f"in {_clock(elapsed_s)}", self._rss(now_s)]
+            words = [self._amount(), self._rate(rate), f"in {clock(elapsed_s)}", self._rss(now_s)]
             self._put("  ".join([*words, "stopped"] if stopped else words))
             if self._bar is not None:
-                _never_fail(self._bar.stop)
+                never_fail(self._bar.stop)
 
     def __enter__(self) -> Self:
         return self
@@ -120,7 +123,7 @@ class Progress:
         rate = (self.done - then_done) / (now_s - then_s)
         words = [self._amount(), self._rate(rate)]
         if self.total is not None and rate > 0:
-            words.append(f"ETA {_clock(max(self.total - self.done, 0) / rate)}")
+            words.append(f"ETA {clock(max(self.total - self.done, 0) / rate)}")
         words.append(self._rss(now_s))
         if self._note:
             words.append(self._note)
@@ -129,10 +132,10 @@ class Progress:
     def _put(self, status: str) -> None:
         if self.mode == "plain":
             line = f"{self.title}: {status}" if self.title else status
-            _never_fail(lambda: print(line, file=sys.stderr, flush=True))  # noqa: T201
+            never_fail(lambda: print(line, file=sys.stderr, flush=True))  # noqa: T201
         elif self._bar is not None:
             bar = self._bar
-            _never_fail(lambda: bar.show(self.done, status))
+            never_fail(lambda: bar.show(self.done, status))
 
     def _amount(self) -> str:
         scale, digits, unit = (1e6, 1, "MB") if self.unit == "bytes" else (1, 0, self.unit)
@@ -152,22 +155,17 @@ class Progress:
 
 
 class _RichBar:
-    """The bar on a terminal; rich is imported here and nowhere else."""
+    """The bar on a terminal; rich is imported where it shows something, never before."""
 
     def __init__(self, title: str, total: int | None) -> None:
-        from rich.console import Console
         from rich.progress import BarColumn, TextColumn
         from rich.progress import Progress as RichProgress
-
-        class QuietConsole(Console):
-            def on_broken_pipe(self) -> None:
-                self.quiet = True  # rich itself would close stdout and exit
 
         self._progress: Any = RichProgress(
             TextColumn("{task.description}", markup=False),
             BarColumn(),
             TextColumn("{task.fields[status]}", markup=False),
-            console=QuietConsole(stderr=True),
+            console=terminal(),
             auto_refresh=False,  # no thread of rich's own
             # Redirected prints come out on stderr, so never take them from a pipe or a file.
             redirect_stdout=sys.stdout.isatty(),
@@ -209,7 +207,23 @@ def track(
             progress.advance()
 
 
-def _choose_mode(mode: str | None) -> Mode:
+def terminal() -> Console:
+    """Return stderr as a console of rich's that falls silent when nobody reads it any more."""
+    from rich.console import Console
+
+    class QuietConsole(Console):
+        def on_broken_pipe(self) -> None:
+            self.quiet = True  # rich itself would close stdout and exit
+
+    return QuietConsole(stderr=True)
+
+
+def choose_mode(mode: str | None) -> Mode:
+    """Return how to show something: as asked, else as the environment says, else as stderr allows.
+
+    Raises:
+        UsageError: There is no such mode.
+    """
     origin = "the progress mode"
     if mode is None:
         origin = f"the environment variable {ENV_MODE}"
@@ -221,11 +235,12 @@ def _choose_mode(mode: str | None) -> Mode:
     return cast(Mode, mode)
 
 
-def _clock(seconds: float) -> str:
+def clock(seconds: float) -> str:
+    """Return a time as hours, minutes and seconds: ``"0:24:31"``."""
     return str(timedelta(seconds=round(min(seconds, 1e9))))
 
 
-def _never_fail(show: Callable[[], None]) -> None:
+def never_fail(show: Callable[[], None]) -> None:
     """Show something; a terminal that has gone away must not stop the job."""
     with suppress(OSError, ValueError):
         show()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -66,7 +66,11 @@ class PPO:
         self._held: Tensor | None = None
 
     def update(
-        self, batch: Batch, generator: torch.Generator, progress: float = 0.0
+        self,
+        batch: Batch,
+        generator: torch.Generator,
+        progress: float = 0.0,
+        between: Callable[[], None] | None = None,
     ) -> dict[str, float]:
         """Learn from one rollout.
 
@@ -74,6 +78,7 @@ class PPO:
             batch: The rollout; not changed.
             generator: Order of the rows, a CPU generator.
             progress: How far training is, from 0 to 1, for the learning-rate schedule.
+            between: Called before every minibatch; what it raises ends the update there.
 
         Returns:
             Means over all minibatches: actor_loss, critic_loss, entropy, grad_norm, clip_fraction,
@@ -105,6 +110,8 @@ class PPO:
         for _ in range(settings.epochs):
             order = self._order(rows, batch.reward.shape[1], generator).to(small.device)
             for chosen in order:
+                if between is not None:
+                    between()
                 sums += self._step(self._gather(table, chosen))
         means = sums / (settings.epochs * settings.minibatches)
         if self.all_reduce is not None:

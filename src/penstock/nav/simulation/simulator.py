@@ -147,6 +147,16 @@ class Simulator:
         return self._progress
 
     @property
+    def started(self) -> bool:
+        """Whether there is a state to go on from: after `reset`, or a state that was loaded."""
+        return self._started
+
+    @property
+    def map_seeds(self) -> list[int]:
+        """Seeds of the maps as they are now."""
+        return list(self._seeds)
+
+    @property
     def dynamic_active(self) -> int:
         """How many moving obstacles of each world are there; a curriculum raises it.
 

@@ -1,0 +1,361 @@
+"""Settings of a training: conf/train.yaml, a user's YAML and key=value words, checked.
+
+The only file that knows Hydra. Every mistake is one line, before anything starts.
+"""
+
+from __future__ import annotations
+
+import copy
+import os
+import re
+import textwrap
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields, replace
+from pathlib import Path
+from typing import Any, Final
+
+from penstock.core.files import publish_bytes, storage_error
+from penstock.core.words import did_you_mean
+from penstock.errors import MissingExtra, UsageError
+from penstock.nav.learning.ppo_settings import PPOSettings
+from penstock.nav.simulation.task import PHYSICS_DT_S, Reward, Settings
+
+try:
+    from hydra import compose, initialize_config_dir
+    from hydra.errors import HydraException
+    from omegaconf import DictConfig, OmegaConf
+    from omegaconf.errors import OmegaConfBaseException
+except ModuleNotFoundError as error:
+    raise MissingExtra("hydra-core", "rl") from error
+
+CONF: Final = Path(__file__).parent / "conf"
+COLLECTORS: Final = ("sync", "pipelined", "compressed")
+TRAINING_MAPS: Final = 1_000_000  # seeds of maps: from here for training, see evaluation for others
+VALIDATION_MAPS: Final = 500_000
+_WORD: Final = re.compile(r"(\+\+|\+|~)?([^=]+?)=(.*)", re.DOTALL)
+_PPO: Final = {field.name for field in fields(PPOSettings)} - {"shards"}
+
+
+@dataclass(frozen=True)
+class Config:
+    """What is trained, checked. `raw` holds all keys as they were given."""
+
+    raw: Mapping[str, Any]
+    settings: Settings
+    ppo: PPOSettings
+    preset: str
+    bf16: bool | None
+    steps: int
+    max_frames: int
+    max_seconds: float | None
+    max_iterations: int | None
+    curriculum: float
+    processes: int
+    shards: int
+    plugin_arguments: Mapping[str, Any]
+
+    def __getitem__(self, name: str) -> Any:
+        """Look up one of the other keys: `config["save_interval"]`, `config["wandb.mode"]`."""
+        value: Any = self.raw
+        for part in name.split("."):
+            value = value[part]
+        return value
+
+    @property
+    def frames_per_iteration(self) -> int:
+        """Decisions of all drones together in one iteration."""
+        return self.steps * self.settings.num_envs
+
+    @property
+    def plugin(self) -> str | None:
+        """The name of another environment, or None for the built-in one."""
+        target: str | None = self["env._target_"]
+        return target
+
+    def shard_settings(self, shard: int) -> Settings:
+        """Return the settings of one shard's simulator: its share of drones and of maps."""
+        maps = max(1, self.settings.maps // self.shards)
+        return self.settings.with_(
+            num_envs=self.settings.num_envs // self.shards,
+            maps=maps,
+            # Far apart: a shard that renews its maps must not come upon another's.
+            map_seed=self.settings.map_seed + 100_000 * shard,
+        )
+
+    def to_yaml(self) -> str:
+        """Return all keys, for `load_config(base=...)`."""
+        return str(OmegaConf.to_yaml(OmegaConf.create(dict(self.raw))))
+
+
+def load_config(
+    words: Sequence[str] = (), file: Path | str | None = None, base: Path | None = None
+) -> Config:
+    """Read the settings.
+
+    Args:
+        words: key=value, as on the command line.
+        file: A YAML file of the user's with some of the keys.
+        base: The config.yaml of a run to go on with, instead of the defaults.
+
+    Raises:
+        UsageError: A key is unknown, or a value impossible.
+    """
+    pairs = [_split(word) for word in words]
+    user = _read_yaml(Path(file)) if file is not None else OmegaConf.create({})
+    algo = [word for key, word in pairs if key == "algo"]
+    preset = OmegaConf.select(user, "algo")
+    if isinstance(preset, str):  # a file may name the preset, as the command line does
+        algo = [f"algo={preset}", *algo]
+        del user["algo"]
+    try:
+        with initialize_config_dir(str(CONF), version_base="1.3"):
+            config = compose("train", algo)
+    except HydraException as error:
+        known = [path.stem for path in (CONF / "algo").glob("*.yaml")]
+        given = algo[-1].partition("=")[2]
+        raise UsageError(
+            f"algo={given!r} is no preset; {did_you_mean(given, known)} (settings of it are "
+            "algo.lr=… and so on)"
+        ) from error
+    if base is not None:
+        former = _read_yaml(base)
+        target = OmegaConf.select(former, "env._target_")
+        if target and not any(key == "env._target_" for key, _ in pairs):
+            raise UsageError(  # a file must not decide what code is run
+                f"{base} names another environment, {target}: give env._target_=… again to run it"
+            )
+        config = _merged(config, former, str(base), foreign=True)
+    foreign = _is_foreign(config, user, pairs)
+    config = _merged(config, user, str(file), foreign)
+    known = _keys(config)
+    for key, word in pairs:
+        if key == "algo":
+            continue
+        if key not in known and not (foreign and key.startswith("env.")):
+            raise UsageError(f"unknown setting {key!r}; {did_you_mean(key, known)}")
+        config = _merged(config, _override(word), word, foreign)
+    raw: Any = OmegaConf.to_container(config, resolve=True)
+    named = {key for key in (*_keys(user), *(key for key, _ in pairs)) if key.startswith("env.")}
+    arguments = {key: raw["env"][key] for key in raw["env"] if f"env.{key}" in named}
+    arguments.pop("_target_", None)
+    return _checked(raw, arguments if foreign else {})
+
+
+def from_raw(raw: Mapping[str, Any], plugin_arguments: Mapping[str, Any]) -> Config:
+    """Make the settings again in another process, from `Config.raw`."""
+    return _checked(copy.deepcopy(dict(raw)), plugin_arguments)
+
+
+def write_config(config: Config, path: Path) -> None:
+    """Write all keys to a file that appears whole or not at all."""
+    publish_bytes(path, config.to_yaml().encode())
+
+
+def help_text() -> str:
+    """Return the settings with their comments, as they are in the files."""
+    algo = (CONF / "algo/fast.yaml").read_text()
+    return (CONF / "train.yaml").read_text() + "\nalgo:\n" + textwrap.indent(algo, "  ")
+
+
+def _split(word: str) -> tuple[str, str]:
+    match = _WORD.fullmatch(word)
+    if match is None or match[1] == "~":
+        raise UsageError(f"{word!r} is not a setting; give key=value, such as env.num_envs=256")
+    return match[2].strip(), f"{match[2].strip()}={match[3]}"
+
+
+def _override(word: str) -> DictConfig:
+    """Turn key=value into a config; the value is YAML, as Hydra reads it."""
+    try:
+        return OmegaConf.from_dotlist([word])
+    except Exception as error:  # YAML errors of several libraries, all about this word
+        raise UsageError(f"{word!r} cannot be read: {_first_line(error)}") from error
+
+
+def _read_yaml(path: Path) -> DictConfig:
+    try:
+        loaded = OmegaConf.load(path)
+    except OSError as error:
+        raise storage_error("read", path, error) from error
+    except Exception as error:  # YAML errors of several libraries, all about this file
+        raise UsageError(f"{path} is no YAML that can be read: {_first_line(error)}") from error
+    if not isinstance(loaded, DictConfig):
+        raise UsageError(f"{path} holds no settings; give key: value lines")
+    return loaded
+
+
+def _merged(config: DictConfig, more: DictConfig, where: str, foreign: bool) -> DictConfig:
+    known = set(_keys(config))
+    for key in _keys(more):
+        if key not in known and not (foreign and key.startswith("env.")):
+            raise UsageError(f"{where}: unknown setting {key!r}; {did_you_mean(key, known)}")
+    OmegaConf.set_struct(config, False)
+    try:
+        return OmegaConf.merge(config, more)  # type: ignore[return-value]
+    except OmegaConfBaseException as error:
+        raise UsageError(f"{where}: {_first_line(error)}") from error
+
+
+def _keys(config: DictConfig, prefix: str = "") -> list[str]:
+    """All keys, dotted: those with values, and the names of groups of them."""
+    found = []
+    for key in config:
+        name = prefix + str(key)
+        found.append(name)
+        child = config._get_node(key)
+        if isinstance(child, DictConfig) and not child._is_none():
+            found += _keys(child, f"{name}.")
+    return found
+
+
+def _is_foreign(config: DictConfig, user: DictConfig, pairs: Sequence[tuple[str, str]]) -> bool:
+    given = any(key == "env._target_" for key, _ in pairs)
+    return given or bool(OmegaConf.select(user, "env._target_") or config.env._target_)
+
+
+def _first_line(error: Exception) -> str:
+    return str(error).strip().partition("\n")[0]
+
+
+# ---------------------------------------------------------------------- values
+
+
+def _checked(raw: dict[str, Any], plugin_arguments: Mapping[str, Any]) -> Config:
+    for name in ("env", "env_dyn", "sim", "sensor", "reward", "algo", "wandb"):
+        if not isinstance(raw[name], dict):
+            raise UsageError(f"{name} is {raw[name]!r}; give its settings, such as {name}.…=…")
+    _check_choice("collector", raw["collector"], COLLECTORS)
+    _check_choice("backend", raw["backend"], ("numba", "torch"))
+    _check_choice("wandb.mode", raw["wandb"]["mode"], ("offline", "online", "disabled"))
+    for name, least in (
+        ("seed", 0),
+        ("threads", 1),
+        ("save_interval", 0),
+        ("rollout_save_interval", 0),
+        ("eval_interval", 0),
+        ("eval_worlds", 1),
+        ("eval_drones", 1),
+        ("log_interval", 1),
+        ("stats_interval", 0),
+        ("async_checkpoint_queue_size", 1),
+        ("checkpoint_delta_every", 0),
+    ):
+        raw[name] = _whole(name, raw[name], least)
+    for name in ("checkpoint_keep", "rollout_keep", "max_iterations"):
+        raw[name] = None if raw[name] is None else _whole(name, raw[name], 1)
+    for name in ("save_compression_level", "rollout_compression_level"):
+        raw[name] = _whole(name, raw[name], 0, 16)
+    raw["max_frame_num"] = _whole("max_frame_num", raw["max_frame_num"], 1)
+    envs = _whole("env.num_envs", raw["env"]["num_envs"], 1)
+    raw["env"]["num_envs"] = envs
+    processes, shards = _processes(raw, envs)
+    algo = raw["algo"]
+    for key in _PPO & algo.keys() - {"schedule"}:
+        if algo[key] is not None and type(algo[key]) not in (int, float):
+            raise UsageError(f"algo.{key}={algo[key]!r}; give a number")
+    if algo["bf16"] not in (True, False, None):
+        raise UsageError(f"algo.bf16={algo['bf16']!r}; give true, false or null")
+    ppo = PPOSettings.preset(algo["name"], **{key: algo[key] for key in _PPO if key in algo})
+    steps = _whole("algo.training_frame_num", algo["training_frame_num"], 1)
+    rows = steps * envs // shards
+    if rows % ppo.minibatches:
+        raise UsageError(
+            f"algo.minibatches={ppo.minibatches} does not divide the {rows} frames of a shard "
+            f"({steps} steps x {envs // shards} drones); choose another number"
+        )
+    curriculum = raw["env_dyn"]["curriculum"]
+    if not isinstance(curriculum, int | float) or not 0 <= curriculum <= 1:
+        raise UsageError(f"env_dyn.curriculum={curriculum!r}; give a share from 0 to 1")
+    minutes = raw["max_minutes"]
+    if minutes is not None and not (isinstance(minutes, int | float) and minutes > 0):
+        raise UsageError(f"max_minutes={minutes!r}; give a number above 0, or null")
+    return Config(
+        raw=raw,
+        settings=_settings(raw, shards),
+        ppo=ppo,
+        preset=algo["name"],
+        bf16=algo["bf16"],
+        steps=steps,
+        max_frames=raw["max_frame_num"],
+        max_seconds=None if minutes is None else 60.0 * minutes,
+        max_iterations=raw["max_iterations"],
+        curriculum=float(curriculum),
+        processes=processes,
+        shards=shards,
+        plugin_arguments=plugin_arguments,
+    )
+
+
+def _settings(raw: dict[str, Any], shards: int) -> Settings:
+    env, sensor = raw["env"], raw["sensor"]
+    for name in ("num_obstacles", "maps", "new_map_every", "max_episode_length"):
+        env[name] = _whole(f"env.{name}", env[name], 0)
+    raw["env_dyn"]["num_obstacles"] = _whole(
+        "env_dyn.num_obstacles", raw["env_dyn"]["num_obstacles"], 0
+    )
+    raw["sim"]["substeps"] = _whole("sim.substeps", raw["sim"]["substeps"], 1)
+    if env["map_seed"] == "auto":
+        env["map_seed"] = TRAINING_MAPS * (1 + raw["seed"])
+    hres = sensor["lidar_hres"]
+    if not isinstance(hres, int | float) or hres <= 0 or (360 / hres) % 1:
+        raise UsageError(f"sensor.lidar_hres={hres!r}; give degrees that divide 360")
+    weights = {key: value for key, value in raw["reward"].items() if key != "preset"}
+    reward = Reward.preset(str(raw["reward"]["preset"]))
+    reward = replace(reward, **{key: value for key, value in weights.items() if value is not None})
+    maps = max(shards, env["maps"] // shards * shards) if env["maps"] else 0
+    return Settings(
+        num_envs=env["num_envs"],
+        num_obstacles=env["num_obstacles"],
+        dynamic_obstacles=raw["env_dyn"]["num_obstacles"],
+        substeps=raw["sim"]["substeps"],
+        episode_seconds=env["max_episode_length"] * PHYSICS_DT_S,
+        lidar_range_m=sensor["lidar_range"],
+        lidar_beams=(round(360 / hres), sensor["lidar_vbeams"]),
+        lidar_fov_deg=sensor["lidar_vfov"],
+        action_limit=env["action_limit"],
+        drone=env["drone"],
+        hold_yaw=bool(env["hold_yaw"]),
+        reward=reward,
+        maps=min(maps, env["num_envs"]),
+        map_seed=_whole("env.map_seed", env["map_seed"], 0),
+        new_map_every=env["new_map_every"],
+        crossing_share=env["crossing_share"],
+    )
+
+
+def _processes(raw: dict[str, Any], envs: int) -> tuple[int, int]:
+    """How many processes train together, and in how many shards; under torchrun, its own."""
+    if "WORLD_SIZE" in os.environ:
+        processes = _whole("WORLD_SIZE", os.environ["WORLD_SIZE"], 1)
+    elif raw["processes"] == "auto":
+        alone = raw["device"] != "cpu" or raw["env"]["_target_"]
+        given = raw["shards"] if raw["shards"] != "auto" else envs
+        most = 1 if alone else min(os.cpu_count() or 1, 8)
+        processes = next(n for n in range(most, 0, -1) if envs % n == 0 and given % n == 0)
+    else:
+        processes = _whole("processes", raw["processes"], 1)
+    shards = processes if raw["shards"] == "auto" else _whole("shards", raw["shards"], 1)
+    if shards % processes or envs % shards:
+        raise UsageError(
+            f"env.num_envs={envs} in {shards} shards on {processes} processes: each number must be "
+            "a multiple of the next; change env.num_envs, shards or processes"
+        )
+    raw["shards"] = shards
+    return processes, shards
+
+
+def _whole(name: str, value: Any, least: int, most: int | None = None) -> int:
+    """A whole number, also written as 12e8."""
+    try:
+        number = float(value) if not isinstance(value, bool) else float("nan")
+    except (TypeError, ValueError):
+        number = float("nan")
+    if not number.is_integer() or number < least or (most is not None and number > most):
+        limit = f"at least {least}" if most is None else f"from {least} to {most}"
+        raise UsageError(f"{name}={value!r}; give a whole number, {limit}")
+    return int(number)
+
+
+def _check_choice(name: str, value: Any, choices: Sequence[str]) -> None:
+    if value not in choices:
+        raise UsageError(f"{name}={value!r} is unknown; {did_you_mean(str(value), choices)}")

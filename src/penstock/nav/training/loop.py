@@ -1,0 +1,317 @@
+"""The training loop: collect, update, validate, save, tell.
+
+Every process runs it on its shards; process 0 keeps the books. A state is taken at the end of every
+iteration, so that a stop in the middle of one loses only what was half done.
+"""
+
+from __future__ import annotations
+
+import time
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from penstock.core.monitor import PerformanceMonitor
+from penstock.errors import DataError, UsageError
+from penstock.nav.evaluation.crossing import Outcome, fly, steady
+from penstock.nav.learning.policy import Policy
+from penstock.nav.learning.ppo import PPO
+from penstock.nav.training.books import Books
+from penstock.nav.training.collect import Episodes, SimulatorCollector, Stopped
+from penstock.nav.training.config import VALIDATION_MAPS, Config
+from penstock.nav.training.group import Group
+from penstock.nav.training.plugin_source import make_plugin_source
+from penstock.nav.training.runs import Run, flatten, unflatten
+from penstock.nav.training.sources import Source, make_source
+from penstock.nav.training.stopping import Stop
+
+_NAMES = {"actor_loss": "loss/actor", "critic_loss": "loss/critic", "entropy": "loss/entropy"}
+_FIRST_SHARE = 0.1  # of the moving obstacles: so many are there when the curriculum begins
+
+
+@dataclass(frozen=True)
+class Result:
+    """How a training ended."""
+
+    folder: Path
+    iteration: int
+    frames: int
+    seconds: float
+    stopped: bool
+    """Somebody asked to stop before the end."""
+    validation: float | None
+    """Best success on validation maps."""
+    summary: str
+    """Where the time went, and what was saved."""
+
+
+def train(
+    config: Config,
+    run: Run,
+    state: dict[str, Any] | None = None,
+    group: Group | None = None,
+    stop: Stop | None = None,
+) -> Result:
+    """Train until the frames, the minutes or the iterations are used up, or somebody stops it.
+
+    Args:
+        config: What is trained; see conf/train.yaml.
+        run: Where it goes; its folder exists.
+        state: To go on from, of `runs.load_state`.
+        group: The processes that train together.
+        stop: Asked whether to stop.
+
+    Raises:
+        DataError: Something was not finite; it is named, and the state before it was saved.
+        UsageError: The state is of other settings, or of another network.
+    """
+    torch.set_num_threads(config["threads"])  # the order of sums depends on it, and so the bits
+    group, stop = group or Group(), stop or Stop()
+    with ExitStack() as stack:
+        trainer = Trainer(config, group, stop)
+        stack.callback(trainer.source.close)
+        if state is not None:
+            trainer.load(state)
+        books = stack.enter_context(
+            Books(
+                config, run, trainer.ppo, trainer.monitor, group, trainer.iteration, trainer.frames
+            )
+        )
+        stopped = _loop(trainer, books)
+        return Result(
+            run.folder,
+            trainer.iteration,
+            trainer.frames,
+            trainer.seconds,
+            stopped,
+            trainer.best,
+            books.summary(),
+        )
+
+
+def _loop(trainer: Trainer, books: Books) -> bool:
+    """Run iterations; return whether somebody stopped them."""
+    config, monitor = trainer.config, trainer.monitor
+    trainer.source.updated(trainer.dynamic_active)
+    state = trainer.state()
+    stopped = False
+    while not (stopped or trainer.done):
+        before = _copied(state)
+        try:
+            with monitor.timer("collect"):
+                batch = trainer.source.next()
+            with monitor.timer("update"):
+                stats = trainer.ppo.update(
+                    batch, trainer.order, trainer.progress, trainer.check_stop
+                )
+        except Stopped:
+            books.save_now(before)
+            return True
+        except DataError as error:
+            where = books.save_now(before)
+            raise DataError(f"iteration {trainer.iteration + 1}: {error}; {where}") from error
+        with monitor.timer("other"):
+            metrics, stopped = trainer.advance(stats)
+            books.save_rollout(batch, trainer.iteration)
+            trainer.source.updated(trainer.dynamic_active)
+        best = False
+        if trainer.validation_due:
+            with monitor.timer("validation"):
+                best = trainer.validate(metrics)
+        with monitor.timer("checkpoint"):
+            state = trainer.state()
+            books.save(state, metrics, best=best)
+        books.tell(trainer.iteration, trainer.frames, metrics)
+    if stopped or config.max_iterations:
+        books.save_now(state)
+    if not stopped and trainer.finished:
+        books.save_final(state)
+    return stopped
+
+
+class Trainer:
+    """The learner, where its batches come from, and how far it is.
+
+    Attributes:
+        ppo: The learner.
+        source: Where batches come from.
+        order: Random numbers for the order of rows, equal in all processes.
+        iteration: Iterations done.
+        frames: Decisions of all drones together.
+        seconds: Time spent, in all sessions.
+        best: Best success on validation maps.
+    """
+
+    def __init__(self, config: Config, group: Group, stop: Stop) -> None:
+        self.config = config
+        self.group = group
+        self.monitor = PerformanceMonitor(history=1000)
+        self._stop = stop
+        self._shards = group.shards(config.shards)
+        seed = config["seed"]
+        device = config["device"]
+        policy = Policy(config.preset, seed=seed, bf16=config.bf16).to(device)
+        self.ppo = PPO(
+            policy,
+            replace(config.ppo, shards=len(self._shards)),
+            group.mean_ if group.size > 1 else None,
+        )
+        self.order = torch.Generator().manual_seed(seed)
+        self.source: Source
+        if config.plugin is not None:
+            self.source = make_plugin_source(config, policy, seed + group.rank)
+        else:
+            self.source = make_source(config["collector"], self._collector(), policy)
+        self.iteration = self.frames = 0
+        self.seconds = 0.0
+        self.best: float | None = None
+        self._since = time.monotonic()
+
+    def _collector(self) -> SimulatorCollector:
+        config = self.config
+        device = config["device"] if config["backend"] == "torch" else "cpu"
+        alone = self.group.size == 1  # only then may one process stop in the middle
+        return SimulatorCollector(
+            [config.shard_settings(shard) for shard in self._shards],
+            self._shards,
+            config["seed"],
+            config.steps,
+            stop=self._stop if alone else lambda: False,
+            backend=config["backend"],
+            threads=config["threads"],
+            device=device,
+        )
+
+    # ------------------------------------------------------------------ how far
+
+    @property
+    def progress(self) -> float:
+        """How far training is, from 0 to 1: what schedules follow."""
+        if self.config.max_seconds is not None:
+            return min(1.0, self.seconds / self.config.max_seconds)
+        return min(1.0, self.frames / self.config.max_frames)
+
+    @property
+    def finished(self) -> bool:
+        """Whether the schedules are at their end."""
+        return self.progress >= 1.0
+
+    @property
+    def done(self) -> bool:
+        """Whether there is nothing more to do."""
+        most = self.config.max_iterations
+        return self.finished or (most is not None and self.iteration >= most)
+
+    @property
+    def dynamic_active(self) -> int:
+        """How many moving obstacles are there: more and more over the curriculum."""
+        count = self.config.settings.dynamic_obstacles
+        if not self.config.curriculum:
+            return count
+        share = _FIRST_SHARE + (1.0 - _FIRST_SHARE) * self.progress / self.config.curriculum
+        return int(min(1.0, share) * count)
+
+    @property
+    def validation_due(self) -> bool:
+        """Whether it is time to fly validation maps."""
+        interval = self.config["eval_interval"]
+        return bool(interval) and self.config.plugin is None and self.iteration % interval == 0
+
+    def check_stop(self) -> None:
+        """Stop between minibatches; several processes stop together, between iterations."""
+        if self._stop and self.group.size == 1:
+            raise Stopped
+
+    # ------------------------------------------------------------------ steps of the loop
+
+    def advance(self, stats: dict[str, float]) -> tuple[dict[str, float], bool]:
+        """Count an iteration; return its metrics, and whether any process was asked to stop."""
+        self.iteration += 1
+        self.frames += self.config.frames_per_iteration
+        now = time.monotonic()
+        self.seconds += now - self._since
+        self._since = now
+        sums = self.source.episodes()
+        clock = self.seconds if self.group.leads else 0.0
+        told = torch.tensor([float(bool(self._stop)), clock], dtype=torch.float64)
+        exchanged = self.group.sum_(torch.cat((sums, told)))
+        self.seconds = float(exchanged[-1])
+        metrics = {_NAMES.get(name, f"train/{name}"): value for name, value in stats.items()}
+        metrics |= Episodes.metrics(exchanged[:-2]) | self.source.facts()
+        metrics["env/dynamic_active"] = self.dynamic_active
+        return metrics, bool(exchanged[-2])
+
+    def validate(self, metrics: dict[str, float]) -> bool:
+        """Fly validation maps, each process some; return whether it was the best so far."""
+        count, size, rank = self.config["eval_worlds"], self.group.size, self.group.rank
+        own = range(rank * count // size, (rank + 1) * count // size)
+        counts = torch.zeros(len(Outcome) + 1, dtype=torch.float64)
+        if own:
+            flights = fly(
+                steady(self.ppo.policy),
+                self.config.settings,
+                [VALIDATION_MAPS + world for world in own],
+                self.config["eval_drones"],
+                backend=self.config["backend"],
+            )
+            counts[:-1] = torch.bincount(flights.outcome.long(), minlength=len(Outcome))
+            counts[-1] = flights.outcome.numel()
+        shares = self.group.sum_(counts)[:-1] / counts[-1]
+        for kind in Outcome:
+            metrics[f"validation/{kind.name.lower()}"] = float(shares[kind])
+        better = self.best is None or float(shares[Outcome.SUCCESS]) >= self.best
+        if better:
+            self.best = float(shares[Outcome.SUCCESS])
+        return better
+
+    # ------------------------------------------------------------------ state
+
+    def state(self) -> dict[str, Any]:
+        """Return all that the future depends on; the learner's tensors are not copied."""
+        own = [flatten(state) for state in self.source.state_dict()]
+        shards = self.group.gather(own)
+        seeds = [shard["simulator/seeds"] for shard in shards if "simulator/seeds" in shard]
+        return {
+            "ppo": self.ppo.state_dict(),
+            "shards": shards,
+            "order": self.order.get_state(),
+            "iteration": self.iteration,
+            "frames": self.frames,
+            "seconds": self.seconds,
+            "best": self.best,
+            "map_seeds": torch.cat(seeds) if seeds else torch.zeros(0, dtype=torch.int64),
+        }
+
+    def load(self, state: dict[str, Any]) -> None:
+        """Go on from a state.
+
+        Raises:
+            UsageError: It is of another network, or of other settings; nothing was changed.
+        """
+        shards = state["shards"]
+        if self.config.plugin is None:
+            if len(shards) != self.config.shards:
+                raise UsageError(
+                    f"the checkpoint has {len(shards)} shards, and shards={self.config.shards}; "
+                    f"give shards={len(shards)}"
+                )
+            self.source.load_state_dict([unflatten(shards[number]) for number in self._shards])
+        self.ppo.load_state_dict(state["ppo"])
+        self.order.set_state(state["order"])
+        self.iteration, self.frames = int(state["iteration"]), int(state["frames"])
+        self.seconds, self.best = float(state["seconds"]), state["best"]
+
+
+def _copied(value: Any) -> Any:
+    """Copy a state, so that the learner may go on."""
+    if isinstance(value, Tensor):
+        return value.detach().clone()
+    if isinstance(value, dict):
+        return {key: _copied(item) for key, item in value.items()}
+    if isinstance(value, list):
+        return [_copied(item) for item in value]
+    return value

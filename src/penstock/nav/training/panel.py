@@ -1,0 +1,373 @@
+"""The live panel of a training run: how far, how fast, how well, and where the time goes."""
+
+from __future__ import annotations
+
+import math
+import sys
+import threading
+from collections import deque
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from time import monotonic
+from typing import TYPE_CHECKING, Any, Final, Self
+
+from penstock.core.memory import format_bytes, rss_bytes
+from penstock.core.progress import Mode, choose_mode, clock, terminal
+
+if TYPE_CHECKING:
+    from rich.console import Console, ConsoleOptions, RenderResult
+    from rich.table import Table
+
+_PERIOD_S: Final = {"rich": 0.25, "plain": 10.0}
+_RATE_S: Final = 60.0  # the speed is that of the last minute, so that the time left follows it
+_STEP_S: Final = 0.5  # between two points of that minute
+_MEMORY_PERIOD_S: Final = 1.0  # reading the whole process tree takes milliseconds
+_MAX_WIDTH: Final = 104
+_WIDE: Final = 76  # inside the frame: enough for three columns
+_MAX_PHASES: Final = 6
+# Columns; with a least width, so that the rest does not jump when the first values come.
+_NAME: Final[dict[str, Any]] = {"style": "dim"}
+_VALUE: Final[dict[str, Any]] = {"justify": "right", "min_width": 7}
+_SHARE: Final[dict[str, Any]] = {"justify": "right", "min_width": 4}
+
+# Name on the screen, key, colour: an episode ends in one of these ways.
+_ENDS: Final = (
+    ("success", "train/success", "green"),
+    ("static", "train/collision_static", "red"),
+    ("dynamic", "train/collision_dynamic", "red"),
+    ("height", "train/collision_height", "magenta"),
+    ("time-out", "train/timeout", "yellow"),
+    ("validation", "validation/success", "bright_green"),
+)
+_LEARNING: Final = (
+    ("reward", "train/reward"),
+    ("length", "train/episode_length"),
+    ("actor loss", "loss/actor"),
+    ("critic loss", "loss/critic"),
+    ("entropy", "loss/entropy"),
+    ("learning rate", "train/lr"),
+    ("dyn. obstacles", "env/dynamic_active"),
+)
+
+
+class Panel:
+    """Shows a training run: a panel on a terminal, a line every 10 s in a log, or nothing.
+
+    Showing never fails the run, and no thread is started: the display moves with the calls. Values
+    that are missing or not finite are shown as "-".
+
+    Args:
+        total_frames: How many frames there will be.
+        title: Names the run.
+        mode: "rich", "plain" or "quiet"; None chooses as `penstock.core.progress.Progress` does.
+        initial_frames: Frames of earlier runs that this one continues.
+
+    Raises:
+        UsageError: There is no such mode.
+
+    Example:
+        with Panel(total_frames=50_000_000, title="train") as panel:
+            for frames, stats in training:
+                panel.update(frames, stats, {"collect": 0.4, "update": 0.6}, {})
+    """
+
+    def __init__(
+        self, total_frames: int, title: str, mode: Mode | None = None, initial_frames: int = 0
+    ) -> None:
+        self.total_frames = total_frames
+        self.title = title
+        self.mode: Mode = choose_mode(mode)
+        self.frames = self._first = initial_frames
+        self._metrics: Mapping[str, Any] = {}
+        self._shares: Mapping[str, Any] = {}
+        self._stalls: Mapping[str, Any] = {}
+        self._lock = threading.Lock()
+        self._ended = ""
+        self._start_s = self._shown_s = monotonic()
+        self._history = deque([(self._start_s, initial_frames)])
+        self._memory = (-math.inf, 0)
+        self._live: Any = None
+
+    def update(
+        self,
+        frames: int,
+        metrics: Mapping[str, float],
+        shares: Mapping[str, float],
+        stalls: Mapping[str, float],
+    ) -> None:
+        """Say how things are.
+
+        Args:
+            frames: Frames in all, those of earlier runs included.
+            metrics: Values by name, such as "train/success"; any may be missing.
+            shares: Share of the time that each phase takes, 0 to 1.
+            stalls: Of checkpoints: "median_ms", "max_ms", "saved" and "pending".
+        """
+        with self._lock:
+            self.frames = frames
+            # Copies: the caller may go on with its own.
+            self._metrics, self._shares, self._stalls = dict(metrics), dict(shares), dict(stalls)
+            if self.mode == "quiet" or self._ended:
+                return
+            now_s = monotonic()
+            if now_s - self._history[-1][0] >= _STEP_S:
+                self._history.append((now_s, frames))
+            if now_s - self._shown_s >= _PERIOD_S[self.mode]:
+                self._shown_s = now_s
+                self._show()
+
+    def note(self, text: str) -> None:
+        """Show one line that stays: a checkpoint was saved, say."""
+        with self._lock:
+            if self.mode == "quiet" or self._ended:
+                return
+            line = " ".join(text.split())
+            if self.mode == "plain":
+                self._put(line)
+            else:
+                _never_fail(lambda: self._print_above(line))
+
+    def close(self, stopped: bool = False) -> None:
+        """Show how it ended; later calls show nothing.
+
+        Args:
+            stopped: The run ended before its time.
+        """
+        with self._lock:
+            if self._ended:
+                return
+            self._ended = "stopped" if stopped else "done"
+            if self.mode == "quiet":
+                return
+            self._show()
+            if self._live is not None:
+                _never_fail(self._live.stop)
+
+    def __enter__(self) -> Self:
+        with self._lock:
+            if self.mode == "rich":  # the first iteration compiles, which takes its time
+                self._show()
+        return self
+
+    def __exit__(self, exc_type: object, *exc_info: object) -> None:
+        self.close(stopped=exc_type is not None)
+
+    # ------------------------------------------------------------------ in a log
+
+    def _show(self) -> None:
+        if self.mode == "plain":
+            _never_fail(lambda: self._put(self._line()))
+        else:
+            _never_fail(lambda: self._screen().update(self, refresh=True))
+
+    def _put(self, line: str) -> None:
+        line = f"{self.title}: {line}" if self.title else line
+        _never_fail(lambda: print(line, file=sys.stderr, flush=True))  # noqa: T201
+
+    def _line(self) -> str:
+        words = [f"{self._amount()} frames", f"{self._share():.0%}", *self._pace()]
+        words += [
+            f"{name} {_percent(self._metrics[key])}"
+            for name, key, _ in _ENDS
+            if key in self._metrics
+        ]
+        words += [
+            f"{name} {_number(self._metrics[key])}"
+            for name, key in _LEARNING
+            if key in self._metrics
+        ]
+        words += [f"{name} {_percent(share, 0)}" for name, share in self._shares.items()]
+        if self._stalls:
+            words.append(self._checkpoints())
+        words.append(f"mem {format_bytes(self._rss())}")
+        if self._ended == "stopped":
+            words.append("stopped")
+        return "  ".join(words)
+
+    def _pace(self) -> list[str]:
+        """Frames per second, and the time left; at the end those of the whole run."""
+        now_s = monotonic()
+        elapsed_s = now_s - self._start_s
+        if self._ended:
+            rate = (self.frames - self._first) / elapsed_s if elapsed_s > 0 else 0.0
+            return [f"{_count(rate)} frames/s", f"in {clock(elapsed_s)}"]
+        while len(self._history) > 1 and self._history[1][0] <= now_s - _RATE_S:
+            self._history.popleft()
+        then_s, then_frames = self._history[0]
+        if now_s <= then_s or self.frames <= then_frames:
+            return ["- frames/s", "ETA -", f"elapsed {clock(elapsed_s)}"]
+        rate = (self.frames - then_frames) / (now_s - then_s)
+        left_s = max(self.total_frames - self.frames, 0) / rate
+        return [f"{_count(rate)} frames/s", f"ETA {clock(left_s)}", f"elapsed {clock(elapsed_s)}"]
+
+    def _share(self) -> float:
+        done = self.frames / self.total_frames if self.total_frames > 0 else 1.0
+        return min(max(done, 0.0), 1.0)
+
+    def _amount(self) -> str:
+        return f"{_count(self.frames)}/{_count(self.total_frames)}"
+
+    def _checkpoints(self) -> str:
+        get = self._stalls.get
+        return (
+            f"checkpoints {_number(get('saved'))} saved, {_number(get('pending'))} pending, "
+            f"stall {_number(get('median_ms'))} ms median, {_number(get('max_ms'))} ms worst"
+        )
+
+    def _rss(self) -> int:
+        now_s = monotonic()
+        if now_s - self._memory[0] >= _MEMORY_PERIOD_S:
+            self._memory = (now_s, rss_bytes())
+        return self._memory[1]
+
+    # ------------------------------------------------------------------ on a terminal
+
+    def _screen(self) -> Any:
+        if self._live is None:
+            from rich.live import Live
+
+            self._live = Live(
+                console=terminal(),
+                auto_refresh=False,  # no thread of rich's own
+                # Redirected prints come out on stderr, so never take them from a pipe or a file.
+                redirect_stdout=sys.stdout is not None and sys.stdout.isatty(),
+            )
+            self._live.start()
+        return self._live
+
+    def _print_above(self, line: str) -> None:
+        from rich.text import Text
+
+        text = Text.assemble((f"{clock(monotonic() - self._start_s)}  ", "dim"), line)
+        self._screen().console.print(text, no_wrap=True, overflow="ellipsis")
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        """Draw the panel as wide as there is room: three columns, or one below the other."""
+        from rich import box
+        from rich.console import Group
+        from rich.panel import Panel as Frame
+        from rich.text import Text
+
+        width = max(min(options.max_width, _MAX_WIDTH), 8)
+        inside = width - 4
+        small = 5 if inside < _WIDE + 10 else 10
+        parts = [self._ends(small), self._learning(), self._phases(small)]
+        if inside >= _WIDE:
+            row = _grid({}, {}, {}, expand=True)
+            row.add_row(*parts)
+            body: list[Any] = [row]
+        else:
+            body = [part for table in parts for part in (table, Text())][:-1]
+        foot = Text(self._checkpoints(), style="dim")
+        yield Frame(
+            Group(*self._head(inside), Text(), *body, Text(), foot),
+            title=Text(self.title or "training", style="bold"),
+            title_align="left",
+            subtitle=Text(self._ended) if self._ended else None,
+            subtitle_align="left",
+            border_style={"": "cyan", "done": "green"}.get(self._ended, "yellow"),
+            box=box.ROUNDED,
+            width=width,
+        )
+
+    def _head(self, inside: int) -> list[Any]:
+        from rich.text import Text
+
+        amount = f"{self._amount()} frames  {self._share():.0%}"
+        row = _grid({}, {})
+        row.add_row(
+            _bar(self._share(), max(inside - len(amount) - 2, 1), "cyan"),
+            Text(amount, style="bold"),
+        )
+        return [row, Text("   ".join([*self._pace(), f"memory {format_bytes(self._rss())}"]))]
+
+    def _ends(self, small: int) -> Table:
+        from rich.text import Text
+
+        table = _grid(_NAME, _VALUE, {})
+        table.add_row(Text("last episodes", style="bold not dim"), "", "")
+        for name, key, colour in _ENDS:
+            share = _finite(self._metrics.get(key))
+            bar = _bar(share or 0.0, small, colour)
+            table.add_row(name, Text(_percent(share), style=colour), bar)
+        return table
+
+    def _learning(self) -> Table:
+        from rich.text import Text
+
+        table = _grid(_NAME, _VALUE)
+        table.add_row(Text("learning", style="bold not dim"), "")
+        for name, key in _LEARNING:
+            table.add_row(name, _number(self._metrics.get(key)))
+        return table
+
+    def _phases(self, small: int) -> Table:
+        from rich.text import Text
+
+        table = _grid(_NAME | {"min_width": 10, "max_width": 10}, {"min_width": small}, _SHARE)
+        table.add_row(Text("time", style="bold not dim"), "", "")
+        known = {name: _finite(share) for name, share in self._shares.items()}
+        kept = sorted(known, key=lambda name: known[name] or 0.0, reverse=True)
+        if len(kept) > _MAX_PHASES:
+            kept = kept[: _MAX_PHASES - 1]
+        shown = {name: share for name, share in known.items() if name in kept}
+        if len(shown) < len(known):
+            shown["other"] = sum(share or 0.0 for name, share in known.items() if name not in kept)
+        for name, share in shown.items():
+            bar = _bar(share or 0.0, small, "blue")
+            table.add_row(Text(name), bar, _percent(share, 0))
+        return table
+
+
+def _grid(*columns: Mapping[str, Any], expand: bool = False) -> Table:
+    from rich.table import Table
+
+    table = Table.grid(padding=(0, 1, 0, 0), expand=expand)
+    for options in columns:
+        table.add_column(no_wrap=True, overflow="ellipsis", **options)
+    return table
+
+
+def _bar(share: float, width: int, colour: str) -> Any:
+    from rich.progress_bar import ProgressBar
+
+    share = min(max(share, 0.0), 1.0)
+    return ProgressBar(1.0, share, width, complete_style=colour, finished_style=colour)
+
+
+def _finite(value: Any) -> float | None:
+    """Return a value as a number, None for whatever is none."""
+    with suppress(TypeError, ValueError):
+        number = float(value)
+        return number if math.isfinite(number) else None
+    return None
+
+
+def _percent(value: Any, digits: int = 1) -> str:
+    share = _finite(value)
+    return "-" if share is None else f"{100 * share:.{digits}f}%"
+
+
+def _number(value: Any) -> str:
+    number = _finite(value)
+    if number is None:
+        return "-"
+    if number == int(number) and abs(number) < 1e6:
+        return f"{number:.0f}"
+    if 0.001 <= abs(number) < 1e6:
+        return f"{number:.3g}" if abs(number) < 100 else f"{number:.1f}"
+    return f"{number:.1e}"
+
+
+def _count(value: float) -> str:
+    """Return a number of frames for people: 950, 33.1k, 12.4M, 1.20G."""
+    for unit, scale, digits in (("G", 1e9, 2), ("M", 1e6, 1), ("k", 1e3, 1)):
+        if abs(value) >= scale * (10 if unit == "k" else 1):
+            return f"{value / scale:.{digits}f}{unit}"
+    return f"{value:.0f}"
+
+
+def _never_fail(show: Callable[[], object]) -> None:
+    """Show something; neither a lost terminal nor a strange value may stop an hour of training."""
+    with suppress(Exception):
+        show()

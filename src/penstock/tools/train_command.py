@@ -1,0 +1,47 @@
+"""`penstock train`: parse its words, train, and say how it went."""
+
+from __future__ import annotations
+
+import argparse
+import signal
+import sys
+
+from penstock.errors import UsageError
+from penstock.nav.training.config import help_text, load_config
+from penstock.nav.training.launch import start
+from penstock.nav.training.stopping import Stop
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Train; return the exit code."""
+    if arguments.print_config:
+        if arguments.words or arguments.config:
+            sys.stdout.write(load_config(arguments.words, arguments.config).to_yaml())
+        else:
+            sys.stdout.write(help_text())
+        return 0
+    unknown = next((word for word in arguments.words if "=" not in word), None)
+    if unknown is not None:
+        raise UsageError(f"{unknown!r} is not a setting; give key=value, such as env.num_envs=256")
+    with Stop() as stop:
+        result = start(arguments.words, arguments.config, stop)
+    rate = result.frames / max(result.seconds, 1e-9)
+    lines = [
+        result.summary,
+        "",
+        f"{result.iteration} iterations, {result.frames / 1e6:.2f} M frames in "
+        f"{result.seconds / 60:.1f} min ({rate:,.0f} frames/s)",
+    ]
+    if result.validation is not None:
+        lines.append(f"best on validation maps: {result.validation:.1%} of crossings")
+    if not result.stopped:
+        lines.append(f"next: penstock evaluate {result.folder}")
+    if result.summary:  # process 0
+        sys.stdout.write("\n".join(lines) + "\n")
+    if not result.stopped:
+        return 0
+    if result.summary:
+        sys.stderr.write(
+            f"penstock: stopped, the state is saved: penstock train resume={result.folder}\n"
+        )
+    return 128 + (stop.signal or signal.SIGTERM)
