@@ -10,6 +10,7 @@ PenstockError                   exit code 1, the base of all
 │   └── LimitExceeded           3  it asks for more memory than the limits allow
 ├── StorageError                4  the disk or the folder refuses: full, read-only, failing
 │   └── LockHeld                4  another writer is at work there
+├── PeerLost                    1  another process of the same training is gone
 ├── MissingExtra                5  an optional dependency is not installed
 └── SnapshotDiscarded           6  a checkpoint given up: its tensors were changed under it
 
@@ -65,6 +66,10 @@ class StorageError(PenstockError):
 
 class LockHeld(StorageError):
     """Another writer holds the folder."""
+
+
+class PeerLost(PenstockError):
+    """Another process of the same training is gone."""
 
 
 class MissingExtra(PenstockError):

@@ -8,7 +8,6 @@ import sys
 
 from penstock.errors import UsageError
 from penstock.nav.training.config import help_text, load_config
-from penstock.nav.training.launch import start
 from penstock.nav.training.stopping import Stop
 
 
@@ -23,6 +22,9 @@ def run(arguments: argparse.Namespace) -> int:
     unknown = next((word for word in arguments.words if "=" not in word), None)
     if unknown is not None:
         raise UsageError(f"{unknown!r} is not a setting; give key=value, such as env.num_envs=256")
+    load_config(arguments.words, arguments.config)  # a mistake is said before torchrl is imported
+    from penstock.nav.training.launch import start
+
     with Stop() as stop:
         result = start(arguments.words, arguments.config, stop)
     rate = result.frames / max(result.seconds, 1e-9)

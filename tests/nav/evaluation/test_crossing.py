@@ -33,10 +33,11 @@ def constant(*action: float) -> object:
 
 def test_flights_are_the_same_bits_for_any_number_of_threads() -> None:
     pilot = steady(Policy("fast", seed=3))
-    shield = shield_for(FULL)
-    one = fly(pilot, FULL, [7, 8, 9], 8, shield=shield, record=True)
-    again = fly(pilot, FULL, [7, 8, 9], 8, shield=shield_for(FULL), record=True)
-    two = fly(pilot, FULL, [7, 8, 9], 8, shield=shield, record=True, threads=2)
+    short = FULL.with_(episode_seconds=10.0)
+    shield = shield_for(short)
+    one = fly(pilot, short, [7, 8, 9], 8, shield=shield, record=True)
+    again = fly(pilot, short, [7, 8, 9], 8, shield=shield_for(short), record=True)
+    two = fly(pilot, short, [7, 8, 9], 8, shield=shield, record=True, threads=2)
     assert same(one, again)
     assert same(one, two)
     assert one.interventions > 0
@@ -45,9 +46,10 @@ def test_flights_are_the_same_bits_for_any_number_of_threads() -> None:
 
 def test_threads_of_torch_change_nothing() -> None:
     pilot = steady(Policy("fast", seed=3))
-    one = fly(pilot, FULL, [7], 64, record=True)
+    short = FULL.with_(episode_seconds=5.0)
+    one = fly(pilot, short, [7], 64, record=True)
     torch.set_num_threads(2)
-    two = fly(pilot, FULL, [7], 64, record=True)
+    two = fly(pilot, short, [7], 64, record=True)
     assert torch.get_num_threads() == 2
     torch.set_num_threads(1)
     assert same(one, two)

@@ -91,12 +91,14 @@ def straight(settings: Settings) -> Pilot:
 
 
 def steady(policy: Policy) -> Pilot:
-    """Return the pilot that always takes the mean action of a policy."""
+    """Return the pilot that always takes the mean action of a policy, wherever that computes."""
 
+    @torch.no_grad()
     def pilot(obs: Observation) -> Tensor:
-        alpha, beta, _ = policy(obs)
+        device = policy.critic.weight.device
+        alpha, beta, _ = policy({name: value.to(device) for name, value in obs.items()})
         mean: Tensor = alpha / (alpha + beta)
-        return mean
+        return mean.to(obs["state"].device)
 
     return pilot
 

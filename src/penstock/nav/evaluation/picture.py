@@ -251,22 +251,27 @@ class _Sheet:
         """Return the picture as a file."""
         small = self._image.resize(self.size, Image.Resampling.LANCZOS)
         file = io.BytesIO()
-        few = small.quantize(palette=_palette(small), dither=Image.Dither.NONE)
-        few.save(file, "PNG", optimize=True)
+        _with_palette(small).save(file, "PNG", optimize=True)
         return file.getvalue()
 
 
-def _palette(picture: Any) -> Any:
-    """Choose shades from each colour once: by area, a few red lines would turn brown."""
-    red, green, blue = np.asarray(picture).reshape(-1, 3).astype(np.uint32).T & 0xFC
-    packed = np.unique(red << 16 | green << 8 | blue)
-    unique = np.stack([packed >> 16, packed >> 8 & 0xFF, packed & 0xFF], 1).astype(np.uint8)
+def _with_palette(picture: Any) -> Any:
+    """Return a picture with few shades, chosen from each colour once.
+
+    By area, as Pillow would choose them, a few red lines would turn brown; and its search for the
+    nearest shade is not exact, so that white paper would turn grey.
+    """
+    red, green, blue = np.asarray(picture).reshape(-1, 3).astype(np.int64).T
+    packed, place = np.unique(red << 16 | green << 8 | blue, return_inverse=True)
+    colours = np.stack([packed >> 16, packed >> 8 & 0xFF, packed & 0xFF], 1)
     exact = [_PAPER, _GROUND, _INK, _FAINT, _MOVING, *COLOURS.values()]
-    mixed = Image.fromarray(unique[None]).quantize(_SHADES - len(exact))
-    palette = Image.new("P", (1, 1))
-    shades = [part for colour in exact for part in colour] + (mixed.getpalette() or [])
-    palette.putpalette(shades[: 3 * _SHADES])
-    return palette
+    mixed = Image.fromarray(colours.astype(np.uint8)[None]).quantize(_SHADES - len(exact))
+    shades = np.array([*exact, *np.reshape(mixed.getpalette() or [], (-1, 3))], int)[:_SHADES]
+    # The squared distance, without the square of the colour: that is the same for all shades.
+    distance = (shades * shades).sum(1) - 2 * (colours.astype(np.float32) @ shades.T)
+    image = Image.fromarray(distance.argmin(1).astype(np.uint8)[place].reshape(picture.size[::-1]))
+    image.putpalette(shades.astype(np.uint8).tobytes())
+    return image
 
 
 def _mark(pen: Any, kind: Outcome, x: float, y: float) -> None:

@@ -50,6 +50,7 @@ class NavigationEnv(EnvBase):  # type: ignore[misc]
         backend: See `Simulator`.
         threads: See `Simulator`.
         device: See `Simulator`.
+        changes: Other settings, by name: `NavigationEnv(num_envs=64)`.
     """
 
     def __init__(
@@ -60,10 +61,11 @@ class NavigationEnv(EnvBase):  # type: ignore[misc]
         backend: str = "numba",
         threads: int = 1,
         device: str | torch.device = "cpu",
+        **changes: Any,
     ) -> None:
         if action not in ACTIONS:
             raise UsageError(f"action={action!r} is unknown; use one of {', '.join(ACTIONS)}")
-        settings = settings or Settings()
+        settings = (settings or Settings()).with_(**changes)
         self.simulator = Simulator(settings, seed, backend, threads, device)
         super().__init__(device=torch.device(device), batch_size=[settings.num_envs])
         self._velocity = action == "velocity"

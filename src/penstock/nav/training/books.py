@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Mapping
 from contextlib import ExitStack
+from dataclasses import dataclass
 from types import TracebackType
 from typing import Any, Self
 
@@ -24,6 +26,15 @@ from penstock.rollouts.storage import RolloutStorage
 _SHOWN_WINDOW = 20  # iterations that shares of time are over
 
 
+@dataclass(frozen=True)
+class Place:
+    """Where a run is."""
+
+    iteration: int
+    frames: int
+    frames_per_iteration: int
+
+
 class Books:
     """The books of one process; all but process 0 keep rollouts only.
 
@@ -33,8 +44,7 @@ class Books:
         ppo: The learner; its optimizer's steps finish the captures of checkpoints.
         monitor: The timers of the loop.
         group: The processes.
-        iteration: Where the run goes on from.
-        frames: Frames until there.
+        place: Where the run goes on from.
     """
 
     def __init__(
@@ -44,8 +54,7 @@ class Books:
         ppo: PPO,
         monitor: PerformanceMonitor,
         group: Group,
-        iteration: int = 0,
-        frames: int = 0,
+        place: Place,
     ) -> None:
         self.run = run
         self._config = config
@@ -53,7 +62,8 @@ class Books:
         self._leads = group.leads
         self._stack = ExitStack()
         self._rollouts: RolloutStorage | None = None
-        self._frames_per_iteration = config.frames_per_iteration
+        self._told_s = time.perf_counter()
+        self._frames_per_iteration = place.frames_per_iteration
         with ExitStack() as stack:
             if config["rollout_save_interval"]:
                 folder = run.rollouts if group.leads else run.rollouts / f"rank_{group.rank}"
@@ -69,10 +79,14 @@ class Books:
             if group.leads:
                 stack.enter_context(FolderLock(run.folder))
                 self._saver = stack.enter_context(_saver(config, run, ppo))
-                self._log = MetricsLog(config, run, iteration)
+                self._log = MetricsLog(config, run, place.iteration)
                 stack.callback(self._log.close)
                 self._panel = stack.enter_context(
-                    Panel(config.max_frames, f"training {run.folder.name}", initial_frames=frames)
+                    Panel(
+                        config.max_frames,
+                        f"training {run.folder.name}",
+                        initial_frames=place.frames,
+                    )
                 )
             self._stack = stack.pop_all()
 
@@ -119,9 +133,15 @@ class Books:
         if not self._leads:
             return
         times = self._monitor.get_stats(_SHOWN_WINDOW)
-        row = {f"perf/{name}": stats["last"] for name, stats in times.items()}
-        latest = sum(row.values())
-        row["perf/frames_per_s"] = self._frames_per_iteration / latest if latest else 0.0
+        now_s = time.perf_counter()
+        took_s, self._told_s = now_s - self._told_s, now_s
+        row = {
+            f"perf/{name}": stats["last"]
+            for name, stats in times.items()
+            if name != "validation" or "validation/success" in metrics
+        }
+        row["perf/iteration"] = took_s
+        row["perf/frames_per_s"] = self._frames_per_iteration / took_s
         row["perf/memory_bytes"] = rss_bytes(tree=False)
         self._log.write({"env_frames": frames, **metrics, **row}, iteration)
         shares = {name: stats["share"] for name, stats in times.items()}

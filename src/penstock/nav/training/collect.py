@@ -96,6 +96,10 @@ class Episodes:
         self._sums.zero_()
         return result
 
+    def facts(self) -> dict[str, float]:
+        """Return nothing besides the sums."""
+        return {}
+
     @staticmethod
     def metrics(sums: Tensor) -> dict[str, float]:
         """Turn sums into shares and means; what nobody saw is left out."""

@@ -84,7 +84,7 @@ class Config:
 
     def to_yaml(self) -> str:
         """Return all keys, for `load_config(base=...)`."""
-        return str(OmegaConf.to_yaml(OmegaConf.create(dict(self.raw))))
+        return str(OmegaConf.to_yaml(as_omegaconf(self)))
 
 
 def load_config(
@@ -124,6 +124,8 @@ def load_config(
             raise UsageError(  # a file must not decide what code is run
                 f"{base} names another environment, {target}: give env._target_=… again to run it"
             )
+        if algo:  # asked for anew
+            former.pop("algo", None)
         config = _merged(config, former, str(base), foreign=True)
     foreign = _is_foreign(config, user, pairs)
     config = _merged(config, user, str(file), foreign)
@@ -135,6 +137,9 @@ def load_config(
             raise UsageError(f"unknown setting {key!r}; {did_you_mean(key, known)}")
         config = _merged(config, _override(word), word, foreign)
     raw: Any = OmegaConf.to_container(config, resolve=True)
+    for name in ("env", "env_dyn", "sim", "sensor", "reward", "algo", "wandb"):
+        if not isinstance(raw[name], dict):
+            raise UsageError(f"{name} is {raw[name]!r}; give its settings, such as {name}.…=…")
     named = {key for key in (*_keys(user), *(key for key, _ in pairs)) if key.startswith("env.")}
     arguments = {key: raw["env"][key] for key in raw["env"] if f"env.{key}" in named}
     arguments.pop("_target_", None)
@@ -144,6 +149,11 @@ def load_config(
 def from_raw(raw: Mapping[str, Any], plugin_arguments: Mapping[str, Any]) -> Config:
     """Make the settings again in another process, from `Config.raw`."""
     return _checked(copy.deepcopy(dict(raw)), plugin_arguments)
+
+
+def as_omegaconf(config: Config) -> DictConfig:
+    """Return all keys as NavRL's own classes take them."""
+    return OmegaConf.create(dict(config.raw))
 
 
 def write_config(config: Config, path: Path) -> None:
@@ -221,9 +231,6 @@ def _first_line(error: Exception) -> str:
 
 
 def _checked(raw: dict[str, Any], plugin_arguments: Mapping[str, Any]) -> Config:
-    for name in ("env", "env_dyn", "sim", "sensor", "reward", "algo", "wandb"):
-        if not isinstance(raw[name], dict):
-            raise UsageError(f"{name} is {raw[name]!r}; give its settings, such as {name}.…=…")
     _check_choice("collector", raw["collector"], COLLECTORS)
     _check_choice("backend", raw["backend"], ("numba", "torch"))
     _check_choice("wandb.mode", raw["wandb"]["mode"], ("offline", "online", "disabled"))

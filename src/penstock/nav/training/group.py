@@ -17,7 +17,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load, save
 from torch import Tensor
 
-from penstock.errors import PenstockError, UsageError
+from penstock.errors import PeerLost, PenstockError, UsageError
 
 _TIMEOUT = timedelta(minutes=30)  # validation and compilation may differ by minutes, not more
 
@@ -133,7 +133,7 @@ def _exchange(call: Any) -> None:
         call()
     except RuntimeError as error:  # gloo: the connection is gone
         line = str(error).strip().partition("\n")[0][:200]
-        raise PenstockError(
+        raise PeerLost(
             f"a process of this training is gone ({line}); go on with resume=… from the newest "
             "checkpoint"
         ) from error

@@ -19,8 +19,7 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
-from penstock.core.files import FolderLock
-from penstock.errors import PenstockError
+from penstock.errors import PeerLost, PenstockError, UsageError
 from penstock.nav.training.config import Config, load_config
 from penstock.nav.training.group import Group
 from penstock.nav.training.loop import Result, train
@@ -44,22 +43,10 @@ def start(words: Sequence[str] = (), file: str | None = None, stop: Stop | None 
     config, run, state = open_run(load_config(words, file), words)
     if "WORLD_SIZE" in os.environ:  # torchrun, or a test, has started us
         with Group.from_environment(config["device"]) as group:
-            if group.leads:
-                _prepare(config, run, state)
-            group.any(False)  # the folder is there for all
             return train(config, run, state, group, stop)
-    _prepare(config, run, state)
     if config.processes == 1:
         return train(config, run, state, None, stop)
     return _together(config, run, state, stop)
-
-
-def _prepare(config: Config, run: Run, state: dict[str, Any] | None) -> None:
-    if state is None and not run.exists:
-        run.create(config)
-    else:
-        with FolderLock(run.folder):  # nobody else is at it
-            pass
 
 
 def _together(config: Config, run: Run, state: dict[str, Any] | None, stop: Stop | None) -> Result:
@@ -81,7 +68,7 @@ def _together(config: Config, run: Run, state: dict[str, Any] | None, stop: Stop
             process.start()
         with Group(0, config.processes, address, config["device"]) as group:
             return train(config, run, state, group, stop)
-    except PenstockError as error:
+    except PeerLost as error:
         _raise_named(error, others)
         raise
     finally:
@@ -107,13 +94,16 @@ def _other(
     config, run = from_raw(raw, arguments), Run(Path(folder))
     try:
         with Group(rank, config.processes, address, config["device"]) as group:
-            train(config, run, load_state(run), group)
+            state = None if config["resume"] is None else load_state(run)
+            train(config, run, state, group)
+    except (PeerLost, UsageError) as error:  # process 0 says it
+        sys.exit(error.exit_code)
     except PenstockError as error:
         sys.stderr.write(f"penstock: process {rank}: {error}\n")
         sys.exit(error.exit_code)
 
 
-def _raise_named(error: PenstockError, others: Sequence[BaseProcess]) -> None:
+def _raise_named(error: PeerLost, others: Sequence[BaseProcess]) -> None:
     """If a process died, say which and how: that is the cause, not the lost connection."""
     for rank, process in enumerate(others, 1):
         process.join(1.0)

@@ -20,13 +20,13 @@ from penstock.errors import DataError, UsageError
 from penstock.nav.evaluation.crossing import Outcome, fly, steady
 from penstock.nav.learning.policy import Policy
 from penstock.nav.learning.ppo import PPO
-from penstock.nav.training.books import Books
+from penstock.nav.training.books import Books, Place
 from penstock.nav.training.collect import Episodes, SimulatorCollector, Stopped
 from penstock.nav.training.config import VALIDATION_MAPS, Config
 from penstock.nav.training.group import Group
-from penstock.nav.training.plugin_source import make_plugin_source
+from penstock.nav.training.plugin_source import PluginFlyer
 from penstock.nav.training.runs import Run, flatten, unflatten
-from penstock.nav.training.sources import Source, make_source
+from penstock.nav.training.sources import Flyer, make_source
 from penstock.nav.training.stopping import Stop
 
 _NAMES = {"actor_loss": "loss/actor", "critic_loss": "loss/critic", "entropy": "loss/entropy"}
@@ -60,7 +60,7 @@ def train(
 
     Args:
         config: What is trained; see conf/train.yaml.
-        run: Where it goes; its folder exists.
+        run: Where it goes; a new one must not exist.
         state: To go on from, of `runs.load_state`.
         group: The processes that train together.
         stop: Asked whether to stop.
@@ -70,16 +70,18 @@ def train(
         UsageError: The state is of other settings, or of another network.
     """
     torch.set_num_threads(config["threads"])  # the order of sums depends on it, and so the bits
-    group, stop = group or Group(), stop or Stop()
+    group = Group() if group is None else group
+    stop = Stop() if stop is None else stop  # one that nobody asked is false
     with ExitStack() as stack:
         trainer = Trainer(config, group, stop)
         stack.callback(trainer.source.close)
         if state is not None:
             trainer.load(state)
+        if group.leads and config["resume"] is None:
+            run.create(config)  # now: settings that are impossible must leave nothing behind
+        group.any(False)  # the folder is there for all
         books = stack.enter_context(
-            Books(
-                config, run, trainer.ppo, trainer.monitor, group, trainer.iteration, trainer.frames
-            )
+            Books(config, run, trainer.ppo, trainer.monitor, group, trainer.place)
         )
         stopped = _loop(trainer, books)
         return Result(
@@ -161,11 +163,14 @@ class Trainer:
             group.mean_ if group.size > 1 else None,
         )
         self.order = torch.Generator().manual_seed(seed)
-        self.source: Source
+        self.frames_per_iteration = config.frames_per_iteration
+        flyer: Flyer
         if config.plugin is not None:
-            self.source = make_plugin_source(config, policy, seed + group.rank)
+            flyer = PluginFlyer(config, seed + group.rank)
+            self.frames_per_iteration = config.steps * flyer.num_envs * group.size
         else:
-            self.source = make_source(config["collector"], self._collector(), policy)
+            flyer = self._collector()
+        self.source = make_source(config["collector"], flyer, policy)
         self.iteration = self.frames = 0
         self.seconds = 0.0
         self.best: float | None = None
@@ -187,6 +192,11 @@ class Trainer:
         )
 
     # ------------------------------------------------------------------ how far
+
+    @property
+    def place(self) -> Place:
+        """Where the run is, for the books."""
+        return Place(self.iteration, self.frames, self.frames_per_iteration)
 
     @property
     def progress(self) -> float:
@@ -231,7 +241,7 @@ class Trainer:
     def advance(self, stats: dict[str, float]) -> tuple[dict[str, float], bool]:
         """Count an iteration; return its metrics, and whether any process was asked to stop."""
         self.iteration += 1
-        self.frames += self.config.frames_per_iteration
+        self.frames += self.frames_per_iteration
         now = time.monotonic()
         self.seconds += now - self._since
         self._since = now
@@ -293,13 +303,12 @@ class Trainer:
             UsageError: It is of another network, or of other settings; nothing was changed.
         """
         shards = state["shards"]
-        if self.config.plugin is None:
-            if len(shards) != self.config.shards:
-                raise UsageError(
-                    f"the checkpoint has {len(shards)} shards, and shards={self.config.shards}; "
-                    f"give shards={len(shards)}"
-                )
-            self.source.load_state_dict([unflatten(shards[number]) for number in self._shards])
+        if len(shards) != self.config.shards:
+            raise UsageError(
+                f"the checkpoint has {len(shards)} shards, and shards={self.config.shards}; give "
+                f"shards={len(shards)}"
+            )
+        self.source.load_state_dict([unflatten(shards[number]) for number in self._shards])
         self.ppo.load_state_dict(state["ppo"])
         self.order.set_state(state["order"])
         self.iteration, self.frames = int(state["iteration"]), int(state["frames"])

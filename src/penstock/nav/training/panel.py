@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from rich.console import Console, ConsoleOptions, RenderResult
     from rich.table import Table
 
-_PERIOD_S: Final = {"rich": 0.25, "plain": 10.0}
+_PERIOD_S: Final = {"rich": 0.5, "plain": 10.0}  # drawing takes some 10 ms
 _RATE_S: Final = 60.0  # the speed is that of the last minute, so that the time left follows it
 _STEP_S: Final = 0.5  # between two points of that minute
 _MEMORY_PERIOD_S: Final = 1.0  # reading the whole process tree takes milliseconds

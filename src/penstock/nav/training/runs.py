@@ -79,12 +79,12 @@ def open_run(config: Config, words: Sequence[str]) -> tuple[Config, Run, dict[st
         UsageError: There is no such run, or none of its checkpoints can be used.
     """
     if config["resume"] is None:
-        name = config["name"] or time.strftime("%Y%m%d-%H%M%S")
-        if Path(str(name)).name != str(name):
+        given, name = config["run_dir"], config["name"]
+        name = time.strftime("%Y%m%d-%H%M%S") if name is None else str(name)
+        if Path(name).name != name:
             raise UsageError(f"name={name!r} is a path; give a plain name, or run_dir=…")
-        folder = Path(config["run_dir"] or Path("runs") / str(name))
-        return config, Run(folder), None
-    run = Run(Path(config["resume"]))
+        return config, Run(Path("runs") / name if given is None else Path(str(given))), None
+    run = Run(Path(str(config["resume"])))
     if not run.exists:
         known = [str(path.parent) for path in run.folder.parent.glob("*/config.yaml")]
         hint = did_you_mean(str(run.folder), known) if known else "start it without resume="

@@ -20,7 +20,7 @@ from penstock.core.handle import poll
 from penstock.errors import PenstockError
 from penstock.nav.learning.policy import Policy
 from penstock.nav.learning.ppo_settings import Batch
-from penstock.nav.training.collect import SimulatorCollector, Stopped
+from penstock.nav.training.collect import Stopped
 from penstock.rollouts.collect import PipelinedDataCollector
 from penstock.rollouts.compressed import CompressedDataCollector
 
@@ -56,6 +56,28 @@ class Source(Protocol):
         """Release threads."""
 
 
+class Flyer(Protocol):
+    """What a source asks of whoever flies: see `SimulatorCollector` and `PluginFlyer`."""
+
+    dynamic_active: int
+    episodes: Any
+
+    def memory(self) -> Any:
+        """Return memory for one batch."""
+
+    def collect(self, policy: Policy, memory: Any) -> Batch:
+        """Fly one batch."""
+
+    def state_dict(self) -> list[dict[str, Any]]:
+        """Return what the next batch depends on, per shard."""
+
+    def load_state_dict(self, states: Sequence[Mapping[str, Any]]) -> None:
+        """Go on from there."""
+
+    def close(self) -> None:
+        """Release threads."""
+
+
 class SyncSource:
     """Collects when asked for: strictly on-policy.
 
@@ -64,7 +86,7 @@ class SyncSource:
         policy: The one that learns.
     """
 
-    def __init__(self, collector: SimulatorCollector, policy: Policy) -> None:
+    def __init__(self, collector: Flyer, policy: Policy) -> None:
         self.collector = collector
         self._policy = policy
         self._memory = collector.memory()
@@ -87,11 +109,12 @@ class SyncSource:
 
     def episodes(self) -> Tensor:
         """Return how episodes ended."""
-        return self.collector.episodes.take()
+        sums: Tensor = self.collector.episodes.take()
+        return sums
 
     def facts(self) -> dict[str, float]:
-        """Return nothing."""
-        return {}
+        """Return what the drones' own statistics say."""
+        return dict(self.collector.episodes.facts())
 
     def close(self) -> None:
         """Release threads."""
@@ -104,7 +127,7 @@ class CompressedSource(SyncSource):
     A measured loss where a batch is used once: see `penstock bench rollout`.
     """
 
-    def __init__(self, collector: SimulatorCollector, policy: Policy) -> None:
+    def __init__(self, collector: Flyer, policy: Policy) -> None:
         super().__init__(collector, policy)
         self._compress = CompressedDataCollector((), compression_level=1)
         self._ratio = 1.0
@@ -118,7 +141,7 @@ class CompressedSource(SyncSource):
 
     def facts(self) -> dict[str, float]:
         """Return how much smaller batches were."""
-        return {"rollout/ratio": self._ratio}
+        return super().facts() | {"rollout/ratio": self._ratio}
 
 
 class PipelinedSource:
@@ -133,7 +156,7 @@ class PipelinedSource:
         policy: The one that learns; flown is a copy.
     """
 
-    def __init__(self, collector: SimulatorCollector, policy: Policy) -> None:
+    def __init__(self, collector: Flyer, policy: Policy) -> None:
         self.collector = collector
         self._policy = policy
         self._flown = copy.deepcopy(policy)
@@ -209,10 +232,14 @@ class PipelinedSource:
 
     def facts(self) -> dict[str, float]:
         """Return how many updates behind the last batch was, and the wait for it."""
+        facts: dict[str, float] = dict(self.collector.episodes.facts())
         if self._ahead is None:
-            return {}
+            return facts
         stats = self._ahead.stats()
-        return {"pipeline/staleness": self._ahead.staleness, "pipeline/wait_s": stats["wait_s"]}
+        return facts | {
+            "pipeline/staleness": self._ahead.staleness,
+            "pipeline/wait_s": stats["wait_s"],
+        }
 
     def close(self) -> None:
         """Stop collecting."""
@@ -240,7 +267,7 @@ class _Stream:
         return iter(self._make())
 
 
-def make_source(kind: str, collector: SimulatorCollector, policy: Policy) -> Source:
+def make_source(kind: str, collector: Flyer, policy: Policy) -> Source:
     """Return the source of a `collector=` setting."""
     kinds: dict[str, Any] = {
         "sync": SyncSource,

@@ -96,7 +96,7 @@ class Case:
     run: Callable[[Settings], list[Row]]
 
 
-NAMES = ("checkpoint", "convert", "replay", "rollout", "pipeline")
+NAMES = ("checkpoint", "convert", "replay", "rollout", "pipeline", "nav")
 
 
 def find_case(name: str) -> Case:

@@ -1,0 +1,150 @@
+"""The whole of `penstock evaluate`, on a run that has learned nothing."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Callable
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from penstock.errors import MissingExtra, StorageError, UsageError
+from penstock.nav.evaluation.evaluate import evaluate
+from penstock.nav.simulation.task import Settings
+from penstock.tools import evaluate_command
+
+Save = Callable[..., Path]
+FOUR = ["straight", "straight + shield", "policy", "policy + shield"]
+
+
+@pytest.fixture(autouse=True)
+def _quiet(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PENSTOCK_PROGRESS", "quiet")
+
+
+def arguments(*words: str, **options: Any) -> argparse.Namespace:
+    usual = {"checkpoint": "best", "worlds": 2, "drones": 3, "first_world": 7, "out": None}
+    return argparse.Namespace(words=list(words), **(usual | {"rerun": None} | options))
+
+
+def test_from_end_to_end(save: Save) -> None:
+    run = save()
+    result = evaluate(run, worlds=2, drones=3)
+    assert list(result["results"]) == FOUR
+    assert (result["seeds"], result["drones"], result["iteration"]) == ([7, 8], 3, 12)
+    for summary in result["results"].values():
+        assert [world["seed"] for world in summary["worlds"]] == [7, 8]
+        assert [world["drones"] for world in summary["worlds"]] == [3, 3]
+    assert result["results"]["policy"]["shield"] is None
+    assert result["results"]["policy + shield"]["shield"]["decisions"] > 0
+    written = run / "evaluation"
+    text = (written / "evaluation.json").read_text()
+    assert json.loads(text) == json.loads(json.dumps(result))
+    assert (written / "flights.png").read_bytes()[:4] == b"\x89PNG"
+    assert sorted(path.name for path in written.iterdir()) == ["evaluation.json", "flights.png"]
+    assert evaluate(run, worlds=2, drones=3, threads=1) == result
+    assert (written / "evaluation.json").read_text() == text
+
+
+def test_changes_and_places(save: Save, tmp_path: Path) -> None:
+    run = save()
+    result = evaluate(
+        run / "checkpoints" / "best.pt",
+        worlds=1,
+        drones=2,
+        shield=False,
+        drone="hummingbird",
+        changes={"num_obstacles": 0, "dynamic_obstacles": 16},
+        out=tmp_path / "here" / "there",
+        record=False,
+    )
+    assert list(result["results"]) == ["straight", "policy"]
+    flown = result["settings"]
+    assert (flown["drone"], flown["num_obstacles"], flown["dynamic_obstacles"]) == (
+        "hummingbird",
+        0,
+        16,
+    )
+    assert [path.name for path in (tmp_path / "here" / "there").iterdir()] == ["evaluation.json"]
+    assert not (run / "evaluation").exists()
+
+
+def test_worlds_that_were_trained_on_are_refused(save: Save, small: Settings) -> None:
+    trained = asdict(small.with_(map_seed=0, maps=4))
+    run = save(metadata={"settings": trained, "map_seeds": [0, 9]})
+    for first in (7, 3):
+        with pytest.raises(UsageError, match=r"trained on worlds 0 to \d, .*; use --first-world"):
+            evaluate(run, worlds=2, drones=2, first_world=first)
+    evaluate(run, worlds=1, drones=2, first_world=10, shield=False)
+    for first in (499_999, 1_000_000, -1):
+        with pytest.raises(UsageError, match="are for training and validation"):
+            evaluate(run, worlds=2, drones=2, first_world=first)
+
+
+def test_mistakes_are_said_before_anything_is_flown(save: Save, tmp_path: Path) -> None:
+    run = save()
+    cases: list[tuple[dict[str, Any], str]] = [
+        ({"worlds": 0}, "worlds is 0"),
+        ({"drones": 0}, "drones is 0"),
+        ({"drone": "fats"}, "did you mean 'fast'"),
+        ({"changes": {"num_obstacle": 1}}, "did you mean 'num_obstacles'"),
+        ({"margins": (0.1, -0.1)}, "static_margin_m is -0.1"),
+        ({"checkpoint": "bets.pt"}, "the folder has best.pt"),
+    ]
+    for keywords, said in cases:
+        with pytest.raises(UsageError, match=said):
+            evaluate(run, **keywords)
+    blocked = tmp_path / "file"
+    blocked.write_text("")
+    with pytest.raises(StorageError):
+        evaluate(run, out=blocked / "x")
+    assert not (run / "evaluation").exists()
+
+
+def test_rerun_is_missed_first(save: Save, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "rerun", None)
+    with pytest.raises(MissingExtra, match="rerun-sdk is not installed"):
+        evaluate(save(), rerun="flights.rrd")
+
+
+def test_the_command(save: Save) -> None:
+    run = save()
+    done = evaluate_command.run(
+        arguments(str(run), "env_dyn.num_obstacles=16", "sim.substeps=12", "margins=0.2,0.1")
+    )
+    assert done.ok
+    assert done.to_json()["settings"]["dynamic_obstacles"] == 16
+    assert done.to_json()["margins"] == [0.2, 0.1]
+    text = done.text()
+    assert "best.pt (iteration 12, 3.0 M frames, validation 25.0 %)" in text
+    assert "30 boxes, 16 moving obstacles, fast drone, a decision every 192 ms" in text
+    assert "Only 2 worlds" in text
+    assert f"picture: {run / 'evaluation' / 'flights.png'}" in text
+    for name in FOUR:
+        assert name in text
+
+
+def test_the_command_without_shield(save: Save) -> None:
+    done = evaluate_command.run(arguments(str(save()), "shield=off", "env.drone=hummingbird"))
+    assert list(done.to_json()["results"]) == ["straight", "policy"]
+    assert done.to_json()["settings"]["drone"] == "hummingbird"
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ([], "evaluate needs one run, and was given 0"),
+        (["a", "b"], "was given 2"),
+        (["a", "env.num_obstacle=3"], "did you mean 'env.num_obstacles'"),
+        (["a", "shield=maybe"], "use on or off"),
+        (["a", "sim.substeps=x"], "give a whole number"),
+        (["a", "margins=1"], "give metres from moving and from static obstacles"),
+    ],
+)
+def test_wrong_words(words: list[str], said: str) -> None:
+    with pytest.raises(UsageError, match=said):
+        evaluate_command.run(arguments(*words))

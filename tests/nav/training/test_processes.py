@@ -1,0 +1,154 @@
+"""Several processes, torchrun, signals and kill -9: the real things."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+import torch
+
+from penstock import load_checkpoint
+from penstock.errors import UsageError
+from penstock.nav.training.launch import start
+
+from .conftest import SMALL, differences
+
+PENSTOCK = [sys.executable, "-m", "penstock", "train"]
+BIN = Path(sys.executable).parent
+
+
+def words(*more: str) -> list[str]:
+    return [*(word for word in SMALL if not word.startswith("processes=")), "shards=2", *more]
+
+
+def run(command: list[str], **options) -> subprocess.CompletedProcess:
+    return subprocess.run(command, capture_output=True, text=True, timeout=100, **options)
+
+
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory) -> dict:
+    """What one process makes of both shards."""
+    folder = tmp_path_factory.mktemp("alone")
+    start(words("processes=1", f"run_dir={folder}/x"))
+    return load_checkpoint(folder / "x/checkpoints")
+
+
+def assert_close(left: dict, right: dict) -> None:
+    assert left["frames"] == right["frames"]
+    for name, value in left["ppo"]["policy"].items():
+        torch.testing.assert_close(value, right["ppo"]["policy"][name], rtol=1e-3, atol=1e-5)
+    for one, two in zip(left["shards"], right["shards"], strict=True):
+        torch.testing.assert_close(
+            one["simulator/rows"], two["simulator/rows"], rtol=1e-2, atol=1e-2
+        )
+
+
+def test_two_processes_learn_what_one_does(alone):
+    done = run([*PENSTOCK, *words("processes=2", "run_dir=x")])
+    assert done.returncode == 0, done.stderr
+    together = load_checkpoint("x/checkpoints")
+    assert_close(alone, together)
+    # They go on as one process, too: shards do not care who flies them.
+    assert differences(load_checkpoint("x/checkpoints")["shards"], together["shards"]) == []
+    assert start(["resume=x", "processes=1", "max_frame_num=2304"]).iteration == 9
+
+
+def test_torchrun_learns_what_one_process_does(alone):
+    script = Path(__file__).parents[3] / "train.py"
+    command = [str(BIN / "torchrun"), "--standalone", "--nproc-per-node=2", str(script)]
+    done = run([*command, *words("run_dir=x")])
+    assert done.returncode == 0, done.stderr
+    assert_close(alone, load_checkpoint("x/checkpoints"))
+    assert done.stdout.count("Performance Summary") == 1  # process 0 alone speaks
+
+
+@pytest.mark.parametrize("processes", [1, 2])
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_saves_the_state_and_the_run_goes_on(tmp_path, processes, number):
+    words_ = words(f"processes={processes}", "run_dir=x", "max_frame_num=20e6")
+    process = subprocess.Popen(
+        [*PENSTOCK, *words_],
+        stderr=subprocess.PIPE,
+        stdout=subprocess.DEVNULL,
+        text=True,
+        start_new_session=True,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
+    )
+    metrics = tmp_path / "x/metrics.jsonl"
+    try:
+        while process.poll() is None and not (metrics.exists() and metrics.stat().st_size > 3000):
+            time.sleep(0.01)
+        children = psutil.Process(process.pid).children(recursive=True)
+        # Ctrl-C reaches all processes of the terminal, kill only the one.
+        (os.killpg if number == signal.SIGINT else os.kill)(process.pid, number)
+        sent_s = time.monotonic()
+        _, error = process.communicate(timeout=60)
+        assert time.monotonic() - sent_s < 10
+    finally:
+        process.kill()
+    assert process.returncode == 128 + number, error
+    assert error.strip() == "penstock: stopped, the state is saved: penstock train resume=x"
+    psutil.wait_procs(children, timeout=5)
+    assert not [child for child in children if child.is_running()]
+    state = load_checkpoint("x/checkpoints")
+    rows = metrics.read_text().count("\n")
+    assert state["iteration"] == rows
+    assert start(["resume=x", "processes=1", f"max_iterations={rows + 1}"]).iteration == rows + 1
+
+
+def test_kill_9_loses_nothing_that_was_saved(tmp_path):
+    start(words("processes=1", "run_dir=whole", "save_interval=1", "max_frame_num=5120"))
+    command = [*PENSTOCK, *words("processes=2", "run_dir=x", "save_interval=1")]
+    process = subprocess.Popen([*command, "max_frame_num=5120"], start_new_session=True)
+    checkpoints = tmp_path / "x/checkpoints"
+    try:
+        while process.poll() is None and len(list(checkpoints.glob("checkpoint_*"))) < 3:
+            time.sleep(0.002)
+        children = psutil.Process(process.pid).children(recursive=True)
+    finally:
+        process.kill()
+        process.wait()
+    # The others notice that process 0 is gone.
+    _, alive = psutil.wait_procs(children, timeout=20)
+    assert not [child for child in alive if "train" in " ".join(child.cmdline())], alive
+    assert load_checkpoint(checkpoints)["iteration"] >= 3
+    assert run([*PENSTOCK, "resume=x"]).returncode == 0
+    assert_close(load_checkpoint("whole/checkpoints"), load_checkpoint(checkpoints))
+
+
+def test_a_process_that_dies_ends_the_training_with_a_line(tmp_path):
+    command = [*PENSTOCK, *words("processes=2", "run_dir=x", "max_frame_num=20e6")]
+    process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, start_new_session=True)
+    try:
+        while process.poll() is None and not (tmp_path / "x/metrics.jsonl").exists():
+            time.sleep(0.01)
+        time.sleep(0.3)
+        for child in psutil.Process(process.pid).children():
+            if "spawn_main" in " ".join(child.cmdline()):
+                child.kill()
+        _, error = process.communicate(timeout=60)
+    finally:
+        process.kill()
+    assert process.returncode == 1
+    assert "process 1 of the training ended with code -9" in error
+    assert len(error.strip().splitlines()) == 1, error
+
+
+def test_python_train_py_is_the_same_command():
+    script = Path(__file__).parents[3] / "train.py"
+    done = run([sys.executable, str(script), "env.num_env=3"])
+    assert done.returncode == 2
+    assert done.stderr == (
+        "penstock: error: unknown setting 'env.num_env'; did you mean 'env.num_envs'?\n"
+    )
+
+
+def test_shards_that_do_not_divide_are_refused():
+    with pytest.raises(UsageError, match="shards or processes"):
+        start(words("processes=3", "run_dir=x"))

@@ -1,0 +1,216 @@
+"""The loop: what it leaves behind, that it goes on bit for bit, and how it stops."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from penstock import RolloutStorage, load_checkpoint, load_metadata
+from penstock.core.files import FolderLock
+from penstock.errors import DataError, LockHeld, UsageError
+from penstock.nav.learning.ppo import PPO
+from penstock.nav.training.launch import start
+from penstock.nav.training.stopping import Stop
+
+from .conftest import SMALL, differences
+
+
+def test_a_run_leaves_everything_behind(tmp_path):
+    more = ["save_interval=2", "rollout_save_interval=4", "eval_interval=4", "eval_worlds=2"]
+    more += ["eval_drones=4", "tensorboard=True", "log_interval=4"]
+    result = start([*SMALL, "name=x", *more])
+    run = tmp_path / "runs/x"
+    assert result.folder == run.relative_to(tmp_path)
+    assert (result.iteration, result.frames, result.stopped) == (8, 2048, False)
+    assert {"best.pt", "checkpoint_final.pt", "latest"} <= {
+        path.name for path in (run / "checkpoints").iterdir()
+    }
+    rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    assert [row["step"] for row in rows] == list(range(1, 9))
+    assert {"loss/actor", "train/lr", "perf/update", "perf/frames_per_s", "env_frames"} <= set(
+        rows[0]
+    )
+    assert "validation/success" in rows[3]
+    assert list((run / "tensorboard").iterdir())
+    rollout = RolloutStorage(run / "rollouts").load(8)
+    assert rollout["agents", "observation", "lidar"].shape == (32, 8, 1, 36, 4)
+    assert rollout["agents", "observation", "dynamic_obstacle"].shape == (32, 8, 5, 10)
+    state = load_checkpoint(run / "checkpoints")
+    assert state["iteration"] == 8
+    notes = load_metadata(run / "checkpoints/checkpoint_final.pt")
+    assert notes["settings"]["num_obstacles"] == 40
+    assert notes["map_seeds"][0] >= 1_000_000
+    # The learning rate follows the frames.
+    assert rows[0]["train/lr"] > rows[-1]["train/lr"] > 0
+
+
+@pytest.mark.parametrize("collector", ["sync", "pipelined", "compressed"])
+def test_resume_goes_on_bit_for_bit(tmp_path, collector):
+    words = [*SMALL, f"collector={collector}", "env.new_map_every=1", "shards=2"]
+    start([*words, "run_dir=whole"])
+    start([*words, "run_dir=parts", "max_iterations=3"])
+    assert not (tmp_path / "parts/checkpoints/checkpoint_final.pt").exists()
+    start(["resume=parts", "max_iterations=5"])
+    start(["resume=parts", "max_iterations=null"])
+    whole, parts = load_checkpoint("whole/checkpoints"), load_checkpoint("parts/checkpoints")
+    assert whole["iteration"] == parts["iteration"] == 8
+    assert differences(whole, parts) == []
+    rows = (tmp_path / "parts/metrics.jsonl").read_text().splitlines()
+    assert [json.loads(row)["step"] for row in rows] == list(range(1, 9))
+
+
+def test_the_same_seed_gives_the_same_bits_and_another_does_not():
+    states = []
+    for number, seed in enumerate([0, 0, 1]):
+        start([*SMALL, f"run_dir={number}", f"seed={seed}", "max_iterations=2"])
+        states.append(load_checkpoint(f"{number}/checkpoints"))
+    assert differences(states[0]["ppo"], states[1]["ppo"]) == []
+    assert differences(states[0]["ppo"]["policy"], states[2]["ppo"]["policy"])
+
+
+def test_compressed_batches_change_nothing():
+    start([*SMALL, "run_dir=a", "max_iterations=3"])
+    start([*SMALL, "run_dir=b", "max_iterations=3", "collector=compressed"])
+    a, b = load_checkpoint("a/checkpoints"), load_checkpoint("b/checkpoints")
+    assert differences(a, b) == []
+
+
+@pytest.mark.parametrize("moment", ["collect", "update"])
+@pytest.mark.parametrize("collector", ["sync", "pipelined"])
+def test_a_stop_in_the_middle_loses_only_what_was_half_done(monkeypatch, moment, collector):
+    words = [*SMALL, f"collector={collector}"]
+    start([*words, "run_dir=whole"])
+    stop = AskAfter(calls=15 if moment == "collect" else 3)
+    if moment == "collect":
+        stop_at: Stop = stop
+    else:
+        stop_at = Stop()
+        count_steps(monkeypatch, lambda: stop_at.ask() if stop() else None)
+    result = start([*words, "run_dir=parts"], stop=stop_at)
+    assert result.stopped
+    assert result.iteration < 8
+    start(["resume=parts"])
+    whole, parts = load_checkpoint("whole/checkpoints"), load_checkpoint("parts/checkpoints")
+    assert differences(whole, parts) == []
+
+
+class AskAfter(Stop):
+    """Asks to stop after so many looks."""
+
+    def __init__(self, calls: int) -> None:
+        super().__init__()
+        self.calls = calls
+
+    def __call__(self) -> bool:
+        self.calls -= 1
+        return self.calls < 0
+
+
+def count_steps(monkeypatch: pytest.MonkeyPatch, each: Callable[[], Any]) -> None:
+    step = PPO._step
+
+    def counted(self: PPO, rows: torch.Tensor) -> torch.Tensor:
+        each()
+        return step(self, rows)
+
+    monkeypatch.setattr(PPO, "_step", counted)
+
+
+def test_a_number_that_is_none_stops_with_its_name_and_a_state(monkeypatch, tmp_path):
+    steps = []
+
+    def poison() -> None:
+        steps.append(1)
+
+    step = PPO._step
+
+    def poisoned(self: PPO, rows: torch.Tensor) -> torch.Tensor:
+        if len(steps) == 9:  # in the third iteration
+            with torch.no_grad():
+                self.policy.critic.bias.fill_(float("nan"))
+        return step(self, rows)
+
+    monkeypatch.setattr(PPO, "_step", poisoned)
+    count_steps(monkeypatch, poison)
+    with pytest.raises(DataError, match="critic_loss") as raised:
+        start([*SMALL, "run_dir=x"])
+    assert "iteration 3" in str(raised.value)
+    assert "checkpoint_000002.pt" in str(raised.value)
+    monkeypatch.undo()
+    monkeypatch.setenv("PENSTOCK_PROGRESS", "quiet")
+    monkeypatch.chdir(tmp_path)
+    state = load_checkpoint("x/checkpoints")
+    assert state["iteration"] == 2
+    assert all(torch.isfinite(value).all() for value in state["ppo"]["policy"].values())
+    assert start(["resume=x"]).iteration == 8
+
+
+def test_wrong_states_are_refused_before_anything_starts(tmp_path):
+    start([*SMALL, "run_dir=x", "max_iterations=1"])
+    before = sorted(path.name for path in (tmp_path / "x/checkpoints").iterdir())
+    for words, message in (
+        (["algo=navrl", "algo.minibatches=2"], "preset"),
+        (["env.num_envs=64"], "drones"),
+        (["shards=2"], "the checkpoint has 1 shards"),
+    ):
+        with pytest.raises(UsageError, match=message):
+            start(["resume=x", *words])
+    assert sorted(path.name for path in (tmp_path / "x/checkpoints").iterdir()) == before
+    with pytest.raises(UsageError, match="exists already: go on with resume=x"):
+        start([*SMALL, "run_dir=x"])
+    with pytest.raises(UsageError, match=r"resume=y: there is no run; use one of x"):
+        start(["resume=y"])
+    with pytest.raises(UsageError, match="is a path"):
+        start([*SMALL, "name=../y"])
+    with pytest.raises(UsageError, match="do not fit"):
+        start([*SMALL, "run_dir=z", "env.num_obstacles=1000000"])
+    assert not (tmp_path / "z").exists()
+
+
+def test_two_trainings_do_not_write_into_one_folder():
+    start([*SMALL, "run_dir=x", "max_iterations=1"])
+    with FolderLock("x"), pytest.raises(LockHeld):
+        start(["resume=x", "max_iterations=2"])
+
+
+def test_a_run_stopped_before_its_first_checkpoint_starts_again(tmp_path):
+    start([*SMALL, "run_dir=x", "max_iterations=1"])
+    for path in (tmp_path / "x/checkpoints").iterdir():
+        path.unlink()
+    assert start(["resume=x", "max_iterations=2"]).iteration == 2
+
+
+def test_minutes_end_a_training_and_its_schedules(tmp_path):
+    start([*SMALL, "run_dir=x", "max_minutes=0.03"])
+    rows = [json.loads(line) for line in (tmp_path / "x/metrics.jsonl").read_text().splitlines()]
+    assert len(rows) > 8  # max_frame_num does not count then
+    assert rows[-1]["train/lr"] < 0.5 * rows[0]["train/lr"]
+
+
+def test_moving_obstacles_appear_bit_by_bit(tmp_path):
+    start([*SMALL, "run_dir=x", "env_dyn.num_obstacles=80", "env_dyn.curriculum=0.5"])
+    rows = [json.loads(line) for line in (tmp_path / "x/metrics.jsonl").read_text().splitlines()]
+    counts = [row["env/dynamic_active"] for row in rows]
+    assert counts == sorted(counts)
+    assert counts[0] < 80
+    assert counts[-1] == 80
+
+
+def test_navrl_networks_train():
+    result = start([*SMALL, "algo=navrl", "algo.minibatches=2", "max_iterations=1", "run_dir=x"])
+    assert result.iteration == 1
+
+
+def test_another_environment_plugs_in(tmp_path):
+    words = ["env._target_=penstock.nav.simulation.env.NavigationEnv", "env.num_envs=16"]
+    words += ["algo.training_frame_num=8", "algo.minibatches=2", "tensorboard=False"]
+    start([*words, "wandb.mode=disabled", "max_iterations=2", "run_dir=x"])
+    start([*words, "resume=x", "max_iterations=3"])
+    rows = [json.loads(line) for line in (tmp_path / "x/metrics.jsonl").read_text().splitlines()]
+    assert rows[-1]["env_frames"] == 3 * 8 * 16
+    with pytest.raises(UsageError, match=r"give env\._target_"):
+        start(["resume=x"])
