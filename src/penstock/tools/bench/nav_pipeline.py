@@ -28,12 +28,18 @@ class Bench:
 
     Args:
         config: What is trained.
+
+    Attributes:
+        collect_s: Time of a rollout.
+        update_s: Time of an update.
+        cpu_s: Processor time per iteration of the last block.
     """
 
     def __init__(self, config: Config) -> None:
         self.config = config
         self.ppo = PPO(Policy(config.preset, seed=0), config.ppo)
         self.order = torch.Generator().manual_seed(0)
+        self.cpu_s = 0.0
         self._stopped = False
         self._state: list[dict[str, Any]] | None = None
         collector = self._collector()
@@ -76,12 +82,14 @@ class Bench:
         try:
             source.updated(self.config.settings.dynamic_obstacles)
             batch = source.next()
-            begin = time.perf_counter()
+            begin, cpu = time.perf_counter(), time.process_time()
             for _ in range(length):
                 self.ppo.update(batch, self.order)
                 source.updated(self.config.settings.dynamic_obstacles)
                 batch = source.next()
-            return (time.perf_counter() - begin) / length
+            seconds = time.perf_counter() - begin
+            self.cpu_s = (time.process_time() - cpu) / length
+            return seconds / length
         finally:
             self._stopped = True  # the batch in the making is not waited for
             source.close()
@@ -131,15 +139,19 @@ def _gain(timings: dict[str, Timing]) -> float:
 def _compare(envs: int, rounds: int, length: int, *, slow: bool) -> dict[str, Timing]:
     bench = Bench(load_config([f"env.num_envs={envs}", "processes=1", "env_dyn.curriculum=0"]))
     rest_s = max(0.0, bench.update_s - bench.collect_s) / bench.config.steps if slow else 0.0
+    cpu_s: dict[str, list[float]] = {OURS: [], SYNC: []}
+
+    def turn(name: str, make: Callable[[SimulatorCollector, Policy], Source]) -> float:
+        seconds = bench.block(make, length, rest_s)
+        cpu_s[name].append(bench.cpu_s)
+        return seconds
+
     timings = interleave(
-        {
-            OURS: lambda: bench.block(PipelinedSource, length, rest_s),
-            SYNC: lambda: bench.block(SyncSource, length, rest_s),
-        },
+        {OURS: lambda: turn(OURS, PipelinedSource), SYNC: lambda: turn(SYNC, SyncSource)},
         rounds,
         "pipelined, slow environment" if slow else "pipelined",
         warm_up=False,  # `Bench` did it
     )
-    for timing in timings.values():
-        timing.cpu_s[:] = [seconds / length for seconds in timing.cpu_s]
+    for name, timing in timings.items():
+        timing.cpu_s = cpu_s[name]  # of the iterations alone, without making the drones
     return timings
