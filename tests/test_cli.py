@@ -26,7 +26,10 @@ def checkpoint(tmp_path):
         return saver.save_async(state, "a.pt", metadata={"note": "first"}).wait()
 
 
-@pytest.mark.parametrize("verb", ["", "info", "doctor", "convert", "bench", "demo"])
+VERBS = ["", "info", "doctor", "convert", "train", "evaluate", "bench", "demo"]
+
+
+@pytest.mark.parametrize("verb", VERBS)
 def test_help_is_one_screen_and_as_it_was(verb, capsys, monkeypatch):
     monkeypatch.setenv("COLUMNS", "80")
     assert cli.main([*verb.split(), "--help"]) == 0

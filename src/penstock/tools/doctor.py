@@ -17,7 +17,7 @@ from penstock.core.pack import PackReader
 from penstock.core.progress import Progress
 from penstock.errors import PenstockError, UsageError
 from penstock.lerobot import doctor as lerobot_doctor
-from penstock.tools import inspect, inspect_dataset, inspect_replay
+from penstock.tools import inspect, inspect_dataset, inspect_replay, inspect_run
 
 
 @dataclass(frozen=True)
@@ -92,11 +92,12 @@ def check_all(paths: Iterable[str | os.PathLike[str]], quick: bool = False) -> E
         elif inspect_replay.is_replay(path):
             _check_replay(path, result)
         elif path.is_dir():
-            files += _folder_files(path, result)
-            newest = folder.latest(path)
-            if newest is not None:
-                meant.add(newest)
-                files += [newest] if newest not in files else []
+            for part in inspect_run.parts(path) if inspect_run.is_run(path) else [path]:
+                files += _folder_files(part, result)
+                newest = folder.latest(part)
+                if newest is not None:
+                    meant.add(newest)
+                    files += [newest] if newest not in files else []
         elif path.exists() or path.is_symlink():
             files.append(path)
             meant.add(path)

@@ -18,7 +18,7 @@ from penstock.core.memory import format_bytes
 from penstock.core.pack import Entry, Limits, PackReader, is_pack
 from penstock.core.report import aligned, text_table
 from penstock.errors import CorruptFile, DataError, UnknownFormat, UsageError
-from penstock.tools import inspect_bag, inspect_dataset, inspect_replay
+from penstock.tools import inspect_bag, inspect_dataset, inspect_replay, inspect_run
 
 FileKind = Literal["pack", "torch", "pickle", "lz4", "safetensors", "damaged", "unknown"]
 Facts = dict[str, Any]
@@ -96,6 +96,8 @@ def describe_any(path: str | os.PathLike[str], salvage: bool = False) -> Facts:
         return inspect_dataset.describe(where)
     if inspect_bag.is_bag(where):
         return inspect_bag.describe(where, salvage)
+    if inspect_run.is_run(where):
+        return inspect_run.describe(where, _describe_folder)
     return describe(where)
 
 
@@ -109,6 +111,8 @@ def any_text(facts: Facts, top: int = 10) -> str:
         return inspect_bag.describe_text(facts)
     if "episodes" in facts:
         return inspect_dataset.describe_text(facts)
+    if "last" in facts:
+        return inspect_run.text(facts, _folder_text)
     return describe_text(facts, top)
 
 

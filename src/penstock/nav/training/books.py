@@ -88,6 +88,11 @@ class Books:
                         initial_frames=place.frames,
                     )
                 )
+                resumed = f", resumed after iteration {place.iteration}" if place.iteration else ""
+                self._panel.note(
+                    f"{place.frames_per_iteration} frames per iteration, {group.size} "
+                    f"process{'es' if group.size > 1 else ''}, {run.folder}{resumed}"
+                )
             self._stack = stack.pop_all()
 
     def save(self, state: Mapping[str, Any], metrics: Mapping[str, float], *, best: bool) -> None:
@@ -100,7 +105,7 @@ class Books:
             score = metrics["validation/success"]
             self._save(state, BEST, metric=score)
             self._panel.note(f"iteration {iteration}: best on validation maps, {score:.1%}")
-        elif interval and iteration % interval == 0:
+        if interval and iteration % interval == 0:
             self._save(state, f"checkpoint_{iteration:06d}.pt")
 
     def save_now(self, state: Mapping[str, Any], name: str | None = None) -> str:
@@ -128,8 +133,10 @@ class Books:
         if self._rollouts is not None and iteration % interval == 0:
             self._rollouts.save(as_tensordict(batch), iteration)
 
-    def tell(self, iteration: int, frames: int, metrics: Mapping[str, float]) -> None:
-        """Log the metrics of an iteration, and show them."""
+    def tell(
+        self, iteration: int, frames: int, metrics: Mapping[str, float], progress: float = 0.0
+    ) -> None:
+        """Log the metrics of an iteration, and show them; `progress` is of the schedules."""
         if not self._leads:
             return
         times = self._monitor.get_stats(_SHOWN_WINDOW)
@@ -145,6 +152,8 @@ class Books:
         row["perf/memory_bytes"] = rss_bytes(tree=False)
         self._log.write({"env_frames": frames, **metrics, **row}, iteration)
         shares = {name: stats["share"] for name, stats in times.items()}
+        if self._config.max_seconds is not None and progress > 0.0:
+            self._panel.total_frames = round(frames / progress)
         self._panel.update(frames, metrics, shares, self._stalls())
         every = self._config["stats_interval"]
         if every and iteration % every == 0:

@@ -14,6 +14,8 @@ from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any, Final
 
+import torch
+
 from penstock.core.files import publish_bytes, storage_error
 from penstock.core.words import did_you_mean
 from penstock.errors import MissingExtra, UsageError
@@ -233,6 +235,7 @@ def _first_line(error: Exception) -> str:
 def _checked(raw: dict[str, Any], plugin_arguments: Mapping[str, Any]) -> Config:
     _check_choice("collector", raw["collector"], COLLECTORS)
     _check_choice("backend", raw["backend"], ("numba", "torch"))
+    _check_device(raw["device"], raw["backend"])
     _check_choice("wandb.mode", raw["wandb"]["mode"], ("offline", "online", "disabled"))
     for name, least in (
         ("seed", 0),
@@ -361,6 +364,17 @@ def _whole(name: str, value: Any, least: int, most: int | None = None) -> int:
         limit = f"at least {least}" if most is None else f"from {least} to {most}"
         raise UsageError(f"{name}={value!r}; give a whole number, {limit}")
     return int(number)
+
+
+def _check_device(device: Any, backend: str) -> None:
+    try:
+        kind = torch.device(device).type
+    except (RuntimeError, TypeError) as error:
+        raise UsageError(f"device={device!r} is none that torch knows; give cpu or cuda") from error
+    if kind == "cuda" and not torch.cuda.is_available():
+        raise UsageError(f"device={device!r}: this torch has no CUDA device; give device=cpu")
+    if kind != "cpu" and backend == "numba":
+        raise UsageError(f"backend=numba flies on the CPU, not on {device}; give backend=torch")
 
 
 def _check_choice(name: str, value: Any, choices: Sequence[str]) -> None:

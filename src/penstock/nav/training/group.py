@@ -29,7 +29,7 @@ class Group:
         rank: Number of this process.
         size: How many there are.
         init_method: Where they meet: a file:// or env:// address; None for one process.
-        device: Of the learner: "cpu" takes gloo, "cuda" takes nccl.
+        device: Of the learner: "cuda" takes nccl besides gloo.
 
     Example:
         with Group() as group:
@@ -42,7 +42,8 @@ class Group:
         self.rank = rank
         self.size = size
         if size > 1:
-            backend = "nccl" if torch.device(device).type == "cuda" else "gloo"
+            on_gpu = torch.device(device).type == "cuda"
+            backend = "cpu:gloo,cuda:nccl" if on_gpu else "gloo"  # counts stay on the CPU
             dist.init_process_group(
                 backend, init_method=init_method, rank=rank, world_size=size, timeout=_TIMEOUT
             )

@@ -127,7 +127,7 @@ def _loop(trainer: Trainer, books: Books) -> bool:
         with monitor.timer("checkpoint"):
             state = trainer.state()
             books.save(state, metrics, best=best)
-        books.tell(trainer.iteration, trainer.frames, metrics)
+        books.tell(trainer.iteration, trainer.frames, metrics, trainer.progress)
     if stopped or config.max_iterations:
         books.save_now(state)
     if not stopped and trainer.finished:
@@ -178,7 +178,6 @@ class Trainer:
 
     def _collector(self) -> SimulatorCollector:
         config = self.config
-        device = config["device"] if config["backend"] == "torch" else "cpu"
         alone = self.group.size == 1  # only then may one process stop in the middle
         return SimulatorCollector(
             [config.shard_settings(shard) for shard in self._shards],
@@ -188,7 +187,7 @@ class Trainer:
             stop=self._stop if alone else lambda: False,
             backend=config["backend"],
             threads=config["threads"],
-            device=device,
+            device=config["device"],
         )
 
     # ------------------------------------------------------------------ how far

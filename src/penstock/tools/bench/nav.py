@@ -56,7 +56,7 @@ def run(settings: Settings) -> list[Row]:
         *fast.table(),
         *navrl.table(),
         *measure_peer(envs, 1 if brief else 4, fast),
-        *saving.table(),
+        *saving.table(judged=not brief),
         measure_resume(work / "resume", envs=min(envs, 64), words=["processes=1"]),
         *measure_pipeline(
             envs=few if brief else envs,
@@ -65,6 +65,10 @@ def run(settings: Settings) -> list[Row]:
             length=2 if brief else 3,
         ),
     ]
+
+
+def _cores() -> int:
+    return os.cpu_count() or 1
 
 
 # ---------------------------------------------------------------------- the environment
@@ -88,7 +92,7 @@ def measure_environment(envs: int, rounds: int, steps: int = 80) -> list[Row]:
 
 
 def _step_both(what: str, task: Task, rounds: int, steps: int, *, judged: bool) -> list[Row]:
-    cores = os.cpu_count() or 1
+    cores = _cores()
     actions = torch.rand(steps, task.num_envs, 3, generator=torch.Generator().manual_seed(0))
     actions[..., 0] = (actions[..., 0] + _FORWARD).clamp_(max=1.0)
     few = max(1, steps // 20)
@@ -149,7 +153,7 @@ def measure_peer(envs: int, rounds: int, train: Training | None = None) -> list[
         train: `penstock train` as users run it, to be listed beside them.
     """
     config = load_config([f"env.num_envs={envs}", "processes=1", "env_dyn.curriculum=0"])
-    cores = os.cpu_count() or 1
+    cores = _cores()
     with torch.random.fork_rng(devices=[]):  # TorchRL draws from the global generator
         torch.manual_seed(0)
         loops = {PEER: PlainLoop(config.settings, config.steps, config.ppo)}

@@ -54,8 +54,13 @@ class Blocks:
     stalls_s: list[float]
     frames: int
 
-    def table(self) -> list[Row]:
-        """Lay out as rows, judged."""
+    def table(self, *, judged: bool = True) -> list[Row]:
+        """Lay out as rows.
+
+        Args:
+            judged: Whether the speed that is left is judged: a save takes as long for short
+                iterations as for long ones, so the bar is for those of 32,768 frames.
+        """
         what, who = "frames/s, a checkpoint every iteration", "penstock, saving"
         pairs = list(zip(self.plain_s, self.saving_s, strict=True))
         share = statistics.median(plain / saving for plain, saving in pairs)
@@ -83,8 +88,8 @@ class Blocks:
                 share,
                 "x no save",
                 n=blocks,
-                bar=f">= {_LEAST}",
-                met=share >= _LEAST,
+                bar=f">= {_LEAST}" if judged else "reported: short iterations",
+                met=share >= _LEAST if judged else None,
             ),
         ]
 
