@@ -82,6 +82,10 @@ def test_presets_change_the_algorithm():
         (["max_minutes=-1"], "max_minutes=-1"),
         (["save_compression_level=17"], "from 0 to 16"),
         (["env_dyn.curriculum=2"], "env_dyn.curriculum=2"),
+        (["sensor.lidar_vbeams=8"], "36 beams around and 8 high do not fit the networks"),
+        (["sensor.lidar_hres=7"], "sensor.lidar_hres=7; give degrees that divide 360"),
+        (["device=gpu"], "device='gpu' is none that torch knows"),
+        (["algo.bf16=maybe"], "algo.bf16='maybe'"),
     ],
 )
 def test_what_is_wrong_is_one_line(words, message):

@@ -309,6 +309,12 @@ def _settings(raw: dict[str, Any], shards: int) -> Settings:
     hres = sensor["lidar_hres"]
     if not isinstance(hres, int | float) or hres <= 0 or (360 / hres) % 1:
         raise UsageError(f"sensor.lidar_hres={hres!r}; give degrees that divide 360")
+    around, high = round(360 / hres), sensor["lidar_vbeams"]
+    if (around, high) != (36, 4):
+        raise UsageError(
+            f"sensor: {around} beams around and {high} high do not fit the networks, which take 36 "
+            "and 4; give lidar_hres=10 lidar_vbeams=4"
+        )
     weights = {key: value for key, value in raw["reward"].items() if key != "preset"}
     reward = Reward.preset(str(raw["reward"]["preset"]))
     reward = replace(reward, **{key: value for key, value in weights.items() if value is not None})
@@ -320,7 +326,7 @@ def _settings(raw: dict[str, Any], shards: int) -> Settings:
         substeps=raw["sim"]["substeps"],
         episode_seconds=env["max_episode_length"] * PHYSICS_DT_S,
         lidar_range_m=sensor["lidar_range"],
-        lidar_beams=(round(360 / hres), sensor["lidar_vbeams"]),
+        lidar_beams=(around, high),
         lidar_fov_deg=sensor["lidar_vfov"],
         action_limit=env["action_limit"],
         drone=env["drone"],
