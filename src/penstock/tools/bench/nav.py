@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import statistics
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 import torch
@@ -30,6 +30,7 @@ TOGETHER = "penstock train, a process per core"
 PEER = "TorchRL, 1 thread"
 PEER_ALL = "TorchRL, a thread per core"
 _ENV_BAR, _EAGER_BAR, _PEER_BAR = 500_000, 8.0, 1.5
+_DRONES = ("fast", "hummingbird")  # that of `penstock train`, and NavRL's own
 _FORWARD = 0.35  # of the speed range, added to random actions: drones cross the field
 _UNDER_WAY = 128  # decisions until they are all over it
 _FEW = 4  # repeats below which everything is done as briefly as possible
@@ -44,18 +45,18 @@ def run(settings: Settings) -> list[Row]:
     work.mkdir()
     skip = 1 if brief else 3
     fast = measure_training(work / "fast", "fast", 3 if brief else 12, envs=envs, skip=skip)
-    navrl = measure_training(work / "navrl", "navrl", 2 if brief else 5, envs=envs, skip=skip)
+    navrl = measure_training(work / "navrl", "navrl", 1 if brief else 5, envs=envs, skip=skip)
     saving = measure_saving(
         work / "saving",
         envs=few if brief else envs,
-        blocks=3 if brief else 6,
+        blocks=2 if brief else 6,
         length=2 if brief else 3,
     )
     return [
-        *measure_environment(envs, settings.repeats * 2),
+        *measure_environment(envs, settings.repeats * 2, _DRONES[:1] if brief else _DRONES),
         *fast.table(),
         *navrl.table(),
-        *measure_peer(envs, 1 if brief else 4, fast),
+        *measure_peer(envs, 1 if brief else 4, fast, 1 if brief else _cores()),
         *saving.table(judged=not brief),
         measure_resume(work / "resume", envs=min(envs, 64), words=["processes=1"]),
         *measure_pipeline(
@@ -74,20 +75,24 @@ def _cores() -> int:
 # ---------------------------------------------------------------------- the environment
 
 
-def measure_environment(envs: int, rounds: int, steps: int = 80) -> list[Row]:
-    """Step both back ends from one state, drones all over the field.
+def measure_environment(
+    envs: int, rounds: int, drones: Sequence[str] = _DRONES, steps: int = 80
+) -> list[Row]:
+    """Step both back ends from one state, drones all over the field; maps stay.
 
     Args:
         envs: Drones.
         rounds: Turns of each back end.
+        drones: Kinds of drones; the first one is judged.
         steps: Of a turn of numba; the eager one takes a twentieth.
     """
     rows: list[Row] = []
-    for drone in ("fast", "hummingbird"):
-        task = load_config([f"env.num_envs={envs}", f"env.drone={drone}"]).settings
+    for drone in drones:
+        words = [f"env.num_envs={envs}", f"env.drone={drone}", "env.new_map_every=0"]
+        task = load_config(words).settings
         what = f"environment, {envs} drones ({drone}), {task.num_obstacles} + "
         what += f"{task.dynamic_obstacles} obstacles"
-        rows += _step_both(what, task, rounds, steps, judged=drone == "fast")
+        rows += _step_both(what, task, rounds, steps, judged=drone == drones[0])
     return rows
 
 
@@ -144,16 +149,18 @@ def _step_both(what: str, task: Task, rounds: int, steps: int, *, judged: bool) 
 # ---------------------------------------------------------------------- against TorchRL
 
 
-def measure_peer(envs: int, rounds: int, train: Training | None = None) -> list[Row]:
+def measure_peer(
+    envs: int, rounds: int, train: Training | None = None, cores: int = 1
+) -> list[Row]:
     """Time iterations of penstock and of a plain TorchRL loop: the same task, network and settings.
 
     Args:
         envs: Drones.
         rounds: Iterations of each.
         train: `penstock train` as users run it, to be listed beside them.
+        cores: If there are several, TorchRL is measured with as many threads, too.
     """
     config = load_config([f"env.num_envs={envs}", "processes=1", "env_dyn.curriculum=0"])
-    cores = _cores()
     with torch.random.fork_rng(devices=[]):  # TorchRL draws from the global generator
         torch.manual_seed(0)
         loops = {PEER: PlainLoop(config.settings, config.steps, config.ppo)}

@@ -5,7 +5,6 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Callable
-from typing import Any
 
 import torch
 
@@ -30,7 +29,9 @@ class Bench:
         config: What is trained.
 
     Attributes:
-        collect_s: Time of a rollout.
+        rest_s: What each step takes longer than the simulator does, as one that waits for a GPU
+            or a robot.
+        collect_s: Time of a rollout, without rest.
         update_s: Time of an update.
         cpu_s: Processor time per iteration of the last block.
     """
@@ -40,45 +41,34 @@ class Bench:
         self.ppo = PPO(Policy(config.preset, seed=0), config.ppo)
         self.order = torch.Generator().manual_seed(0)
         self.cpu_s = 0.0
+        self.rest_s = 0.0
         self._stopped = False
-        self._state: list[dict[str, Any]] | None = None
-        collector = self._collector()
-        memory = collector.memory()
-        for _ in range(2):  # the first one compiles
-            self.collect_s = clock(lambda: collector.collect(self.ppo.policy, memory))
-        batch = collector.collect(self.ppo.policy, memory)
-        self.update_s = min(clock(lambda: self.ppo.update(batch, self.order)) for _ in range(2))
-        self._state = collector.state_dict()
-        collector.close()
-
-    def _collector(self, rest_s: float = 0.0) -> SimulatorCollector:
-        """Drones that rest before every step, as if they waited for a GPU or a robot."""
-
-        def stop() -> bool:  # asked before every step
-            if rest_s:
-                time.sleep(rest_s)
-            return self._stopped
-
-        collector = SimulatorCollector(
-            [self.config.shard_settings(0)], [0], self.config["seed"], self.config.steps, stop=stop
+        # Of one thread: closing it ends nothing, so all sources may have it, one after another.
+        self.collector = SimulatorCollector(
+            [config.shard_settings(0)], [0], config["seed"], config.steps, stop=self._stop
         )
-        if self._state is not None:
-            collector.load_state_dict(self._state)
-        return collector
+        memory = self.collector.memory()
+        for _ in range(2):  # the first one compiles
+            self.collect_s = clock(lambda: self.collector.collect(self.ppo.policy, memory))
+        batch = self.collector.collect(self.ppo.policy, memory)
+        self.update_s = min(clock(lambda: self.ppo.update(batch, self.order)) for _ in range(2))
+        self._state = self.collector.state_dict()
 
-    def block(
-        self,
-        make: Callable[[SimulatorCollector, Policy], Source],
-        length: int,
-        rest_s: float = 0.0,
-    ) -> float:
+    def _stop(self) -> bool:
+        """Asked before every step: there a slow environment rests."""
+        if self.rest_s:
+            time.sleep(self.rest_s)
+        return self._stopped
+
+    def block(self, make: Callable[[SimulatorCollector, Policy], Source], length: int) -> float:
         """Time `length` iterations of a fresh source; return the seconds of one.
 
         The clock starts with the first batch in hand and stops with the next one after the last
         update in hand: so many updates, and so many batches.
         """
         self._stopped = False
-        source = make(self._collector(rest_s), self.ppo.policy)
+        self.collector.load_state_dict(self._state)
+        source = make(self.collector, self.ppo.policy)
         try:
             source.updated(self.config.settings.dynamic_obstacles)
             batch = source.next()
@@ -105,8 +95,12 @@ def measure_pipeline(*, envs: int, slow_envs: int, rounds: int, length: int) -> 
         length: Iterations of a block.
     """
     with torch_threads(1):
-        honest = _compare(envs, rounds, length, slow=False)
-        slow = _compare(slow_envs, rounds, length, slow=True)
+        bench = _bench(envs)
+        honest = _compare(bench, rounds, length, "pipelined")
+        if slow_envs != envs:
+            bench = _bench(slow_envs)
+        bench.rest_s = max(0.0, bench.update_s - bench.collect_s) / bench.config.steps
+        slow = _compare(bench, rounds, length, "pipelined, slow environment")
     gain = _gain(slow)
     return [
         *time_rows(f"iteration, {envs} drones, 1 process", honest, OURS),
@@ -136,22 +130,24 @@ def _gain(timings: dict[str, Timing]) -> float:
     return statistics.median(sync / pipelined for sync, pipelined in pairs)
 
 
-def _compare(envs: int, rounds: int, length: int, *, slow: bool) -> dict[str, Timing]:
-    bench = Bench(load_config([f"env.num_envs={envs}", "processes=1", "env_dyn.curriculum=0"]))
-    rest_s = max(0.0, bench.update_s - bench.collect_s) / bench.config.steps if slow else 0.0
+def _bench(envs: int) -> Bench:
+    return Bench(load_config([f"env.num_envs={envs}", "processes=1", "env_dyn.curriculum=0"]))
+
+
+def _compare(bench: Bench, rounds: int, length: int, title: str) -> dict[str, Timing]:
     cpu_s: dict[str, list[float]] = {OURS: [], SYNC: []}
 
     def turn(name: str, make: Callable[[SimulatorCollector, Policy], Source]) -> float:
-        seconds = bench.block(make, length, rest_s)
+        seconds = bench.block(make, length)
         cpu_s[name].append(bench.cpu_s)
         return seconds
 
     timings = interleave(
         {OURS: lambda: turn(OURS, PipelinedSource), SYNC: lambda: turn(SYNC, SyncSource)},
         rounds,
-        "pipelined, slow environment" if slow else "pipelined",
+        title,
         warm_up=False,  # `Bench` did it
     )
     for name, timing in timings.items():
-        timing.cpu_s = cpu_s[name]  # of the iterations alone, without making the drones
+        timing.cpu_s = cpu_s[name]  # of the iterations alone
     return timings

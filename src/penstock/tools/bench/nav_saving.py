@@ -15,6 +15,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -95,7 +96,7 @@ class Blocks:
 
 
 def measure_saving(
-    folder: Path, *, envs: int, blocks: int, length: int, processes: str = "auto"
+    folder: Path, *, envs: int, blocks: int, length: int, words: Sequence[str] = ()
 ) -> Blocks:
     """Run the blocks in processes of their own.
 
@@ -104,9 +105,9 @@ def measure_saving(
         envs: Drones.
         blocks: Of each kind.
         length: Iterations of a block.
-        processes: As in train.yaml.
+        words: More settings.
     """
-    words = [f"run_dir={folder}", f"env.num_envs={envs}", f"processes={processes}"]
+    words = [f"run_dir={folder}", f"env.num_envs={envs}", *words]
     size = load_config(words).processes
     meeting = Path(tempfile.gettempdir()) / f"penstock-bench-{os.getpid()}-{secrets.token_hex(8)}"
     environment = os.environ | {"PENSTOCK_PROGRESS": "quiet"}
