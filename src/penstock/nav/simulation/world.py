@@ -31,6 +31,7 @@ _PIXELS = 399  # usable ones of 0.1 m, inside an empty rim of one
 _STRIDE = 4
 _SIDES = (4, 8)
 _BATCH = 64
+_LOOKED_AT = 8  # of these at a time
 _MOST = 3000  # placed boxes; beyond that only the overlaps grow
 _TRIES = 20_000  # candidates per box; upstream gives up after 100,000 and takes any
 
@@ -72,7 +73,16 @@ class World:
                     f"place in {_TRIES} tries; give fewer"
                 )
             placed[number] = box[0], box[2]
-            rectangles = [part for old in rectangles for part in _cut(old, box)]
+            a0, a1, b0, b1, _ = box
+            rectangles = [
+                part
+                for old in rectangles
+                for part in (
+                    _cut(old, box)
+                    if a0 < old[1] and a1 > old[0] and b0 < old[3] and b1 > old[2]
+                    else (old,)  # nearly all: a call for each would take most of the time
+                )
+            ]
             rectangles.append(box)
         boxes = np.array(rectangles, np.float64).reshape(-1, 5)
         boxes *= 0.1
@@ -115,14 +125,16 @@ def _place(rng: np.random.Generator, placed: NDArray[np.int64]) -> Rectangle | N
         corners = rng.integers(0, steps, (_BATCH, 2)) * _STRIDE
         x = np.minimum(corners[:, 0], _PIXELS - width)
         y = np.minimum(corners[:, 1], _PIXELS - length)
-        dx = np.abs(placed[None, :, 0] - x[:, None]) - width
-        dy = np.abs(placed[None, :, 1] - y[:, None]) - length
-        gap2 = dx * dx + dy * dy
-        bad = ~((dx < 0) & (dy < 0)) & (gap2 >= 4) & (gap2 <= 100)
-        good = np.flatnonzero(~bad.any(1))
-        if good.size:
-            left, low = int(x[good[0]]), int(y[good[0]])
-            return left, left + width, low, low + length, height
+        for some in range(0, _BATCH, _LOOKED_AT):  # mostly one of the first fits
+            part = slice(some, some + _LOOKED_AT)
+            dx = np.abs(placed[None, :, 0] - x[part, None]) - width
+            dy = np.abs(placed[None, :, 1] - y[part, None]) - length
+            gap2 = dx * dx + dy * dy
+            bad = ~((dx < 0) & (dy < 0)) & (gap2 >= 4) & (gap2 <= 100)
+            good = np.flatnonzero(~bad.any(1))
+            if good.size:
+                left, low = int(x[some + good[0]]), int(y[some + good[0]])
+                return left, left + width, low, low + length, height
     return None
 
 
@@ -137,11 +149,9 @@ def _height(rng: np.random.Generator) -> int:
 
 
 def _cut(old: Rectangle, new: Rectangle) -> list[Rectangle]:
-    """Return what is left of a rectangle under a newer one, as disjoint rectangles."""
+    """Return what is left of a rectangle under a newer one on it, as disjoint rectangles."""
     x0, x1, y0, y1, height = old
     a0, a1, b0, b1, _ = new
-    if a0 >= x1 or a1 <= x0 or b0 >= y1 or b1 <= y0:
-        return [old]
     left, right = max(x0, a0), min(x1, a1)
     parts = [(x0, left, y0, y1), (right, x1, y0, y1), (left, right, y0, b0), (left, right, b1, y1)]
     return [(*part, height) for part in parts if part[0] < part[1] and part[2] < part[3]]
