@@ -45,7 +45,13 @@ class Books:
         monitor: The timers of the loop.
         group: The processes.
         place: Where the run goes on from.
+
+    Attributes:
+        run: Where.
+        saver: Writes the checkpoints; of process 0 only.
     """
+
+    saver: AsyncCheckpointSaver
 
     def __init__(
         self,
@@ -78,7 +84,7 @@ class Books:
                 )
             if group.leads:
                 stack.enter_context(FolderLock(run.folder))
-                self._saver = stack.enter_context(_saver(config, run, ppo))
+                self.saver = stack.enter_context(_saver(config, run, ppo))
                 self._log = MetricsLog(config, run, place.iteration)
                 stack.callback(self._log.close)
                 self._panel = stack.enter_context(
@@ -125,7 +131,7 @@ class Books:
             self._config, state["iteration"], state["frames"], state["map_seeds"].tolist()
         )
         notes["validation"] = metric
-        return self._saver.save_async(dict(state), name, metadata=notes, metric=metric)
+        return self.saver.save_async(dict(state), name, metadata=notes, metric=metric)
 
     def save_rollout(self, batch: Batch, iteration: int) -> None:
         """Keep a rollout if it is time for one."""
@@ -165,7 +171,7 @@ class Books:
             self._panel.note(text)
 
     def _stalls(self) -> dict[str, float]:
-        stats = self._saver.get_stats()
+        stats = self.saver.get_stats()
         blocked = stats["blocked"]
         parts = [blocked[name] for name in ("call", "barrier") if name in blocked]
         return {
@@ -179,7 +185,7 @@ class Books:
         """Return where the time went, and what was saved."""
         if not self._leads:
             return ""
-        stats, stalls = self._saver.get_stats(), self._stalls()
+        stats, stalls = self.saver.get_stats(), self._stalls()
         lines = [
             self._monitor.get_summary(),
             "",

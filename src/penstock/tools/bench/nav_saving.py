@@ -19,7 +19,6 @@ from collections.abc import Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -188,17 +187,13 @@ class Loop:
 
     def stall_s(self) -> float:
         """How long the last save held training up, so far."""
-        blocked = self._saver.get_stats()["blocked"]
+        blocked = self.books.saver.get_stats()["blocked"]
         return float(sum(blocked[name]["last"] for name in ("call", "barrier")))
 
     def settle(self) -> None:
         """Wait until nothing is being written."""
-        if not self._saver.wait(_SETTLE_S):
+        if not self.books.saver.wait(_SETTLE_S):
             raise PenstockError(f"a checkpoint was not written within {_SETTLE_S:.0f} s")
-
-    @property
-    def _saver(self) -> Any:
-        return self.books._saver  # its books show these figures, but do not hand them out
 
     def close(self) -> None:
         """Finish all files."""
