@@ -138,6 +138,8 @@ def test_a_process_that_dies_ends_the_training_with_a_line(tmp_path):
     assert process.returncode == 1
     assert "process 1 of the training ended with code -9" in error
     assert len(error.strip().splitlines()) == 1, error
+    # Process 0 saved what was done before.
+    assert load_checkpoint("x/checkpoints")["iteration"] >= 1
 
 
 def test_python_train_py_is_the_same_command():

@@ -163,7 +163,8 @@ class Books:
         self._panel.update(frames, metrics, shares, self._stalls())
         every = self._config["stats_interval"]
         if every and iteration % every == 0:
-            self._panel.note(f"iteration {iteration}\n{self.summary()}")
+            for line in (f"iteration {iteration}", *filter(None, self.summary().splitlines())):
+                self._panel.note(line)
 
     def note(self, text: str) -> None:
         """Show a line that stays."""

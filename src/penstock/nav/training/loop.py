@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from penstock.core.monitor import PerformanceMonitor
-from penstock.errors import DataError, UsageError
+from penstock.errors import DataError, PeerLost, UsageError
 from penstock.nav.evaluation.crossing import Outcome, fly, steady
 from penstock.nav.learning.policy import Policy
 from penstock.nav.learning.ppo import PPO
@@ -30,6 +30,7 @@ from penstock.nav.training.sources import Flyer, make_source
 from penstock.nav.training.stopping import Stop
 
 _NAMES = {"actor_loss": "loss/actor", "critic_loss": "loss/critic", "entropy": "loss/entropy"}
+_LOOK_EVERY = 8  # minibatches: processes ask each other whether to stop
 _FIRST_SHARE = 0.1  # of the moving obstacles: so many are there when the curriculum begins
 
 
@@ -97,42 +98,49 @@ def train(
 
 def _loop(trainer: Trainer, books: Books) -> bool:
     """Run iterations; return whether somebody stopped them."""
-    config, monitor = trainer.config, trainer.monitor
     trainer.source.updated(trainer.dynamic_active)
     state = trainer.state()
     stopped = False
     while not (stopped or trainer.done):
         before = _copied(state)
         try:
-            with monitor.timer("collect"):
-                batch = trainer.source.next()
-            with monitor.timer("update"):
-                stats = trainer.ppo.update(
-                    batch, trainer.order, trainer.progress, trainer.check_stop
-                )
+            state, stopped = _iterate(trainer, books)
         except Stopped:
             books.save_now(before)
             return True
+        except PeerLost:
+            books.save_now(before)
+            raise
         except DataError as error:
             where = books.save_now(before)
             raise DataError(f"iteration {trainer.iteration + 1}: {error}; {where}") from error
-        with monitor.timer("other"):
-            metrics, stopped = trainer.advance(stats)
-            books.save_rollout(batch, trainer.iteration)
-            trainer.source.updated(trainer.dynamic_active)
-        best = False
-        if trainer.validation_due:
-            with monitor.timer("validation"):
-                best = trainer.validate(metrics)
-        with monitor.timer("checkpoint"):
-            state = trainer.state()
-            books.save(state, metrics, best=best)
-        books.tell(trainer.iteration, trainer.frames, metrics, trainer.progress)
-    if stopped or config.max_iterations:
+    if stopped or trainer.config.max_iterations:
         books.save_now(state)
     if not stopped and trainer.finished:
         books.save_final(state)
     return stopped
+
+
+def _iterate(trainer: Trainer, books: Books) -> tuple[dict[str, Any], bool]:
+    """Do one iteration; return the state after it, and whether somebody asked to stop."""
+    monitor = trainer.monitor
+    with monitor.timer("collect"):
+        batch = trainer.source.next()
+    with monitor.timer("update"):
+        stats = trainer.ppo.update(batch, trainer.order, trainer.progress, trainer.check_stop)
+    with monitor.timer("other"):
+        metrics, stopped = trainer.advance(stats)
+        books.save_rollout(batch, trainer.iteration)
+        trainer.source.updated(trainer.dynamic_active)
+    best = False
+    if trainer.validation_due:
+        with monitor.timer("validation"):
+            best = trainer.validate(metrics)
+    with monitor.timer("checkpoint"):
+        state = trainer.state()
+        books.save(state, metrics, best=best)
+    books.tell(trainer.iteration, trainer.frames, metrics, trainer.progress)
+    return state, stopped
 
 
 class Trainer:
@@ -175,6 +183,7 @@ class Trainer:
         self.seconds = 0.0
         self.best: float | None = None
         self._since = time.monotonic()
+        self._looks = 0
 
     def _collector(self) -> SimulatorCollector:
         config = self.config
@@ -231,8 +240,13 @@ class Trainer:
         return bool(interval) and self.config.plugin is None and self.iteration % interval == 0
 
     def check_stop(self) -> None:
-        """Stop between minibatches; several processes stop together, between iterations."""
-        if self._stop and self.group.size == 1:
+        """Stop between minibatches; several processes ask each other now and then, and all stop."""
+        self._looks += 1
+        if self.group.size == 1:
+            stop = bool(self._stop)
+        else:
+            stop = self._looks % _LOOK_EVERY == 0 and self.group.any(bool(self._stop))
+        if stop:
             raise Stopped
 
     # ------------------------------------------------------------------ steps of the loop
