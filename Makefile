@@ -19,7 +19,7 @@ demo: setup
 	$(BIN)/penstock demo
 
 test: setup
-	$(BIN)/python -m pytest -m "not stress and not peers"
+	$(BIN)/python -m pytest -m "not stress and not peers" -n 2 --dist worksteal
 
 lint: setup
 	$(BIN)/ruff format --check .

@@ -6,7 +6,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from penstock.errors import UsageError
-from penstock.nav.simulation.world import CELLS, Maps, Obstacles, World, _cut, pack_rng, unpack_rng
+from penstock.nav.simulation.world import (
+    CELLS,
+    Maps,
+    Obstacles,
+    World,
+    _cut,
+    _overlap,
+    pack_rng,
+    unpack_rng,
+)
 
 
 def test_a_seed_is_a_map():
@@ -51,7 +60,11 @@ def test_later_boxes_overwrite_heights(given_boxes):
     for (x0, x1), (y0, y1), height in given_boxes:
         new = (x0, x1, y0, y1, height)
         field[x0:x1, y0:y1] = height
-        rectangles = [part for old in rectangles for part in _cut(old, new)] + [new]
+        rectangles = [
+            part
+            for old in rectangles
+            for part in (_cut(old, new) if _overlap(old, new) else (old,))
+        ] + [new]
     drawn, times = np.zeros_like(field), np.zeros_like(field)
     for x0, x1, y0, y1, height in rectangles:
         drawn[x0:x1, y0:y1] = height

@@ -73,15 +73,10 @@ class World:
                     f"place in {_TRIES} tries; give fewer"
                 )
             placed[number] = box[0], box[2]
-            a0, a1, b0, b1, _ = box
             rectangles = [
                 part
                 for old in rectangles
-                for part in (
-                    _cut(old, box)
-                    if a0 < old[1] and a1 > old[0] and b0 < old[3] and b1 > old[2]
-                    else (old,)  # nearly all: a call for each would take most of the time
-                )
+                for part in (_cut(old, box) if _overlap(old, box) else (old,))
             ]
             rectangles.append(box)
         boxes = np.array(rectangles, np.float64).reshape(-1, 5)
@@ -148,8 +143,12 @@ def _height(rng: np.random.Generator) -> int:
     return int(40 + 20 * place)
 
 
+def _overlap(one: Rectangle, two: Rectangle) -> bool:
+    return one[0] < two[1] and two[0] < one[1] and one[2] < two[3] and two[2] < one[3]
+
+
 def _cut(old: Rectangle, new: Rectangle) -> list[Rectangle]:
-    """Return what is left of a rectangle under a newer one on it, as disjoint rectangles."""
+    """Return what is left of a rectangle under a newer one that overlaps, as disjoint ones."""
     x0, x1, y0, y1, height = old
     a0, a1, b0, b1, _ = new
     left, right = max(x0, a0), min(x1, a1)
