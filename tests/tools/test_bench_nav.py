@@ -225,7 +225,7 @@ def test_saving_is_judged_by_pairs():
 def test_blocks_alternate_in_one_loop(tmp_path):
     loop = Loop([*SMALL, f"run_dir={tmp_path / 'run'}"], Group())
     blocks = alternate(loop, 1, 2)
-    saved = loop.books._saver.get_stats()
+    saved = loop.books.saver.get_stats()
     loop.close()
     assert loop.trainer.iteration == 2 * 2 * 3  # with and without, forgotten and kept, one before
     assert saved["total_saved"] == 2 * 3
