@@ -103,7 +103,12 @@ class Policy(nn.Module):
             generator: Where the randomness comes from, on the device of the policy. None for the
                 mean action instead: always the same, as one evaluates and flies.
         """
-        alpha, beta, value = self(obs)
+        return self.choose(self.prepare(obs), generator)
+
+    @torch.no_grad()
+    def choose(self, rows: Tensor, generator: torch.Generator | None = None) -> Act:
+        """Do what `act` does, with rows from `prepare`."""
+        alpha, beta, value = self.decide(rows)
         if generator is None:
             action = (alpha / (alpha + beta)).clamp_(betas.EDGE, 1.0 - betas.EDGE)
         else:

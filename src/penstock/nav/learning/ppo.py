@@ -63,7 +63,7 @@ class PPO:
         self._gradient = torch.zeros(sum(sizes), device=device)
         for parameter, part in zip(everything, torch.split(self._gradient, sizes), strict=True):
             parameter.grad = part.view_as(parameter)
-        self._held: Tensor | None = None
+        self._held: dict[int, Tensor] = {}
 
     def update(
         self,
@@ -97,22 +97,15 @@ class PPO:
         for group, rate in zip(self.optimizer.param_groups, self._rates, strict=True):
             group["lr"] = rate * factor
         small, stats = self._targets(batch)
-        # One matrix, so that a minibatch is one gather. A step at a time stays in the caches.
-        table = torch.cat(
-            [
-                torch.cat(
-                    (small[t], self.policy.prepare({k: v[t] for k, v in batch.obs.items()})), 1
-                )
-                for t in range(len(small))
-            ]
-        )
+        table = self._table(batch).flatten(0, 1)
+        small = small.flatten(0, 1)
         sums = torch.zeros(6, device=small.device)
         for _ in range(settings.epochs):
             order = self._order(rows, batch.reward.shape[1], generator).to(small.device)
             for chosen in order:
                 if between is not None:
                     between()
-                sums += self._step(self._gather(table, chosen))
+                sums += self._step(self._gather(0, small, chosen), self._gather(1, table, chosen))
         means = sums / (settings.epochs * settings.minibatches)
         if self.all_reduce is not None:
             self.all_reduce(means)
@@ -126,12 +119,12 @@ class PPO:
         )
         return dict(zip(names, means.tolist(), strict=True)) | stats | {"lr": settings.lr * factor}
 
-    def _step(self, rows: Tensor) -> Tensor:
+    def _step(self, small: Tensor, rows: Tensor) -> Tensor:
         """Learn from one minibatch; return what is to be averaged."""
         settings = self.settings
-        action, small = rows[:, :ACTIONS], rows[:, ACTIONS : ACTIONS + 4]
-        old_log_prob, advantage, target, old_value = small.t().contiguous()
-        alpha, beta, value = self.policy.decide(rows[:, ACTIONS + 4 :])
+        action = small[:, :ACTIONS]
+        old_log_prob, advantage, target, old_value = small[:, ACTIONS:].t().contiguous()
+        alpha, beta, value = self.policy.decide(rows)
         log_prob, entropy = log_prob_and_entropy(alpha, beta, action)
         log_ratio = log_prob - old_log_prob
         ratio = log_ratio.exp()
@@ -223,12 +216,22 @@ class PPO:
         first = torch.div(order, width, rounding_mode="floor") * environments + order % width
         return torch.cat([first + shard * width for shard in range(shards)], 1)
 
-    def _gather(self, table: Tensor, chosen: Tensor) -> Tensor:
+    def _table(self, batch: Batch) -> Tensor:
+        """All observations as rows of one matrix [T, N, width]: a minibatch is one gather."""
+        if batch.rows is not None:
+            return batch.rows
+        steps = range(len(batch.reward))  # a step at a time stays in the caches
+        return torch.stack(
+            [self.policy.prepare({k: v[t] for k, v in batch.obs.items()}) for t in steps]
+        )
+
+    def _gather(self, which: int, table: Tensor, chosen: Tensor) -> Tensor:
         """Copy the chosen rows into memory that is used again: fresh megabytes cost page faults."""
         shape = (len(chosen), table.shape[1])
-        if self._held is None or self._held.shape != shape:
-            self._held = table.new_empty(shape)
-        return torch.index_select(table, 0, chosen, out=self._held)
+        held = self._held.get(which)
+        if held is None or held.shape != shape:
+            held = self._held[which] = table.new_empty(shape)
+        return torch.index_select(table, 0, chosen, out=held)
 
     def _name_culprit(self, actor: Tensor, critic: Tensor, entropy: Tensor, norm: Tensor) -> None:
         for name, tensor in (

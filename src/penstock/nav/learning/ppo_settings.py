@@ -136,6 +136,8 @@ class Batch:
     """Value of the final observation of truncated episodes; 0 elsewhere."""
     last_value: Tensor
     """[N], value of the observation after the last step."""
+    rows: Tensor | None = None
+    """[T, N, ...], `Policy.prepare` of the observations, if whoever flew has kept them."""
 
     def check(self) -> None:
         """Look for numbers that would poison the weights.

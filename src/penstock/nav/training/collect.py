@@ -32,6 +32,8 @@ class Memory:
     """log_prob, value, reward and final_value, [4, T, N]."""
     flags: Tensor
     """terminated and truncated, [2, T, N]."""
+    rows: Tensor | None = None
+    """[T, N, ...], observations as the networks take them; made with the first one."""
 
     @classmethod
     def make(cls, settings: Settings, steps: int, drones: int, device: torch.device) -> Memory:
@@ -66,7 +68,14 @@ class Memory:
             truncated,
             final_value,
             last_value,
+            self.rows,
         )
+
+    def keep(self, rows: Tensor, step: int, part: slice) -> None:
+        """Keep observations as the networks take them: the learner need not make them again."""
+        if self.rows is None or self.rows.shape[2:] != rows.shape[1:]:
+            self.rows = rows.new_zeros(*self.numbers.shape[1:], *rows.shape[1:])
+        self.rows[step, part] = rows
 
 
 class Episodes:
@@ -195,7 +204,9 @@ class SimulatorCollector:
             if self._stop():
                 raise Stopped
             for simulator, generator, part in shards:
-                act = policy.act(memory.row(step, part), generator)
+                rows = policy.prepare(memory.row(step, part))
+                memory.keep(rows, step, part)
+                act = policy.choose(rows, generator)
                 _, reward, terminated, truncated, info = simulator.step(
                     act.action, memory.row(step + 1, part)
                 )
