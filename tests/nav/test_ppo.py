@@ -54,7 +54,7 @@ def part(batch: Batch, columns: slice) -> Batch:
     values = {
         name: value[columns] if name == "last_value" else value[:, columns]
         for name, value in vars(batch).items()
-        if name != "obs"
+        if name not in ("obs", "rows")
     }
     return Batch(obs={k: v[:, columns] for k, v in batch.obs.items()}, **values)
 
@@ -211,9 +211,19 @@ def test_the_batch_is_not_changed() -> None:
     before = copy.deepcopy(batch)
     PPO(policy).update(batch, order())
     for name, value in vars(before).items():
-        if name != "obs":
+        if name not in ("obs", "rows"):
             assert torch.equal(value, getattr(batch, name)), name
     assert all(torch.equal(before.obs[key], batch.obs[key]) for key in batch.obs)
+
+
+def test_rows_that_were_kept_change_nothing() -> None:
+    policies = [Policy("fast") for _ in range(2)]
+    batch = roll_out(policies[0])
+    PPO(policies[0]).update(batch, order())
+    steps = range(len(batch.reward))
+    kept = [policies[1].prepare({k: v[t] for k, v in batch.obs.items()}) for t in steps]
+    PPO(policies[1]).update(replace(batch, rows=torch.stack(kept)), order())
+    assert torch.equal(weights(policies[0]), weights(policies[1]))
 
 
 @pytest.mark.parametrize(("name", "value"), [("lidar", float("nan")), ("state", float("inf"))])

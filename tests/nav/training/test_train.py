@@ -113,9 +113,9 @@ class AskAfter(Stop):
 def count_steps(monkeypatch: pytest.MonkeyPatch, each: Callable[[], Any]) -> None:
     step = PPO._step
 
-    def counted(self: PPO, rows: torch.Tensor) -> torch.Tensor:
+    def counted(self: PPO, *parts: torch.Tensor) -> torch.Tensor:
         each()
-        return step(self, rows)
+        return step(self, *parts)
 
     monkeypatch.setattr(PPO, "_step", counted)
 
@@ -128,11 +128,11 @@ def test_a_number_that_is_none_stops_with_its_name_and_a_state(monkeypatch, tmp_
 
     step = PPO._step
 
-    def poisoned(self: PPO, rows: torch.Tensor) -> torch.Tensor:
+    def poisoned(self: PPO, *parts: torch.Tensor) -> torch.Tensor:
         if len(steps) == 9:  # in the third iteration
             with torch.no_grad():
                 self.policy.critic.bias.fill_(float("nan"))
-        return step(self, rows)
+        return step(self, *parts)
 
     monkeypatch.setattr(PPO, "_step", poisoned)
     count_steps(monkeypatch, poison)
