@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from penstock.errors import UsageError
-from penstock.nav.learning.networks import FoldedConvolutions, describe_obstacles
+from penstock.nav.learning.networks import FoldedConvolutions, _Most, describe_obstacles
 from penstock.nav.learning.policy import PRESETS, Policy, has_bf16
 
 
@@ -158,3 +158,10 @@ def test_bf16_can_be_chosen() -> None:
 def test_an_unknown_preset_gets_a_hint() -> None:
     with pytest.raises(UsageError, match=r"no policy preset 'fats'; did you mean 'fast'\?"):
         Policy("fats")
+
+
+def test_the_most_of_several_and_its_gradient() -> None:
+    generator = torch.Generator().manual_seed(0)
+    each = torch.randn(7, 5, 3, generator=generator, dtype=torch.double, requires_grad=True)
+    assert torch.equal(_Most.apply(each), each.max(1).values)
+    assert torch.autograd.gradcheck(_Most.apply, (each,))
