@@ -69,6 +69,7 @@ class Books:
         self._stack = ExitStack()
         self._rollouts: RolloutStorage | None = None
         self._told_s = time.perf_counter()
+        self._validated: dict[str, float] = {}
         self._frames_per_iteration = place.frames_per_iteration
         with ExitStack() as stack:
             if config["rollout_save_interval"]:
@@ -160,7 +161,9 @@ class Books:
         shares = {name: stats["share"] for name, stats in times.items()}
         if self._config.max_seconds is not None and progress > 0.0:
             self._panel.total_frames = round(frames / progress)
-        self._panel.update(frames, metrics, shares, self._stalls())
+        # Validation is rare: its last figures stay on the screen.
+        self._validated |= {k: v for k, v in metrics.items() if k.startswith("validation/")}
+        self._panel.update(frames, {**self._validated, **metrics}, shares, self._stalls())
         every = self._config["stats_interval"]
         if every and iteration % every == 0:
             for line in (f"iteration {iteration}", *filter(None, self.summary().splitlines())):
