@@ -126,9 +126,9 @@ def test_a_process_that_dies_ends_the_training_with_a_line(tmp_path):
     command = [*PENSTOCK, *words("processes=2", "run_dir=x", "max_frame_num=20e6")]
     process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, start_new_session=True)
     try:
-        while process.poll() is None and not (tmp_path / "x/metrics.jsonl").exists():
+        metrics = tmp_path / "x/metrics.jsonl"  # a row per iteration that was done
+        while process.poll() is None and not (metrics.exists() and metrics.stat().st_size):
             time.sleep(0.01)
-        time.sleep(0.3)
         for child in psutil.Process(process.pid).children():
             if "spawn_main" in " ".join(child.cmdline()):
                 child.kill()
