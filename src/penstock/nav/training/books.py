@@ -169,11 +169,6 @@ class Books:
             for line in (f"iteration {iteration}", *filter(None, self.summary().splitlines())):
                 self._panel.note(line)
 
-    def note(self, text: str) -> None:
-        """Show a line that stays."""
-        if self._leads:
-            self._panel.note(text)
-
     def _stalls(self) -> dict[str, float]:
         stats = self.saver.get_stats()
         blocked = stats["blocked"]
@@ -202,10 +197,6 @@ class Books:
             f"longest {stalls['max_ms']:.2f} ms",
         ]
         return "\n".join(lines)
-
-    def close(self) -> None:
-        """Finish all files."""
-        self._stack.close()
 
     def __enter__(self) -> Self:
         return self

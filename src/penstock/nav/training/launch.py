@@ -20,10 +20,10 @@ from pathlib import Path
 from typing import Any
 
 from penstock.errors import PeerLost, PenstockError, UsageError
-from penstock.nav.training.config import Config, load_config
+from penstock.nav.training.config import Config, from_raw, load_config
 from penstock.nav.training.group import Group
 from penstock.nav.training.loop import Result, train
-from penstock.nav.training.runs import Run, open_run
+from penstock.nav.training.runs import Run, load_state, open_run
 from penstock.nav.training.stopping import Stop
 
 _GIVE_UP_S = 10.0
@@ -88,9 +88,6 @@ def _other(
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     os.environ["PENSTOCK_PROGRESS"] = "quiet"
-    from penstock.nav.training.config import from_raw
-    from penstock.nav.training.runs import load_state
-
     config, run = from_raw(raw, arguments), Run(Path(folder))
     try:
         with Group(rank, config.processes, address, config["device"]) as group:
