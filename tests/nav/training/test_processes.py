@@ -117,7 +117,8 @@ def test_kill_9_loses_nothing_that_was_saved(tmp_path):
     # The others notice that process 0 is gone.
     _, alive = psutil.wait_procs(children, timeout=20)
     assert not [child for child in alive if "train" in " ".join(child.cmdline())], alive
-    assert load_checkpoint(checkpoints)["iteration"] >= 3
+    # Of the third, `latest` may not have told yet: that is written after it.
+    assert load_checkpoint(checkpoints)["iteration"] >= 2
     assert run([*PENSTOCK, "resume=x"]).returncode == 0
     assert_close(load_checkpoint("whole/checkpoints"), load_checkpoint(checkpoints))
 
