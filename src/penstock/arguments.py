@@ -106,8 +106,8 @@ def build_parser() -> argparse.ArgumentParser:
         "fly a trained policy across unseen worlds, with and without the shield",
         "Deterministic 48 m crossings in worlds that were not trained on: success, collisions,\n"
         "time-outs and time to goal, with 95 % intervals over worlds, of four pilots: straight\n"
-        "ahead and the policy, each alone and with the safety shield. Writes evaluation.json and\n"
-        "flights.png into RUN/evaluation. Settings: shield=on|off, margins=[0.1,0.05],\n"
+        "ahead and the policy, each alone and with the safety shield. Writes evaluation.json, flights.png\n"
+        "and report.html into RUN/evaluation. Settings: shield=on|off, margins=[0.1,0.05],\n"
         "env.num_obstacles, env_dyn.num_obstacles, env.drone, sim.substeps.",
         "penstock evaluate runs/x --worlds 16 shield=off",
     )

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from base64 import b64encode
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -118,6 +117,7 @@ class Report:
             "failed": {str(path): reason for path, reason in self.failed.items()},
             "peak_memory_bytes": self.peak_bytes,
             "memory_limit_bytes": self.memory_limit_bytes,
+            "memory": [[round(s, 3), size] for s, size in self.memory],
             "workers": self.workers,
             "wall_s": round(self.wall_s, 3),
             "cpu_s": round(sum(bag.done.cpu_s for bag in self.bags), 3),
@@ -206,9 +206,7 @@ class Report:
         self._skew_part(page)
         if len(self.memory) > 1:
             page.heading("Memory over time")
-            megabytes = [size / 1e6 for _, size in self.memory]
-            span_s = self.memory[-1][0]
-            page.plot({"resident": megabytes}, f"samples over {span_s:.1f} s", "MB")
+            page.plot({"resident": [(s, size / 1e6) for s, size in self.memory]}, "s", "MB")
         if self.findings:
             page.heading("Findings of the check")
             rows = [(f.severity, f.where, f.what, f.todo) for f in self.findings]
@@ -251,15 +249,7 @@ class Report:
             return
         page.heading("First pictures")
         for bag, previews in shown:
-            page.pictures(
-                [
-                    (
-                        f"data:image/jpeg;base64,{b64encode(data).decode()}",
-                        f"{bag.path.name}: {key}",
-                    )
-                    for key, data in previews.items()
-                ]
-            )
+            page.pictures([(data, f"{bag.path.name}: {key}") for key, data in previews.items()])
 
     def _skew_part(self, page: Page) -> None:
         if not self.bags:

@@ -1,4 +1,7 @@
-"""Small plots as inline SVG: lines, bars, histograms. Colours come from the page's style."""
+"""Small plots for a page: lines and histograms as inline SVG, bars as text with boxes.
+
+Colours come from the page's style.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +11,8 @@ from html import escape
 from typing import Literal
 
 Kind = Literal["line", "bars", "histogram"]
-Series = Mapping[str, Sequence[float]]
+Point = tuple[float, float]
+Series = Mapping[str, Sequence[float] | Sequence[Point]]
 
 _WIDTH, _HEIGHT = 480, 270
 _LEFT, _RIGHT, _TOP, _BOTTOM = 56, 12, 28, 44
@@ -17,32 +21,41 @@ _BINS = 30
 
 
 def draw(series: Series, x_label: str, y_label: str, kind: Kind = "line") -> str:
-    """Draw series as an SVG element.
+    """Draw series as an HTML element.
 
     Args:
-        series: Values by name. A line goes through the values at x = 1, 2, 3, …; bars are one
-            value per name (the first); a histogram counts the values of each series.
+        series: By name. A line goes through points (x, y), or through values at x = 1, 2, 3, …;
+            bars are one value per name (the first); a histogram counts the values of each series.
         x_label: What the horizontal axis shows, with its unit.
         y_label: What the vertical axis shows, with its unit.
         kind: "line", "bars" or "histogram".
     """
-    kept = {name: [v for v in values if math.isfinite(v)] for name, values in series.items()}
-    kept = {name: values for name, values in kept.items() if values}
+    points = {name: _points(values) for name, values in series.items()}
+    kept = {name: some for name, some in points.items() if some}
     if not kept:
         return f"<p>{escape(x_label)}: no values</p>"
+    if kind == "line":
+        return _lines(kept, x_label, y_label)
+    values = {name: [y for _, y in some] for name, some in kept.items()}
     if kind == "bars":
-        return _bars(kept, x_label, y_label)
-    if kind == "histogram":
-        return _histogram(kept, x_label, y_label)
-    longest = max(map(len, kept.values()))
-    everything = [value for values in kept.values() for value in values]
-    frame = _Frame((1.0, max(longest, 2.0)), (min(everything), max(everything)))
-    for k, values in enumerate(kept.values()):
-        points = " ".join(f"{frame.x(i):.1f},{frame.y(v):.1f}" for i, v in enumerate(values, 1))
-        frame.add(
-            f'<polyline points="{points}" fill="none" stroke="{_colour(k)}" stroke-width="2"/>'
-        )
-    return frame.svg(x_label, y_label, list(kept))
+        return _bars({name: some[0] for name, some in values.items()}, y_label)
+    return _histogram(values, x_label, y_label)
+
+
+def _points(values: Sequence[float] | Sequence[Point]) -> list[Point]:
+    """Give values that are no points the places 1, 2, 3, …; leave out what is not finite."""
+    places = [v if isinstance(v, tuple) else (float(k), v) for k, v in enumerate(values, 1)]
+    return [(x, y) for x, y in places if math.isfinite(x) and math.isfinite(y)]
+
+
+def _lines(series: Mapping[str, Sequence[Point]], x_label: str, y_label: str) -> str:
+    xs = [x for points in series.values() for x, _ in points]
+    ys = [y for points in series.values() for _, y in points]
+    frame = _Frame((min(xs), max(xs)), (min(ys), max(ys)))
+    for k, points in enumerate(series.values()):
+        line = " ".join(f"{frame.x(x):.1f},{frame.y(y):.1f}" for x, y in points)
+        frame.add(f'<polyline points="{line}" fill="none" stroke="{_colour(k)}" stroke-width="2"/>')
+    return frame.svg(x_label, y_label, list(series))
 
 
 def _histogram(series: Mapping[str, Sequence[float]], x_label: str, y_label: str) -> str:
@@ -62,26 +75,24 @@ def _histogram(series: Mapping[str, Sequence[float]], x_label: str, y_label: str
     return frame.svg(x_label, y_label, list(counts))
 
 
-def _bars(series: Mapping[str, Sequence[float]], x_label: str, y_label: str) -> str:
-    values = [v[0] for v in series.values()]
-    frame = _Frame((0.0, float(len(values))), (min(0.0, *values), max(0.0, *values)))
-    frame.ticks_x = False
-    for k, value in enumerate(values):
-        frame.box(k + 0.15, k + 0.85, value, k, False)
-        where = f'x="{frame.x(k + 0.5):.1f}" y="{frame.y(max(value, 0)) - 4:.1f}"'
-        frame.add(f'<text {where} text-anchor="middle">{value:.4g}</text>')
-    return frame.svg(x_label, y_label, list(series))
+def _bars(values: Mapping[str, float], label: str) -> str:
+    """Lay bars out as rows of name, bar and value: long names fit a narrow screen."""
+    longest = max(*values.values(), 0.0) or 1.0
+    rows = "".join(
+        f"<span>{escape(name)}</span><div>"
+        f'<i style="width:{100 * max(value, 0.0) / longest:.1f}%"></i></div><b>{value:.4g}</b>'
+        for name, value in values.items()
+    )
+    return f'<div class="bars"><small>{escape(label)}</small>{rows}</div>'
 
 
 class _Frame:
     """The axes of a plot, and what was drawn between them."""
 
     def __init__(self, x_range: tuple[float, float], y_range: tuple[float, float]) -> None:
-        self._x0, self._x1 = x_range
-        self._y0 = y_range[0]
-        self._y1 = y_range[1] if y_range[1] > y_range[0] else y_range[0] + 1.0
+        self._x0, self._x1 = _widened(x_range)
+        self._y0, self._y1 = _widened(y_range)
         self._shapes: list[str] = []
-        self.ticks_x = True
 
     def x(self, value: float) -> float:
         share = (value - self._x0) / (self._x1 - self._x0)
@@ -113,7 +124,7 @@ class _Frame:
                 f'y2="{at:.1f}"/><text x="{_LEFT - 6}" y="{at + 4:.1f}" '
                 f'text-anchor="end">{value:.4g}</text>'
             )
-        for value in _ticks(self._x0, self._x1) if self.ticks_x else ():
+        for value in _ticks(self._x0, self._x1):
             parts.append(
                 f'<text x="{self.x(value):.1f}" y="{_HEIGHT - _BOTTOM + 16}" '
                 f'text-anchor="middle">{value:.4g}</text>'
@@ -139,6 +150,11 @@ def _legend(names: Sequence[str]) -> str:
         for k, name in enumerate(names)
     )
     return f"<div>{''.join(keys)}</div>"
+
+
+def _widened(ends: tuple[float, float]) -> tuple[float, float]:
+    low, high = ends
+    return (low, high) if high > low else (low, low + (abs(low) or 1.0))
 
 
 def _ticks(low: float, high: float) -> list[float]:

@@ -6,6 +6,7 @@ telephone as well as a desktop.
 
 from __future__ import annotations
 
+from base64 import b64encode
 from collections.abc import Iterable, Sequence
 from html import escape
 from os import PathLike
@@ -52,6 +53,12 @@ figcaption { color: var(--soft); font-size: .9rem; }
 .plot text { font: 13px system-ui, sans-serif; fill: var(--soft); }
 .plot { width: 100%; max-width: 620px; height: auto; display: block; }
 .plot .axis { stroke: var(--line); }
+.bars { display: grid; grid-template-columns: fit-content(45%) 1fr auto; gap: .3rem .7rem;
+  align-items: center; max-width: 620px; font-variant-numeric: tabular-nums; }
+.bars small { grid-column: 1 / -1; color: var(--soft); }
+.bars span { overflow-wrap: anywhere; font-size: .9rem; }
+.bars i { display: block; height: .9rem; background: var(--c0); border-radius: 2px; }
+.bars b { text-align: right; }
 """
 
 
@@ -132,12 +139,12 @@ class Report:
         picture = draw(series, x_label, y_label, kind)
         self._parts.append(f'<figure><div class="scroll">{picture}</div>{note}</figure>')
 
-    def pictures(self, items: Sequence[tuple[str, str]]) -> None:
-        """Add pictures side by side: (data URL, caption)."""
+    def pictures(self, items: Sequence[tuple[bytes, str]]) -> None:
+        """Add pictures side by side: (the bytes of a PNG or JPEG file, caption)."""
         cells = (
-            f'<figure><img src="{escape(source)}" alt="{escape(caption)}">'
+            f'<figure><img src="{_data_url(picture)}" alt="{escape(caption)}">'
             f"<figcaption>{escape(caption)}</figcaption></figure>"
-            for source, caption in items
+            for picture, caption in items
         )
         self._parts.append(f'<div class="pictures">{"".join(cells)}</div>')
 
@@ -157,6 +164,11 @@ class Report:
         target = Path(path)
         publish_bytes(target, self.html().encode(errors="replace"))
         return target
+
+
+def _data_url(picture: bytes) -> str:
+    kind = "png" if picture.startswith(b"\x89PNG") else "jpeg"
+    return f"data:image/{kind};base64,{b64encode(picture).decode()}"
 
 
 def aligned(lines: Iterable[tuple[str, str]]) -> str:

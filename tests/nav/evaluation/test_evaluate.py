@@ -45,7 +45,14 @@ def test_from_end_to_end(save: Save) -> None:
     text = (written / "evaluation.json").read_text()
     assert json.loads(text) == json.loads(json.dumps(result))
     assert (written / "flights.png").read_bytes()[:4] == b"\x89PNG"
-    assert sorted(path.name for path in written.iterdir()) == ["evaluation.json", "flights.png"]
+    assert sorted(path.name for path in written.iterdir()) == [
+        "evaluation.json",
+        "flights.png",
+        "report.html",
+    ]
+    page = (written / "report.html").read_text()
+    assert "policy + shield" in page
+    assert "data:image/png;base64," in page
     assert evaluate(run, worlds=2, drones=3, threads=1) == result
     assert (written / "evaluation.json").read_text() == text
 
@@ -69,7 +76,9 @@ def test_changes_and_places(save: Save, tmp_path: Path) -> None:
         0,
         16,
     )
-    assert [path.name for path in (tmp_path / "here" / "there").iterdir()] == ["evaluation.json"]
+    written = tmp_path / "here" / "there"
+    assert sorted(path.name for path in written.iterdir()) == ["evaluation.json", "report.html"]
+    assert "<img" not in (written / "report.html").read_text()
     assert not (run / "evaluation").exists()
 
 

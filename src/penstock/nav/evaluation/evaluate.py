@@ -12,7 +12,7 @@ from typing import Any
 from penstock.core.files import publish_bytes, storage_error
 from penstock.core.progress import Mode, Progress
 from penstock.errors import UsageError
-from penstock.nav.evaluation import picture, rerun_file
+from penstock.nav.evaluation import page, picture, rerun_file
 from penstock.nav.evaluation.crossing import FIRST_WORLD, Flights, Pilot, fly, shield_for, straight
 from penstock.nav.evaluation.pilot import Navigator, run_folder
 from penstock.nav.evaluation.table import summarise
@@ -21,6 +21,7 @@ from penstock.nav.simulation.task import CROSSING_M, EDGE_M, Settings
 RESERVED = 500_000  # map seeds from here on are for training, and for choosing checkpoints
 RESULT = "evaluation.json"
 PICTURE = "flights.png"
+PAGE = "report.html"
 
 
 def evaluate(
@@ -52,7 +53,7 @@ def evaluate(
         margins: Of the shield, see `Shield`.
         drone: Another drone than the run's: "hummingbird" or "fast".
         changes: Other settings than the run's, by the names of `Settings`.
-        out: Folder for evaluation.json and flights.png; by default RUN/evaluation.
+        out: Folder for evaluation.json, flights.png and report.html; by default RUN/evaluation.
         record: Draw flights.png, of the last pilot in the table.
         rerun: Also write these flights for the rerun viewer.
         threads: By default 2, or as many as there are cores.
@@ -105,9 +106,11 @@ def evaluate(
             )
             results[name] = summarise(flights)
     files = {"result": str(folder / RESULT)}
-    if record:
+    drawn = _drawn(flights, settings, name, results[name]) if record else None
+    if drawn is not None:
         files["picture"] = str(folder / PICTURE)
-        publish_bytes(folder / PICTURE, _drawn(flights, settings, name, results[name]))
+        publish_bytes(folder / PICTURE, drawn)
+    files["report"] = str(folder / PAGE)
     if rerun is not None:
         files["rerun"] = str(rerun_file.write(flights, settings, rerun))
     noted = navigator.metadata
@@ -121,6 +124,7 @@ def evaluate(
         "results": results,
         "files": files,
     }
+    page.build(result, drawn, run_folder(path) / "metrics.jsonl").write(folder / PAGE)
     publish_bytes(folder / RESULT, json.dumps(result, indent=2, allow_nan=False).encode())
     return result
 

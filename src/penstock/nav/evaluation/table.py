@@ -100,8 +100,8 @@ def student(freedom: int) -> float:
     return _Z + first / freedom + second / freedom**2 + third / freedom**3
 
 
-def text(results: Mapping[str, Mapping[str, Any]]) -> str:
-    """Return the table that compares pilots, as plain text.
+def cells(results: Mapping[str, Mapping[str, Any]]) -> tuple[list[str], list[list[str]]]:
+    """Return the columns and rows of the table that compares pilots.
 
     Args:
         results: What `summarise` returned, by pilot; all of the same worlds.
@@ -126,11 +126,18 @@ def text(results: Mapping[str, Mapping[str, Any]]) -> str:
         to_goal = "-" if times["median"] is None else f"{times['median']:.1f} s"
         shielded = "-" if shield is None else f"{shield['share'] * 100:.1f}"
         rows.append([name, parts[0], worst, *parts[1:5], to_goal, parts[5], shielded])
+    return columns, rows
+
+
+def text(results: Mapping[str, Mapping[str, Any]]) -> str:
+    """Return the table that compares pilots, as plain text, and what its columns mean."""
+    notes = "\n".join(footnotes(results))
+    return f"{text_table(*cells(results))}\n\n{notes}"
+
+
+def footnotes(results: Mapping[str, Mapping[str, Any]]) -> list[str]:
+    """Say what was flown, and what the columns mean."""
     worlds = next(iter(results.values()))["worlds"]
-    return f"{text_table(columns, rows)}\n\n{_footnote(worlds)}"
-
-
-def _footnote(worlds: Sequence[Mapping[str, Any]]) -> str:
     count = len(worlds)
     seeds = f"{worlds[0]['seed']} to {worlds[-1]['seed']}" if count > 1 else str(worlds[0]["seed"])
     lines = [
@@ -147,7 +154,7 @@ def _footnote(worlds: Sequence[Mapping[str, Any]]) -> str:
             f"Only {count} world{'s' * (count > 1)}: the intervals are wide, fly "
             f"{ENOUGH_WORLDS} or more for a claim."
         )
-    return "\n".join(lines)
+    return lines
 
 
 def _percent(rate: Mapping[str, Any]) -> str:

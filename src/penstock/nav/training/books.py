@@ -157,13 +157,17 @@ class Books:
         row["perf/iteration"] = took_s
         row["perf/frames_per_s"] = self._frames_per_iteration / took_s
         row["perf/memory_bytes"] = rss_bytes(tree=False)
+        stalls = self._stalls()
+        interval = self._config["save_interval"]
+        if interval and (iteration - 1) % interval == 0 and iteration > 1:  # its barrier is past
+            row["perf/checkpoint_stall"] = stalls["last_ms"] / 1e3
         self._log.write({"env_frames": frames, **metrics, **row}, iteration)
         shares = {name: stats["share"] for name, stats in times.items()}
         if self._config.max_seconds is not None and progress > 0.0:
             self._panel.total_frames = round(frames / progress)
         # Validation is rare: its last figures stay on the screen.
         self._validated |= {k: v for k, v in metrics.items() if k.startswith("validation/")}
-        self._panel.update(frames, {**self._validated, **metrics}, shares, self._stalls())
+        self._panel.update(frames, {**self._validated, **metrics}, shares, stalls)
         every = self._config["stats_interval"]
         if every and iteration % every == 0:
             for line in (f"iteration {iteration}", *filter(None, self.summary().splitlines())):
@@ -176,6 +180,7 @@ class Books:
         return {
             "median_ms": 1e3 * sum(part["p50"] for part in parts),
             "max_ms": 1e3 * sum(part["max"] for part in parts),
+            "last_ms": 1e3 * sum(part["last"] for part in parts),
             "saved": stats["total_saved"],
             "pending": stats["queue_size"],
         }
