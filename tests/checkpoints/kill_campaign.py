@@ -1,26 +1,24 @@
 """Kill -9 a process that saves, again and again, and look at what it left.
 
 Usage: kill_campaign.py FOLDER KILLS. Prints one JSON line with the figures. Each victim is forked
-from this process (torch is imported once), goes on where the last one was killed, and reports every
-save that `wait` acknowledged through a pipe: the truth is kept outside the victim.
+from this process (torch is imported once), and goes on where the last one was killed.
 """
 
 import json
-import os
 import random
-import signal
-import struct
 import sys
-import time
+from functools import partial
+from pathlib import Path
 
 import torch
 
+from harness import run_and_kill
 from penstock.checkpoints import folder
 from penstock.checkpoints.load import load_checkpoint
 from penstock.checkpoints.saver import AsyncCheckpointSaver
 
 
-def victim(path, start, pipe):
+def victim(path, start, acknowledge):
     """Save numbered states for ever; some with a step after the save, some without."""
     net = torch.nn.Linear(300, 300)
     optimizer = torch.optim.SGD(net.parameters(), lr=0.0)
@@ -34,29 +32,7 @@ def victim(path, start, pipe):
         if number % 3:
             optimizer.step()
         handle.wait()
-        os.write(pipe, struct.pack("<q", number))
-
-
-def run_and_kill(path, start, delay_s):
-    """Let a victim acknowledge one save, then kill it after a while; return the acknowledged."""
-    read, write = os.pipe()
-    pid = os.fork()
-    if pid == 0:
-        try:
-            os.close(read)
-            victim(path, start, write)
-        finally:
-            os._exit(1)
-    os.close(write)
-    with os.fdopen(read, "rb") as pipe:
-        first = pipe.read(8)
-        time.sleep(delay_s)
-        os.kill(pid, signal.SIGKILL)
-        rest = pipe.read()
-    _, status = os.waitpid(pid, 0)
-    if not os.WIFSIGNALED(status) or len(first) != 8:
-        raise SystemExit(f"the victim died by itself: status {status}")
-    return [number for (number,) in struct.iter_unpack("<q", first + rest)]
+        acknowledge(number)
 
 
 def main(path, kills):
@@ -65,7 +41,7 @@ def main(path, kills):
     acknowledged = lost = unreadable = 0
     start = 0
     for _ in range(kills):
-        numbers = run_and_kill(path, start, chance.random() * 0.2)
+        numbers = run_and_kill(partial(victim, path, start), chance.random() * 0.2)
         acknowledged += len(numbers)
         loaded = load_checkpoint(path)
         start = loaded["n"]
@@ -80,6 +56,4 @@ def main(path, kills):
 
 
 if __name__ == "__main__":
-    from pathlib import Path
-
     main(Path(sys.argv[1]), int(sys.argv[2]))

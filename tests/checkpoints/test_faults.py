@@ -1,7 +1,6 @@
 """Full disks, failing disks, kills and damage: an error in time, and nothing lost."""
 
 import errno
-import json
 import os
 import random
 import subprocess
@@ -12,6 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from harness import run_campaign, small_disk
 from penstock import errors
 from penstock.checkpoints.load import load_checkpoint
 from penstock.checkpoints.saver import AsyncCheckpointSaver
@@ -114,17 +114,9 @@ def test_a_full_disk(tmp_path):
     """A real tmpfs of 4 MB where mounting is allowed, and always a limit of the file size."""
     assert "file size limit" in run_on_full_disk(tmp_path, "limit")
     small = tmp_path / "small"
-    small.mkdir()
-    mounted = subprocess.run(
-        ["mount", "-t", "tmpfs", "-o", "size=4m", "tmpfs", str(small)],
-        capture_output=True,
-        check=False,
-    )
-    if mounted.returncode == 0:
-        try:
+    with small_disk(small, "size=4m") as mounted:
+        if mounted:
             assert "No space left on device; free some space" in run_on_full_disk(small, "tmpfs")
-        finally:
-            subprocess.run(["umount", str(small)], check=True)
 
 
 def test_a_target_that_cannot_be_written(tmp_path):
@@ -170,29 +162,18 @@ def test_a_thousand_damages_none_silent(tmp_path, delta_every):
     assert detected > 480
 
 
-def kill_campaign(path, kills):
-    """Run kill_campaign.py; return its figures (saves acknowledged, lost, unreadable)."""
+def kill(path, kills):
     script = Path(__file__).with_name("kill_campaign.py")
-    result = subprocess.run(
-        [sys.executable, str(script), str(path), str(kills)],
-        capture_output=True,
-        text=True,
-        timeout=1500,
-        check=False,
-    )
-    assert result.returncode == 0, result.stdout + result.stderr
-    return json.loads(result.stdout.splitlines()[-1])
+    figures = run_campaign(script, path, kills, timeout_s=1500)
+    assert figures["kills"] == kills
+    assert figures["acknowledged"] >= kills
+    assert (figures["lost"], figures["unreadable"]) == (0, 0)
 
 
 def test_kill_9(tmp_path):
-    figures = kill_campaign(tmp_path, 20)
-    assert figures["kills"] == 20
-    assert figures["acknowledged"] >= 20
-    assert (figures["lost"], figures["unreadable"]) == (0, 0)
+    kill(tmp_path, 20)
 
 
 @pytest.mark.stress
 def test_kill_9_two_hundred_times(tmp_path):
-    figures = kill_campaign(tmp_path, 200)
-    assert figures["kills"] == 200
-    assert (figures["lost"], figures["unreadable"]) == (0, 0)
+    kill(tmp_path, 200)

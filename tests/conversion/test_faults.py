@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 
 import penstock
+from harness import remount, small_disk
 from penstock.cli import main
 from penstock.errors import DataError, PenstockError, UsageError
 from penstock.lerobot import doctor
@@ -99,21 +100,10 @@ def whole(bags, tmp_path_factory):
 @contextlib.contextmanager
 def tmpfs(path: Path, options: str):
     """Mount a small disk."""
-    if os.geteuid() != 0:
-        pytest.skip("mounting a tmpfs needs root")
-    path.mkdir()
-    mount = ["mount", "-t", "tmpfs", "-o", options, "tmpfs", str(path)]
-    result = subprocess.run(mount, capture_output=True, text=True, check=False)
-    if result.returncode != 0:
-        pytest.skip(f"this system lets root mount no tmpfs: {result.stderr.strip()}")
-    try:
+    with small_disk(path, options) as mounted:
+        if not mounted:
+            pytest.skip("no tmpfs can be mounted here")
         yield path
-    finally:
-        subprocess.run(["umount", "-l", str(path)], check=True)
-
-
-def remount(path: Path, options: str) -> None:
-    subprocess.run(["mount", "-o", f"remount,{options}", str(path)], check=True)
 
 
 # From too small for the first staged video to too small for packing: see the stages seen below.

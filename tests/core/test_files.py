@@ -11,12 +11,12 @@ import stat
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
 import psutil
 import pytest
 
+from harness import small_disk
 from penstock.core import files
 from penstock.core.files import FolderLock, NewFile, new_folder, publish_bytes, sweep
 from penstock.errors import LockHeld, StorageError, UsageError
@@ -50,23 +50,6 @@ def end(process: subprocess.Popen[str]) -> str:
 def kill(process: subprocess.Popen[str]) -> None:
     process.kill()
     process.communicate(timeout=60)
-
-
-def mount(folder: Path, options: str) -> bool:
-    command = ["mount", "-t", "tmpfs", "-o", options, "tmpfs", str(folder)]
-    return os.geteuid() == 0 and subprocess.run(command, capture_output=True).returncode == 0
-
-
-@contextlib.contextmanager
-def mounted(folder: Path, options: str) -> Iterator[bool]:
-    """Mount a small tmpfs on a folder; yield whether that was possible here."""
-    folder.mkdir(exist_ok=True)
-    done = mount(folder, options)
-    try:
-        yield done
-    finally:
-        if done:
-            subprocess.run(["umount", "-l", str(folder)], check=True)
 
 
 def failing(code: int) -> object:
@@ -233,7 +216,7 @@ except StorageError as error:
 @pytest.mark.parametrize("kind", ["tmpfs", "file size limit"])
 def test_a_full_disk_keeps_the_old_content(tmp_path: Path, kind: str) -> None:
     disk = tmp_path / "disk"
-    with mounted(disk, "size=1m") if kind == "tmpfs" else contextlib.nullcontext(False) as small:
+    with small_disk(disk, "size=1m") if kind == "tmpfs" else contextlib.nullcontext(False) as small:
         disk.mkdir(exist_ok=True)
         target = disk / "a.bin"
         target.write_bytes(OLD)
@@ -276,7 +259,7 @@ def test_a_path_that_cannot_be_written(tmp_path: Path) -> None:
 
 def test_a_read_only_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     disk = tmp_path / "disk"
-    with mounted(disk, "ro") as read_only:
+    with small_disk(disk, "ro") as read_only:
         if not read_only:
             monkeypatch.setattr(os, "open", failing(errno.EROFS))
             monkeypatch.setattr(os, "mkdir", failing(errno.EROFS))

@@ -2,24 +2,21 @@
 
 Usage: kill_campaign.py KIND FOLDER KILLS, where KIND is "storage" (CompressedStorage) or "dict"
 (DictReplayBuffer). Prints one JSON line with the figures. Each victim is forked from this process
-(torch is imported once), goes on where the last one was killed, and reports every save that
-returned through a pipe: the truth is kept outside the victim. What a save must hold follows from
-the number of items alone.
+(torch is imported once), and goes on where the last one was killed. What a save must hold follows
+from the number of items alone.
 """
 
 import json
 import logging
-import os
 import random
-import signal
-import struct
 import sys
-import time
+from functools import partial
 from pathlib import Path
 
 import torch
 from tensordict import TensorDict
 
+from harness import run_and_kill
 from penstock.errors import DataError
 from penstock.replay.buffer import DictReplayBuffer
 from penstock.replay.segments import MANIFEST, SegmentLog
@@ -101,30 +98,13 @@ class Episodes:
 KINDS = {"storage": Storage, "dict": Episodes}
 
 
-def run_and_kill(kind, folder, delay_s, anew):
-    """Let a victim acknowledge one save, then kill it after a while; return the acknowledged."""
-    read, write = os.pipe()
-    pid = os.fork()
-    if pid == 0:
-        try:
-            os.close(read)
-            victim = kind(folder, anew)
-            while True:
-                victim.add()
-                victim.save(folder)
-                os.write(write, struct.pack("<q", victim.total))
-        finally:
-            os._exit(1)
-    os.close(write)
-    with os.fdopen(read, "rb") as pipe:
-        first = pipe.read(8)
-        time.sleep(delay_s)
-        os.kill(pid, signal.SIGKILL)
-        rest = pipe.read()
-    _, status = os.waitpid(pid, 0)
-    if not os.WIFSIGNALED(status) or len(first) != 8:
-        raise SystemExit(f"the victim died by itself: status {status}")
-    return [total for (total,) in struct.iter_unpack("<q", first + rest)]
+def save_for_ever(kind, folder, anew, acknowledge):
+    """Add and save, again and again."""
+    victim = kind(folder, anew)
+    while True:
+        victim.add()
+        victim.save(folder)
+        acknowledge(victim.total)
 
 
 def was_interrupted(folder):
@@ -143,7 +123,8 @@ def main(kind, folder, kills):
     figures = {"kills": kills, "acknowledged": 0, "interrupted": 0}
     wrong = {"lost": [], "unreadable": [], "different": []}
     for kill in range(kills):
-        totals = run_and_kill(kind, folder, chance.random() * 0.1, anew=kill % 4 == 3)
+        doomed = partial(save_for_ever, kind, folder, kill % 4 == 3)
+        totals = run_and_kill(doomed, chance.random() * 0.1)
         figures["acknowledged"] += len(totals)
         try:
             figures["interrupted"] += was_interrupted(folder)

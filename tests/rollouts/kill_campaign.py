@@ -1,22 +1,19 @@
 """Kill -9 a process that saves rollouts, again and again, and look at what it left.
 
 Usage: kill_campaign.py FOLDER KILLS. Prints one JSON line with the figures. Each victim is forked
-from this process (torch is imported once), goes on where the last one was killed, and reports every
-save that was acknowledged through a pipe: the truth is kept outside the victim.
+from this process (torch is imported once), and goes on where the last one was killed.
 """
 
 import json
-import os
 import random
-import signal
-import struct
 import sys
-import time
+from functools import partial
 from pathlib import Path
 
 import torch
 from tensordict import TensorDict
 
+from harness import run_and_kill
 from penstock.rollouts.storage import RolloutStorage
 
 KEEP = 4
@@ -35,36 +32,14 @@ def batch(number):
     )
 
 
-def victim(path, start, pipe, background):
+def victim(path, start, background, acknowledge):
     """Save numbered rollouts for ever."""
     storage = RolloutStorage(path, keep_last=KEEP, background=background)
     for number in range(start + 1, sys.maxsize):
         saved = storage.save(batch(number), number if number % 3 else number % NAMES)
         if background:
             saved.wait()
-        os.write(pipe, struct.pack("<q", number))
-
-
-def run_and_kill(path, start, delay_s, background):
-    """Let a victim acknowledge one save, then kill it after a while; return the acknowledged."""
-    read, write = os.pipe()
-    pid = os.fork()
-    if pid == 0:
-        try:
-            os.close(read)
-            victim(path, start, write, background)
-        finally:
-            os._exit(1)
-    os.close(write)
-    with os.fdopen(read, "rb") as pipe:
-        first = pipe.read(8)
-        time.sleep(delay_s)
-        os.kill(pid, signal.SIGKILL)
-        rest = pipe.read()
-    _, status = os.waitpid(pid, 0)
-    if not os.WIFSIGNALED(status) or len(first) != 8:
-        raise SystemExit(f"the victim died by itself: status {status}")
-    return [number for (number,) in struct.iter_unpack("<q", first + rest)]
+        acknowledge(number)
 
 
 def look(path, last):
@@ -87,7 +62,8 @@ def main(path, kills):
     acknowledged = lost = unreadable = 0
     start = 0
     for kill in range(kills):
-        numbers = run_and_kill(path, start, chance.random() * 0.1, background=bool(kill % 2))
+        doomed = partial(victim, path, start, bool(kill % 2))
+        numbers = run_and_kill(doomed, chance.random() * 0.1)
         acknowledged += len(numbers)
         start, wrong, there = look(path, numbers[-1])
         unreadable += wrong

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from harness import run_campaign, small_disk
 from penstock import errors
 from penstock.rollouts.storage import RolloutStorage
 
@@ -19,17 +20,9 @@ from .conftest import make_batch, same
 pytestmark = pytest.mark.timeout(500)
 
 
-def kill_campaign(path, kills):
+def kill(path, kills):
     script = Path(__file__).with_name("kill_campaign.py")
-    result = subprocess.run(
-        [sys.executable, str(script), str(path), str(kills)],
-        capture_output=True,
-        text=True,
-        timeout=1500,
-        check=False,
-    )
-    assert result.returncode == 0, result.stdout + result.stderr
-    figures = json.loads(result.stdout.splitlines()[-1])
+    figures = run_campaign(script, path, kills, timeout_s=1500)
     assert figures["kills"] == kills
     assert figures["acknowledged"] >= kills
     assert (figures["lost"], figures["unreadable"], figures["leftovers"]) == (0, 0, [])
@@ -37,13 +30,13 @@ def kill_campaign(path, kills):
 
 
 def test_kill_9(tmp_path):
-    kill_campaign(tmp_path, 25)
+    kill(tmp_path, 25)
 
 
 @pytest.mark.stress
 @pytest.mark.timeout(2000)
 def test_kill_9_two_hundred_times(tmp_path):
-    sys.stdout.write(json.dumps(kill_campaign(tmp_path, 200)) + "\n")
+    sys.stdout.write(json.dumps(kill(tmp_path, 200)) + "\n")
 
 
 def damaged(good, chance, case):
@@ -167,18 +160,10 @@ def test_a_full_disk(tmp_path):
     """A real tmpfs of 4 MB where mounting is allowed, and always a limit of the file size."""
     limited, small = tmp_path / "limited", tmp_path / "small"
     limited.mkdir()
-    small.mkdir()
     assert "file size limit" in run_on_full_disk(limited, "limit")
-    mounted = subprocess.run(
-        ["mount", "-t", "tmpfs", "-o", "size=4m", "tmpfs", str(small)],
-        capture_output=True,
-        check=False,
-    )
-    if mounted.returncode == 0:
-        try:
+    with small_disk(small, "size=4m") as mounted:
+        if mounted:
             assert "No space left on device; free some space" in run_on_full_disk(small, "tmpfs")
-        finally:
-            subprocess.run(["umount", str(small)], check=True)
 
 
 def test_a_folder_that_cannot_be(tmp_path):

@@ -1,0 +1,78 @@
+"""Faults for tests of several folders: processes that are killed, and disks that are small."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import struct
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+
+def run_and_kill(victim: Callable[[Callable[[int], None]], None], delay_s: float) -> list[int]:
+    """Fork a victim, and kill it a while after it acknowledged its first save.
+
+    Args:
+        victim: Works for ever; calls what it is given with the number of each save that is durable.
+        delay_s: Between the first of these and the kill.
+
+    Returns:
+        The numbers: they went through a pipe, so the truth is kept outside the victim.
+    """
+    read, write = os.pipe()
+    pid = os.fork()
+    if pid == 0:
+        try:
+            os.close(read)
+            victim(lambda number: os.write(write, struct.pack("<q", number)))
+        finally:
+            os._exit(1)
+    os.close(write)
+    with os.fdopen(read, "rb") as pipe:
+        first = pipe.read(8)
+        time.sleep(delay_s)
+        os.kill(pid, signal.SIGKILL)
+        rest = pipe.read()
+    _, status = os.waitpid(pid, 0)
+    if not os.WIFSIGNALED(status) or len(first) != 8:
+        raise SystemExit(f"the victim died by itself: status {status}")
+    return [number for (number,) in struct.iter_unpack("<q", first + rest)]
+
+
+def run_campaign(script: Path, *words: object, timeout_s: float) -> dict[str, Any]:
+    """Run a campaign of kills in a process of its own; return the figures it prints last."""
+    environment = os.environ | {"PYTHONPATH": str(Path(__file__).parent)}
+    result = subprocess.run(
+        [sys.executable, str(script), *map(str, words)],
+        capture_output=True,
+        text=True,
+        timeout=timeout_s,
+        check=False,
+        env=environment,
+    )
+    assert result.returncode == 0, result.stdout + result.stderr
+    return json.loads(result.stdout.splitlines()[-1])
+
+
+@contextlib.contextmanager
+def small_disk(folder: Path, options: str) -> Iterator[bool]:
+    """Mount a tmpfs on a folder, which is made; yield whether that was possible here."""
+    folder.mkdir(exist_ok=True)
+    mount = ["mount", "-t", "tmpfs", "-o", options, "tmpfs", str(folder)]
+    done = subprocess.run(mount, capture_output=True, check=False).returncode == 0
+    try:
+        yield done
+    finally:
+        if done:
+            subprocess.run(["umount", "-l", str(folder)], check=True)
+
+
+def remount(folder: Path, options: str) -> None:
+    """Change the size or the mode of a small disk."""
+    subprocess.run(["mount", "-o", f"remount,{options}", str(folder)], check=True)
