@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from penstock.rollouts.compressed import CompressedDataCollector
     from penstock.rollouts.storage import RolloutStorage
     from penstock.rollouts.transform import CompressedLidarTransform
+    from penstock.tools.advise import advise
 
 __version__ = "0.1.0"
 
@@ -47,6 +48,7 @@ __all__ = [
     "PrioritySampler",
     "RolloutStorage",
     "__version__",
+    "advise",
     "compress_image",
     "compress_image_seq",
     "convert",
@@ -73,6 +75,7 @@ _HOMES = {
     "PrefixSum": "penstock.replay.index",
     "PrioritySampler": "penstock.replay.torchrl_sampler",
     "RolloutStorage": "penstock.rollouts.storage",
+    "advise": "penstock.tools.advise",
     "compress_image": "penstock.replay.images",
     "compress_image_seq": "penstock.replay.images",
     "convert": "penstock.conversion.run",

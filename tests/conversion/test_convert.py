@@ -98,6 +98,18 @@ def test_depth(samples, tmp_path, codec):
     assert picture.dtype == (np.uint16 if codec == "depth12" else np.uint8)
 
 
+def test_depth_of_a_kuavo_in_12_bits(samples, tmp_path):
+    """What the command says stands above what the robot's settings imply."""
+    config = tmp_path / "Kuavo.yaml"
+    config.write_text("dataset: {use_depth: true, which_arm: right, eef_type: leju_claw}\n")
+    take = samples(seconds=1, depth=True).path
+    options = {"config": config, "depth_codec": "depth12", **QUIET}
+    report = penstock.convert(take, tmp_path / "out", **options)
+    assert report.ok, report.text()
+    frame = next(iter(Dataset(tmp_path / "out").episode(0).frames()))
+    assert frame["observation.depth_h"].dtype == np.uint16
+
+
 def test_raw_pictures_and_resize(samples, tmp_path):
     facts = samples(seconds=1, raw_images=True, cameras=1)
     mapping = {

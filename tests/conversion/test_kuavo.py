@@ -66,7 +66,7 @@ def test_the_file_as_it_is(config):
     ]
     depth = mapping.features["observation.depth_h"]
     assert isinstance(depth, Camera)
-    assert (depth.codec, depth.depth_range_mm) == ("grey8", (0.0, 1500.0))
+    assert (mapping.codec_of(depth), depth.depth_range_mm) == ("grey8", (0.0, 1500.0))
     state = mapping.features["observation.state"]
     assert state.names[:8] == (*(f"zarm_l{k}_link" for k in range(1, 8)), "left_claw")
     assert state.names_key == "state_names"

@@ -308,7 +308,6 @@ def _mapping(settings: dict[str, Any]) -> Mapping:
                 ),
                 kind="depth",
                 resize=resize,
-                codec="grey8",
                 depth_range_mm=(float(low), float(high)),
                 tolerance_s=_tolerance_s(get),
             )
@@ -325,6 +324,7 @@ def _mapping(settings: dict[str, Any]) -> Mapping:
         timeline=None if main is None else f"observation.images.{main}",
         timeline_hz=float(get("main_timeline_fps")),
         drop_ends=get("sample_drop"),
+        depth_codec="grey8",
         task=get("task_description") or "Pick and Place Task",
         robot_type=f"kuavo{get('platform_type')}",
         window_frames=settings["rosbag.chunk_size"],

@@ -81,7 +81,7 @@ def evaluate(
         chosen["drone"] = drone
     settings = navigator.settings.with_(**chosen)
     shield_for(settings, margins)  # a wrong margin is said before anything is flown
-    folder = Path(out) if out is not None else run_folder(path) / "evaluation"
+    folder = Path(out) if out is not None else _beside(path)
     _make(folder)
 
     pilots: list[tuple[str, Pilot, bool]] = []
@@ -149,6 +149,13 @@ def _check_unseen(seeds: Sequence[int], navigator: Navigator) -> None:
                 f"{given}: the run trained on worlds {span[0]} to {span[1]}, so success there says "
                 f"nothing; use --first-world {int(span[1]) + 1}"
             )
+
+
+def _beside(path: str | os.PathLike[str]) -> Path:
+    """Return the evaluation folder of a run, named as briefly as the user named the run."""
+    folder = run_folder(path) / "evaluation"
+    brief = not Path(path).is_absolute() and folder.is_relative_to(Path.cwd())
+    return folder.relative_to(Path.cwd()) if brief else folder
 
 
 def _make(folder: Path) -> None:

@@ -1,0 +1,333 @@
+"""Samples of what penstock has saved: rollouts, checkpoints, replay buffers, runs."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import psutil
+from numpy.typing import NDArray
+
+from penstock.checkpoints import folder
+from penstock.core.files import storage_error
+from penstock.core.pack import DTYPES, Entry, PackReader, is_pack
+from penstock.errors import CorruptFile, DataError, LimitExceeded, UsageError
+from penstock.tools import inspect, inspect_replay
+from penstock.tools.advise.arrays import Leaves, add_leaves, leaves_of
+from penstock.tools.advise.sample import (
+    Key,
+    Sampled,
+    Source,
+    batch_group,
+    choose_rows,
+    choose_steps,
+    spread,
+    state_group,
+    total,
+)
+
+Array = NDArray[Any]
+
+_FILES = 16  # that a sample is taken from
+_HEADERS = 500  # that are read
+_LZ4_RATIO = 20  # what a compressed file of numbers may become, at most, to be loaded for a look
+
+
+def rollout_source(where: Path, budget: int) -> Source:
+    """Sample a folder of rollouts, or one."""
+    source = Source("rollouts", str(where))
+    add_rollouts(source, _rollout_files(where), budget)
+    return source
+
+
+def _rollout_files(where: Path) -> list[Path]:
+    return sorted(where.glob(inspect_replay.ROLLOUTS)) if where.is_dir() else [where]
+
+
+def _some(files: Sequence[Path], most: int) -> list[Path]:
+    return [files[k] for part in spread(len(files), 1, most) for k in range(part.start, part.stop)]
+
+
+def add_rollouts(source: Source, files: Sequence[Path], budget: int) -> None:
+    """Sample rollouts: a few files from the first to the last, environments from all over each."""
+    headers = _some(files, _HEADERS)
+    frames = rows = 0
+    sizes: dict[str, int] = {}
+    for path in headers:
+        try:
+            with PackReader(path) as pack:
+                batch = pack.index.meta.get("batch") or []
+                frames += math.prod(batch) if batch else 0
+                rows += batch[0] if len(batch) == 2 else 0
+                for entry in pack.index.entries.values():
+                    sizes[entry.name] = sizes.get(entry.name, 0) + entry.nbytes
+        except OSError as error:
+            raise storage_error("read", path, error) from error
+        except TypeError as error:
+            raise CorruptFile(f"{path} is damaged: its axes make no sense") from error
+        source.disk_bytes += path.stat().st_size
+    scale = len(files) / max(1, len(headers))
+    chosen = _some(files, _FILES)
+    taken: dict[tuple[str, ...], int] = {}
+    for path in chosen:
+        _add_rollout(source, path, budget // len(chosen), len(files) / len(chosen), taken)
+    for key in source.keys:
+        item = "/".join(key.path)
+        size = int(sizes.get(item, 0) * scale) or taken.get(key.path, 0) * len(files) // len(chosen)
+        if key.path in taken:
+            key.raw_bytes = key.memory_bytes = size
+    source.disk_bytes = int(source.disk_bytes * scale)
+    source.frames += int(frames * scale)
+    source.environments += int(rows * scale)
+
+
+def _add_rollout(
+    source: Source, path: Path, budget: int, files: float, taken: dict[tuple[str, ...], int]
+) -> None:
+    import torch
+
+    from penstock.core.reuse import ReusedMemory
+    from penstock.rollouts.files import RolloutFile
+
+    with PackReader(path) as pack:
+        whole = sum(entry.nbytes for entry in pack.index.entries.values())
+        entries = {name: entry.nbytes for name, entry in pack.index.entries.items()}
+    with RolloutFile(path, ReusedMemory()) as file:
+        axes = file.axes
+        part: dict[str, Any] = {}
+        if whole > budget and axes.batch and 0 not in axes.batch:
+            axis = axes.env if axes.env is not None else axes.time
+            assert axis is not None
+            count = axes.batch[axis]
+            rows, too_large = choose_rows(
+                count, whole / count, max(entries.values()) / count, budget
+            )
+            name = "envs" if axes.env is not None else "steps"
+            part[name] = _positions(rows)
+            if too_large > 1 and name == "envs" and axes.time is not None:
+                part["steps"] = _positions(choose_steps(axes.batch[axes.time], too_large))
+        data = file.read(torch.device("cpu"), **part)
+    leaves = leaves_of(data)
+    shape = list(axes.batch)
+    for name, axis in (("envs", axes.env), ("steps", axes.time)):
+        if name in part and axis is not None:
+            shape[axis] = len(part[name])
+    lead = tuple(shape)
+    batch_group(source, leaves, (lead, axes.env, axes.time), lead, whole, files=files)
+    for key, _ in leaves:
+        taken[key] = taken.get(key, 0) + entries.get("/".join(key), 0)
+
+
+def _positions(rows: Sequence[slice]) -> list[int]:
+    return [position for some in rows for position in range(some.start, some.stop)]
+
+
+@dataclass
+class Packed:
+    """A tensor in a pack, of which blocks are read."""
+
+    pack: PackReader
+    entry: Entry
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Its shape: flat, for the order on disk does not matter here."""
+        return (self.entry.nbytes // self.entry.words.itemsize,)
+
+    @property
+    def dtype(self) -> str:
+        """Its type."""
+        return self.entry.dtype
+
+    def take(self, rows: Sequence[slice], axis: int) -> Array:
+        """Read elements, by decoding the blocks that they lie in."""
+        if not rows:
+            return self.pack.read(self.entry.name).reshape(-1)
+        width = self.entry.words.itemsize
+        pieces = []
+        for some in rows:
+            at = some.start * width
+            while at < some.stop * width:
+                block = at // self.entry.block_bytes
+                start, stop = self.entry.block_range(block)
+                end = min(stop, some.stop * width)
+                words = self.pack.read_block(self.entry.name, block)
+                pieces.append(words[(at - start) // width : (end - start) // width])
+                at = end
+        return np.concatenate(pieces)
+
+
+def checkpoint_source(path: Path, budget: int) -> Source:
+    """Sample one checkpoint: a pack by its blocks, anything else through `load_checkpoint`."""
+    source = Source("checkpoint", str(path), disk_bytes=path.stat().st_size)
+    _add_checkpoint(source, path, budget, 1)
+    return source
+
+
+def _add_checkpoint(source: Source, path: Path, budget: int, files: int) -> None:
+    if is_pack(path):
+        with inspect.open_pack(path) as pack:
+            leaves: Leaves = [
+                ((name,), Packed(pack, entry)) for name, entry in pack.index.entries.items()
+            ]
+            if pack.index.kind == folder.KIND:
+                state_group(source, leaves, budget, files=files)
+            else:
+                add_leaves(source, leaves, budget)
+        return
+    from penstock.checkpoints.load import load_checkpoint
+
+    size = path.stat().st_size * (_LZ4_RATIO if inspect.classify(path) == "lz4" else 1)
+    available = psutil.virtual_memory().available
+    if size > available:
+        raise LimitExceeded(
+            f"{path} must be loaded to look into it and may take {size} bytes, {available} are "
+            "free; free some memory, or save it with AsyncCheckpointSaver"
+        )
+    state = load_checkpoint(path)
+    state_group(source, leaves_of(state), budget, files=files)
+
+
+def checkpoints_source(where: Path, budget: int) -> Source:
+    """Sample the newest checkpoint of a folder; the others are taken to be alike."""
+    source = Source("folder of checkpoints", str(where))
+    add_checkpoints(source, where, budget)
+    return source
+
+
+def add_checkpoints(source: Source, where: Path, budget: int) -> None:
+    """Sample the newest checkpoint of a folder that can be read."""
+    files = [path for path in inspect.checkpoint_files(where) if _is_checkpoint(path)]
+    newest = folder.latest(where)
+    ordered = [newest] if newest else sorted(files, key=lambda path: -path.stat().st_mtime)
+    if not ordered:
+        raise UsageError(f"{where} holds nothing that advise can look into; see `penstock info`")
+    _add_checkpoint(source, ordered[0], budget, max(1, len(files)))
+    source.disk_bytes += sum(path.stat().st_size for path in files)
+
+
+def _is_checkpoint(path: Path) -> bool:
+    try:
+        return inspect.classify(path) in ("pack", "torch", "pickle", "lz4")
+    except DataError:
+        return False
+
+
+def run_source(where: Path, budget: int) -> Source:
+    """Sample what a training run has kept: its rollouts and its checkpoints."""
+    source = Source("training run", str(where))
+    files = [path for part in _run_rollouts(where) for path in _rollout_files(part)]
+    if files:
+        add_rollouts(source, files, budget * 3 // 4)
+    try:
+        add_checkpoints(source, where / "checkpoints", budget // 4 if files else budget)
+    except UsageError:
+        if not files:
+            raise
+    return source
+
+
+def _run_rollouts(where: Path) -> list[Path]:
+    rollouts = where / "rollouts"
+    return [part for part in (rollouts, *sorted(rollouts.glob("rank_*"))) if part.is_dir()]
+
+
+def replay_source(where: Path, budget: int) -> Source:
+    """Sample a saved replay buffer: frames of episodes (or slots) from all over its segments."""
+    from penstock.replay.segments import SegmentLog
+
+    facts = inspect_replay.describe_replay(where)
+    source = Source("replay buffer", str(where), facts["frames"], disk_bytes=facts["size_bytes"])
+    if not facts["frames"]:
+        return source
+    with SegmentLog.read(where) as log:
+        records = list(log.state.get("keys") or log.state.get("columns") or [])
+        for record, known in zip(records, facts["keys"], strict=True):
+            size = facts["frames"] * known["frame_bytes"]
+            shape = (facts["frames"], *known["shape"])
+            path = tuple(map(str, record["path"]))
+            source.keys.append(Key(path, "replay", known["dtype"], shape, size, size))
+        names = [log.segments[k] for part in spread(len(log.segments), 1, _FILES)
+                 for k in range(part.start, part.stop)]  # fmt: skip
+        for name in names:
+            with log.open_segment(name) as segment:
+                try:
+                    _add_segment(source, segment, records, log.holder, budget // len(names))
+                except (LookupError, ValueError, TypeError, AttributeError) as error:
+                    raise CorruptFile(
+                        f"{segment.path} is damaged: its records make no sense ({error!r})"
+                    ) from error
+    return source
+
+
+def _add_segment(
+    source: Source, segment: PackReader, records: list[dict[str, Any]], holder: str, budget: int
+) -> None:
+    frame_bytes = sum(key.raw_bytes for key in source.keys) / max(1, source.frames)
+    for number, record in enumerate(records):
+        key = source.keys[number]
+        want = max(1, int(budget // frame_bytes))
+        if holder == "dict":
+            data = _episode_frames(segment, number, record, want)
+        else:
+            data = _slot_frames(segment, number, record, want)
+        words = DTYPES[key.dtype].words
+        frames = np.ascontiguousarray(data).view(words).reshape(-1, *key.shape[1:])
+        key.samples.append(Sampled(frames, frames))
+
+
+def _episode_frames(
+    segment: PackReader, number: int, record: dict[str, Any], want: int
+) -> NDArray[np.uint8]:
+    from penstock.core.reuse import ReusedMemory
+    from penstock.replay.records import Column
+
+    column = Column.from_config(record)
+    lengths, sizes = segment.read("lengths"), segment.read(f"sizes.{number}")
+    ends = np.cumsum(sizes)
+    mean = max(1, int(lengths.mean()))
+    episodes = _positions(spread(len(lengths), 1, max(1, min(16, want // mean))))
+    each = max(1, want // len(episodes))
+    out = []
+    for episode in episodes:
+        start, stop = int(ends[episode] - sizes[episode]), int(ends[episode])
+        data = segment.read_rows(f"records.{number}", start, stop)
+        length = int(lengths[episode])
+        column.check(data, length)
+        steps = np.array(_positions(spread(length, max(1, each // 4), 4)), np.int64)
+        frames = np.empty((steps.size, column.field.size), np.uint8)
+        address = np.full(steps.size, data.__array_interface__["data"][0], np.uint64)
+        column.gather(address, np.full(steps.size, length), steps, frames, ReusedMemory())
+        out.append(frames)
+    return np.concatenate(out)
+
+
+def _slot_frames(
+    segment: PackReader, number: int, record: dict[str, Any], want: int
+) -> NDArray[np.uint8]:
+    from penstock.replay.frames import frame_codec
+
+    if record["codec"] is None:
+        name = f"plain.{number}"
+        rows = spread(segment.entry(name).shape[0], max(1, want // 16), 16)
+        parts = [segment.read_rows(name, some.start, some.stop) for some in rows]
+        return np.concatenate(parts)
+    codec = frame_codec(record["codec"])
+    lengths = segment.read(f"lengths.{number}")
+    ends = np.cumsum(lengths)
+    rows = spread(len(lengths), max(1, want // 16), 16)
+    out = np.empty((total(rows, 0), codec.size), np.uint8)
+    filled = 0
+    for some in rows:
+        part = lengths[some]
+        first = int(ends[some.start] - lengths[some.start])
+        data = segment.read_rows(f"data.{number}", first, int(ends[some.stop - 1]))
+        at = (np.cumsum(part) - part).astype(np.uint64)
+        at += np.uint64(data.__array_interface__["data"][0])
+        codec.decode(at, part, out[filled : filled + len(part)])
+        filled += len(part)
+    return out
