@@ -87,7 +87,11 @@ def test_no_verb_shows_help(capsys):
     ("words", "code", "expected"),
     [
         (["inof"], 2, "unknown verb 'inof': did you mean 'info'?"),
-        (["xyzzy"], 2, "use one of info, doctor, convert, train, evaluate, bench, demo"),
+        (
+            ["xyzzy"],
+            2,
+            "use one of info, doctor, convert, train, evaluate, export, advise, bench, demo",
+        ),
         (["info"], 2, "PATH"),
         (["info", "--wrong", "x"], 2, "--wrong"),
         (["info", "--top", "-3", "x"], 2, "not a count"),

@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from penstock.replay.torchrl_sampler import PrioritySampler
     from penstock.rollouts.collect import PipelinedDataCollector
     from penstock.rollouts.compressed import CompressedDataCollector
+    from penstock.rollouts.lerobot import export
     from penstock.rollouts.storage import RolloutStorage
     from penstock.rollouts.transform import CompressedLidarTransform
     from penstock.tools.advise import advise
@@ -54,6 +55,7 @@ __all__ = [
     "convert",
     "decompress_image",
     "decompress_image_seq",
+    "export",
     "format_checkpoint_name",
     "get_model_size",
     "load_checkpoint",
@@ -81,6 +83,7 @@ _HOMES = {
     "convert": "penstock.conversion.run",
     "decompress_image": "penstock.replay.images",
     "decompress_image_seq": "penstock.replay.images",
+    "export": "penstock.rollouts.lerobot",
     "format_checkpoint_name": "penstock.checkpoints.model",
     "get_model_size": "penstock.checkpoints.model",
     "load_checkpoint": "penstock.checkpoints.load",

@@ -106,9 +106,9 @@ def build_parser() -> argparse.ArgumentParser:
         "fly a trained policy across unseen worlds, with and without the shield",
         "Deterministic 48 m crossings in worlds that were not trained on: success, collisions,\n"
         "time-outs and time to goal, with 95 % intervals over worlds, of four pilots: straight\n"
-        "ahead and the policy, each alone and with the safety shield. Writes evaluation.json, flights.png\n"
-        "and report.html into RUN/evaluation. Settings: shield=on|off, margins=[0.1,0.05],\n"
-        "env.num_obstacles, env_dyn.num_obstacles, env.drone, sim.substeps.",
+        "ahead and the policy, each alone and with the safety shield. Writes evaluation.json,\n"
+        "flights.png and report.html into RUN/evaluation. Settings: shield=on|off,\n"
+        "margins=[0.1,0.05], env.num_obstacles, env_dyn.num_obstacles, env.drone, sim.substeps.",
         "penstock evaluate runs/x --worlds 16 shield=off",
     )
     fly.usage = "penstock evaluate [options] RUN [key=value ...]"
@@ -131,32 +131,97 @@ def build_parser() -> argparse.ArgumentParser:
     fly.add_argument("--rerun", metavar="FILE", help="also write the flights for the rerun viewer")
     fly.add_argument("--json", action="store_true", help="one JSON document on stdout")
 
+    _add_export(verbs)
+
+    advise = _verb(
+        verbs,
+        "advise",
+        "measure on your own data whether to compress it, and with what",
+        "Takes a sample of a recording, dataset, rollouts, checkpoint, replay buffer, .npz or\n"
+        ".safetensors file; measures ratio and speed of each codec, key by key, on this machine;\n"
+        "then answers for the limits you state: A don't compress, B compress what is stored,\n"
+        "C compress in memory, too; with the break-even point, and the settings to type.",
+        "penstock advise runs/x/rollouts --memory 2GB --bandwidth 1Gb/s",
+    )
+    advise.add_argument("path", metavar="PATH", help="what to look at")
+    advise.add_argument("--memory", metavar="SIZE", help="memory for the data, such as 2GB")
+    advise.add_argument(
+        "--bandwidth", metavar="RATE", help="of the link or disk it crosses: 1Gb/s, 125MB/s"
+    )
+    advise.add_argument(
+        "--reuse", type=_natural, metavar="N", help="how often each piece of it is read"
+    )
+    advise.add_argument("--device-memory", metavar="SIZE", help="memory of the GPU for it")
+    advise.add_argument("--json", action="store_true", help="one JSON document on stdout")
+
     measure = _verb(
         verbs,
         "bench",
         "measure penstock and its peers side by side on this machine",
-        "Each case states the claim it checks. Without a name, all cases run.",
+        "Each case states the claim it checks. Without a name, all cases run (about 20 min).\n"
+        "A run can be kept (--save), shown again (--from) and compared with an older one.",
         "penstock bench checkpoint --quick --html bench.html",
     )
     from penstock.tools import bench
 
     measure.add_argument("cases", nargs="*", metavar="CASE", help=", ".join(bench.NAMES))
-    measure.add_argument("--quick", action="store_true", help="fewer repetitions, under 90 s")
+    measure.add_argument("--quick", action="store_true", help="fewer repetitions, expect noise")
     measure.add_argument("--json", action="store_true", help="one JSON document on stdout")
     measure.add_argument("--html", metavar="FILE", help="also write a report")
+    measure.add_argument("--save", metavar="FILE", help="also keep the run, as JSON")
+    measure.add_argument(
+        "--from", dest="stored", metavar="FILE", help="show a kept run; nothing is measured"
+    )
+    measure.add_argument("--compare", metavar="FILE", help="compare with an older run")
+    measure.add_argument(
+        "--claims", metavar="FILE", help="also write every claim and its verdict, as Markdown"
+    )
 
     demo = _verb(
         verbs,
         "demo",
-        "train, kill, resume, damage and recover, in under two minutes",
-        "Trains a small policy in a child process with a checkpoint per iteration, kills it,\n"
-        "resumes it, compares with a run that was left alone, and writes a report.",
+        "the whole tour in under five minutes, with a report",
+        "Records a sample bag, converts and checks it; trains the navigation policy, stops it\n"
+        "half-way, resumes, flies it across unseen worlds; reads its rollouts in part, exports\n"
+        "them, fills a replay buffer, asks for advice; damages a checkpoint, and recovers.\n"
+        "Every command is printed before it is run, and every figure is measured in that run.",
         "penstock demo --out demo",
     )
     demo.add_argument("--out", default="demo", metavar="DIR", help="folder to make (default demo)")
 
     parser.set_defaults(verbs=list(verbs.choices))
     return parser
+
+
+def _add_export(verbs: Any) -> None:
+    export = _verb(
+        verbs,
+        "export",
+        "write rollouts as a LeRobot dataset",
+        "Each environment's steps, cut where an episode ended, become one episode: observations,\n"
+        "action, next.reward, next.done. Values are exact. After a crash, --resume goes on.",
+        "penstock export runs/x/rollouts flights --fps 10",
+    )
+    export.add_argument("rollouts", metavar="ROLLOUTS", help="a folder, one file, or a run")
+    export.add_argument("out", metavar="OUT", help="the dataset")
+    export.add_argument(
+        "--fps", type=_natural, default=10, metavar="N", help="steps per second (default 10)"
+    )
+    export.add_argument("--task", default="navigate", metavar="TEXT", help="what was to be done")
+    export.add_argument("--keys", metavar="A,B", help="only these (default all)")
+    export.add_argument(
+        "--envs", type=_natural, metavar="N", help="only the first N environments of each rollout"
+    )
+    export.add_argument(
+        "--version",
+        default="v3.0",
+        metavar="NAME",
+        help="of the dataset format: v3.0 (default) or v2.1",
+    )
+    mode = export.add_mutually_exclusive_group()
+    mode.add_argument("--resume", action="store_true", help="go on; what is committed is skipped")
+    mode.add_argument("--overwrite", action="store_true", help="replace a dataset that exists")
+    export.add_argument("--json", action="store_true", help="one JSON document on stdout")
 
 
 def _add_convert(verbs: Any) -> None:

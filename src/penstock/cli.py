@@ -171,16 +171,69 @@ def _evaluate(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def _bench(arguments: argparse.Namespace) -> int:
-    from penstock.tools.bench import runner
+def _export(arguments: argparse.Namespace) -> int:
+    from penstock.rollouts.lerobot import export
 
-    result = runner.run(arguments.cases, quick=arguments.quick)
+    mode = "resume" if arguments.resume else "overwrite" if arguments.overwrite else "create"
+    with _stoppable():
+        report = export(
+            arguments.rollouts,
+            arguments.out,
+            keys=arguments.keys.split(",") if arguments.keys else None,
+            envs=arguments.envs,
+            fps=arguments.fps,
+            task=arguments.task,
+            version=arguments.version,
+            mode=mode,
+        )
+    if arguments.json:
+        _print_json(report.to_json())
+    else:
+        print(report.text())
+    return 0
+
+
+def _advise(arguments: argparse.Namespace) -> int:
+    from penstock.tools.advise import advise
+
+    advice = advise(
+        arguments.path,
+        memory=arguments.memory,
+        bandwidth=arguments.bandwidth,
+        reuse=arguments.reuse,
+        device_memory=arguments.device_memory,
+    )
+    if arguments.json:
+        _print_json(advice.to_json())
+    else:
+        print(advice.text())
+    return 0
+
+
+def _bench(arguments: argparse.Namespace) -> int:
+    from penstock.core.files import publish_bytes
+    from penstock.tools.bench import claims, runner
+
+    older = runner.load(arguments.compare) if arguments.compare else None
+    if arguments.stored and (arguments.cases or arguments.quick):
+        raise UsageError("--from shows a run that was kept: give no cases and no --quick with it")
+    if arguments.stored:
+        result = runner.load(arguments.stored)
+    else:
+        result = runner.run(arguments.cases, quick=arguments.quick)
     if arguments.json:
         _print_json(result)
     else:
         print(runner.text_report(result))
-    if arguments.html:  # last: a folder that is missing must not cost minutes of measuring
+    if older is not None:
+        text = runner.compare_text(older, result)
+        print(f"\n{text}", file=sys.stderr if arguments.json else sys.stdout)
+    if arguments.save:  # files last: a folder that is missing must not cost minutes of measuring
+        runner.save(result, arguments.save)
+    if arguments.html:
         runner.html_report(result).write(arguments.html)
+    if arguments.claims:
+        publish_bytes(arguments.claims, claims.page(result).encode())
     return 0
 
 
@@ -204,6 +257,8 @@ _VERBS: dict[str, Callable[[argparse.Namespace], int]] = {
     "convert": _convert,
     "train": _train,
     "evaluate": _evaluate,
+    "export": _export,
+    "advise": _advise,
     "bench": _bench,
     "demo": _demo,
 }

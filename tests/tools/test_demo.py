@@ -1,29 +1,49 @@
-"""The demo, short: it resumes bit by bit, recovers, and overwrites nothing of others."""
+"""The tour, short: every step runs, every figure is there, and it overwrites nothing of others."""
 
 from __future__ import annotations
 
+import re
+
 import pytest
 
-from penstock.errors import UsageError
+from penstock.errors import PenstockError, UsageError
 from penstock.tools import demo
+from penstock.tools.demo.stage import Stage
 
-# Each starts processes that import torch: slow on a loaded machine.
-pytestmark = pytest.mark.timeout(500)
+SMALL = ("env.num_envs=64", "env.maps=2", "processes=1", "eval_worlds=2", "eval_drones=2")
 
 
-def test_demo_tells_its_story_and_may_run_again(tmp_path, capsys, monkeypatch):
+@pytest.mark.timeout(600)  # a dozen processes, most of which import torch
+def test_the_tour(tmp_path, capfd, monkeypatch):
     monkeypatch.setenv("PENSTOCK_PROGRESS", "quiet")
-    out = tmp_path / "demo"
+    monkeypatch.chdir(tmp_path)
     (tmp_path / "demo").mkdir()
-    report = demo.run(out, iterations=12)
-    said = capsys.readouterr().out
-    assert "killed at iteration 6" in said
-    assert "tensors are bit-identical" in said
+    report = demo.run("demo", minutes=0.15, seconds=1.0, drones=2, settings=SMALL)
+    said = capfd.readouterr().out
+    commands = re.findall(r"\$ penstock (\w+)", said)
+    assert commands == [
+        *("info", "convert", "doctor", "train", "train", "evaluate", "info", "export", "advise"),
+        "doctor",
+    ]
+    assert "^C" in said
     assert "warning: fell back to" in said
-    assert "<svg" in report.read_text()
-    (out / "mine.txt").write_text("keep me")
-    demo.run(out, iterations=8)
-    assert (out / "mine.txt").read_text() == "keep me"
+    page = report.read_text()
+    assert page.count("<svg") >= 3
+    assert "data:image/png" in page
+    for figure in ("peak memory", "held up per checkpoint", "policy + shield", "a bit flipped"):
+        assert figure in page
+    # What the tour left is cleared, what somebody else put there is kept.
+    (tmp_path / "demo" / "mine.txt").write_text("keep me")
+    Stage("demo", ("run", "dataset"))
+    assert (tmp_path / "demo" / "mine.txt").read_text() == "keep me"
+    assert not (tmp_path / "demo" / "run").exists()
+
+
+def test_a_command_that_fails_ends_the_tour(tmp_path, capfd):
+    stage = Stage(tmp_path / "demo", ())
+    with pytest.raises(PenstockError, match=r"penstock info \S+ ended with code 2 instead of 0"):
+        stage.run("info", tmp_path / "nothing.bag")
+    assert "nothing.bag" in capfd.readouterr().err
 
 
 def test_demo_refuses_a_folder_it_did_not_make(tmp_path):
