@@ -9,7 +9,7 @@ import random
 import pytest
 
 from penstock.errors import UsageError
-from penstock.tools.bench import Settings, runner
+from penstock.tools.bench import Settings, monitor, replay_modes, runner
 from penstock.tools.bench.faults import DAMAGES
 from penstock.tools.bench.measure import Timing, interleave, time_rows
 
@@ -101,9 +101,13 @@ TINY = {"rounds": 2, "repeats": 2, "episodes": 2, "entries": 4096, "envs": 64, "
         ("replay", {"LazyTensorStorage", "CompressedListStorage", "seed, per episode"}),
         ("rollout", {"pickle + LZ4-9 (seed)", "as it is"}),
         ("pipeline", {"one after the other"}),
+        ("monitor", {"lists (seed)", "perf_counter twice"}),
     ],
 )
-def test_every_peer_is_measured_beside_penstock(tmp_path, name, wanted):
+def test_every_peer_is_measured_beside_penstock(tmp_path, monkeypatch, name, wanted):
+    monkeypatch.setattr(replay_modes, "_BATCHES", (32,))
+    monkeypatch.setattr(replay_modes, "_EPISODES", (10, 1000))
+    monkeypatch.setattr(monitor, "_LONG", 20_000)
     result = runner.run([name], settings=Settings(tmp_path, **TINY))
     (case,) = result["cases"]
     assert wanted <= {row["who"] for row in case["rows"]}

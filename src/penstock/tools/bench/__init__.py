@@ -1,7 +1,8 @@
 """Benchmarks: every claim and every peer, side by side, in one run on this machine.
 
-A case states the claim it checks and who it is compared with; running it gives rows. state.py
-makes the data, measure.py times, runner.py adds machine and versions and lays out the result.
+A case states the claim it checks and who it is compared with; running it gives rows. state.py and
+experience.py make the data, measure.py times, runner.py adds machine and versions, stored.py keeps
+a run, compare.py sets two beside each other, claims.py looks up in one what the seeds promise.
 """
 
 from __future__ import annotations
@@ -78,6 +79,21 @@ class Row:
 
 
 @dataclass(frozen=True)
+class Extra:
+    """A peer that need not be installed.
+
+    Args:
+        name: Of the peer.
+        install: The command that brings it.
+        present: Whether it is there.
+    """
+
+    name: str
+    install: str
+    present: Callable[[], bool]
+
+
+@dataclass(frozen=True)
 class Case:
     """One benchmark.
 
@@ -87,6 +103,7 @@ class Case:
         peers: What it is compared with.
         data: What it is measured on.
         run: Measures and returns the rows.
+        extras: Those of the peers that may be missing.
     """
 
     name: str
@@ -94,9 +111,18 @@ class Case:
     peers: tuple[str, ...]
     data: str
     run: Callable[[Settings], list[Row]]
+    extras: tuple[Extra, ...] = ()
+
+    def missing(self) -> list[str]:
+        """Say of each peer that is missing how to get it."""
+        return [
+            f"{extra.name} is missing: {extra.install}"
+            for extra in self.extras
+            if not extra.present()
+        ]
 
 
-NAMES = ("checkpoint", "convert", "replay", "rollout", "pipeline", "nav")
+NAMES = ("checkpoint", "convert", "replay", "rollout", "nav", "pipeline", "monitor")
 
 
 def find_case(name: str) -> Case:

@@ -8,11 +8,12 @@ import warnings
 import torch
 
 from penstock.tools.bench import Case, Row, Settings
+from penstock.tools.bench.checkpoint_claims import conclude, measure_levels
 from penstock.tools.bench.durable import measure_durable, measure_load
 from penstock.tools.bench.faults import measure_faults
 from penstock.tools.bench.memory import measure_memory
 from penstock.tools.bench.stall import measure_inflation, measure_stall
-from penstock.tools.bench.state import torch_threads, trained
+from penstock.tools.bench.state import nbytes, torch_threads, trained
 
 
 def run(settings: Settings) -> list[Row]:
@@ -30,7 +31,7 @@ def run(settings: Settings) -> list[Row]:
 def _measure(settings: Settings) -> list[Row]:
     with torch_threads(os.cpu_count() or 1):
         learner = trained(settings.hidden, settings.train_steps)
-    return [
+    rows = [
         *measure_stall(learner, settings),
         *measure_inflation(learner, settings),
         *measure_memory(settings),
@@ -38,6 +39,8 @@ def _measure(settings: Settings) -> list[Row]:
         *measure_load(learner, settings),
         *measure_faults(settings),
     ]
+    state = learner.state()
+    return [*rows, *measure_levels(state), *conclude(rows, nbytes(state), settings)]
 
 
 CASE = Case(

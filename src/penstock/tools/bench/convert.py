@@ -20,7 +20,8 @@ from typing import Any
 
 from penstock.core.progress import Progress
 from penstock.errors import PenstockError
-from penstock.tools.bench import Case, Row, Settings
+from penstock.tools.bench import Case, Extra, Row, Settings
+from penstock.tools.bench.convert_memory import measure_growth, measure_whole
 from penstock.tools.samples import write_sample
 
 _SECONDS = 20
@@ -35,20 +36,21 @@ def _run(settings: Settings) -> list[Row]:
     bag, short = folder / "take.bag", folder / "short.bag"
     frames = write_sample(bag, seconds=_SECONDS, numbered=False).counts[_main()]
     fewer = write_sample(short, seconds=2, numbered=False).counts[_main()]
-    repeats = min(settings.repeats, 3)
+    repeats = 1 if settings.repeats < 3 else 3
     codecs = list(_SHARE)
-    python = os.environ.get("PENSTOCK_PEERS_PYTHON", str(_PEERS_PYTHON))
-    has_lerobot = Path(python).exists()
+    python, has_lerobot = _peers_python(), _has_lerobot()
     cost: dict[str, list[float]] = {codec: [] for codec in codecs}
+    cpu_s: dict[str, float] = {}
     speed: dict[str, list[float]] = {"copy": [], "bytes": []}
     peak: dict[str, int] = {}
     with Progress(repeats * (len(codecs) + 1) + has_lerobot, "convert", "runs") as progress:
         for _ in range(repeats):
             for codec in codecs:
-                whole = _convert(bag, folder / "out", codec)
-                start = _convert(short, folder / "out", codec)
+                whole = convert_apart(bag, folder / "out", codec)
+                start = convert_apart(short, folder / "out", codec)
                 cost[codec].append((whole["cpu_s"] - start["cpu_s"]) / (frames - fewer) * 1e3)
                 peak[codec] = max(peak.get(codec, 0), whole["peak_bytes"])
+                cpu_s[codec] = whole["cpu_s"]
                 if codec == "copy":
                     size = bag.stat().st_size - short.stat().st_size
                     speed["copy"].append(size / max(whole["wall_s"] - start["wall_s"], 1e-3) / 1e6)
@@ -57,7 +59,19 @@ def _run(settings: Settings) -> list[Row]:
             progress.advance()
         peer = _lerobot(python, bag, folder) if has_lerobot else None
         progress.advance(has_lerobot)
-    return _rows(cost, speed, peak, peer, repeats)
+    return [
+        *_rows(cost, cpu_s, speed, peak, peer, repeats),
+        *measure_whole(bag.stat().st_size / frames),
+        *measure_growth(folder, convert_apart),
+    ]
+
+
+def _peers_python() -> str:
+    return os.environ.get("PENSTOCK_PEERS_PYTHON", str(_PEERS_PYTHON))
+
+
+def _has_lerobot() -> bool:
+    return Path(_peers_python()).exists()
 
 
 def _main() -> str:
@@ -66,6 +80,7 @@ def _main() -> str:
 
 def _rows(
     cost: dict[str, list[float]],
+    cpu_s: dict[str, float],
     speed: dict[str, list[float]],
     peak: dict[str, int],
     peer: float | None,
@@ -78,7 +93,8 @@ def _rows(
         limit = None if peer is None else peer / _SHARE[codec]
         bar = f"<= 1/{_SHARE[codec]} of lerobot" if peer is not None else ""
         met = None if limit is None else value <= limit
-        rows.append(Row(what, f"penstock {codec}", value, "ms", repeats, bar=bar, met=met))
+        who = f"penstock {codec}"
+        rows.append(Row(what, who, value, "ms", repeats, cpu_s=cpu_s[codec], bar=bar, met=met))
     if peer is not None:
         rows.append(Row(what, "lerobot 0.4.4 add_frame + save_episode (av1)", peer, "ms"))
     for codec, size in peak.items():
@@ -103,9 +119,16 @@ def _rows(
     return rows
 
 
-def _convert(bag: Path, out: Path, codec: str) -> dict[str, Any]:
-    """Convert in a process of its own."""
-    command = [sys.executable, "-m", __name__, str(bag), str(out), codec]
+def convert_apart(bag: Path, out: Path, codec: str, *words: str) -> dict[str, Any]:
+    """Convert in a process of its own; return wall_s, cpu_s and peak_bytes.
+
+    Args:
+        bag: The recording.
+        out: The dataset; what is there is removed.
+        codec: Of the pictures.
+        words: `window_frames=N`, if it is to be another one.
+    """
+    command = [sys.executable, "-m", __name__, str(bag), str(out), codec, *words]
     shutil.rmtree(out, ignore_errors=True)
     return _measure(command)
 
@@ -191,10 +214,13 @@ data.finalize()
 """
 
 
-def _main_program(bag: str, out: str, codec: str) -> None:
+def _main_program(bag: str, out: str, codec: str, *words: str) -> None:
     from penstock.conversion.run import convert
 
-    report = convert(bag, out, codec=codec, progress="quiet")
+    more: dict[str, Any] = {
+        name: int(value) for name, _, value in (word.partition("=") for word in words)
+    }
+    report = convert(bag, out, codec=codec, progress="quiet", **more)
     sys.stdout.write(json.dumps({"peak_bytes": report.peak_bytes, "wall_s": report.wall_s}))
 
 
@@ -205,6 +231,7 @@ CASE = Case(
     peers=("lerobot 0.4.4 (in .venv-peers: make peers)", "copying the bytes"),
     data=f"a Kuavo-like ROS 1 bag of {_SECONDS} s, 3 JPEG cameras of 640x480 at 30 Hz",
     run=_run,
+    extras=(Extra("lerobot 0.4.4", "make peers, or set PENSTOCK_PEERS_PYTHON", _has_lerobot),),
 )
 
 if __name__ == "__main__":

@@ -18,14 +18,14 @@ from penstock.tools.bench.peers import seed_write, torch_save_durably
 from penstock.tools.bench.state import Learner, map_tensors, nbytes
 
 _DELTA_STEPS = 10
-_TORCH = "torch.save + fsync"
-_SEED = "torch.save, LZ4-9 + fsync (seed)"
-_FULL = "penstock full"
-_DELTA = f"penstock delta, {_DELTA_STEPS} steps"
+TORCH = "torch.save + fsync"
+SEED = "torch.save, LZ4-9 + fsync (seed)"
+FULL = "penstock full"
+DELTA = f"penstock delta, {_DELTA_STEPS} steps"
 # Shares saved that were promised, in percent.
-_BARS = {("float32", _FULL): 14, ("float32", _DELTA): 35} | {
-    ("bfloat16", _FULL): 30,
-    ("bfloat16", _DELTA): 70,
+_BARS = {("float32", FULL): 14, ("float32", DELTA): 35} | {
+    ("bfloat16", FULL): 30,
+    ("bfloat16", DELTA): 70,
 }
 
 
@@ -45,7 +45,7 @@ def _measure(before: Any, after: Any, dtype: str, settings: Settings) -> list[Ro
     work = settings.work / dtype
     work.mkdir()
     raw = nbytes(after)
-    files = {_TORCH: work / "torch.pt", _SEED: work / "seed.pt.lz4"}
+    files = {TORCH: work / "torch.pt", SEED: work / "seed.pt.lz4"}
     rounds = max(5, settings.repeats - 2) if settings.repeats > 3 else settings.repeats
     with (
         AsyncCheckpointSaver(work / "full", handle_signals=False) as full,
@@ -63,23 +63,23 @@ def _measure(before: Any, after: Any, dtype: str, settings: Settings) -> list[Ro
 
         timings = interleave(
             {
-                _TORCH: _durable(lambda: torch_save_durably(after, files[_TORCH]), files[_TORCH]),
-                _FULL: _durable(save(full, _FULL), work / "full" / "checkpoint.pt"),
-                _DELTA: _durable(save(delta, _DELTA), work / "delta" / "checkpoint.pt"),
+                TORCH: _durable(lambda: torch_save_durably(after, files[TORCH]), files[TORCH]),
+                FULL: _durable(save(full, FULL), work / "full" / "checkpoint.pt"),
+                DELTA: _durable(save(delta, DELTA), work / "delta" / "checkpoint.pt"),
             },
             rounds,
             f"durable {dtype}",
         )
         seed = interleave(
-            {_SEED: lambda: clock(lambda: seed_write(after, files[_SEED]))},
+            {SEED: lambda: clock(lambda: seed_write(after, files[SEED]))},
             1,
             f"LZ4-9 {dtype}",
             warm_up=False,
         )
-    torch_save_durably(after, files[_TORCH])
+    torch_save_durably(after, files[TORCH])
     sizes = {
-        _TORCH: files[_TORCH].stat().st_size,
-        _SEED: files[_SEED].stat().st_size,
+        TORCH: files[TORCH].stat().st_size,
+        SEED: files[SEED].stat().st_size,
         **{who: handle.stats["stored_bytes"] for who, handle in handles.items()},
     }
     shutil.rmtree(work)
@@ -123,11 +123,11 @@ def _speed_rows(dtype: str, raw: int, timings: dict[str, Timing]) -> list[Row]:
             "MB/s",
             n=len(timing.seconds),
             p90=raw / 1e6 / timing.p90,
-            ratio=speeds[who] / speeds[_FULL],
+            ratio=speeds[who] / speeds[FULL],
             cpu_s=sorted(timing.cpu_s)[len(timing.cpu_s) // 2],
         )
-        if who in (_FULL, _DELTA):
-            met = speeds[who] >= 0.6 * speeds[_TORCH] and speeds[who] >= 10 * speeds[_SEED]
+        if who in (FULL, DELTA):
+            met = speeds[who] >= 0.6 * speeds[TORCH] and speeds[who] >= 10 * speeds[SEED]
             row = replace(row, bar=">= 0.6x torch.save, >= 10x seed", met=met)
         rows.append(row)
     return rows
@@ -144,7 +144,7 @@ def measure_load(learner: Learner, settings: Settings) -> list[Row]:
     timings = interleave(
         {
             "torch.load (unverified)": lambda: clock(lambda: torch.load(theirs, weights_only=True)),
-            _FULL: lambda: clock(lambda: load_checkpoint(ours)),
+            FULL: lambda: clock(lambda: load_checkpoint(ours)),
         },
         settings.repeats,
         "load",
@@ -152,10 +152,10 @@ def measure_load(learner: Learner, settings: Settings) -> list[Row]:
     shutil.rmtree(work)
     torch_s = timings["torch.load (unverified)"].median
     return [
-        replace(row, bar="<= 2.5x torch.load", met=timings[_FULL].median <= 2.5 * torch_s)
-        if row.who == _FULL
+        replace(row, bar="<= 2.5x torch.load", met=timings[FULL].median <= 2.5 * torch_s)
+        if row.who == FULL
         else row
-        for row in time_rows("load, float32", timings, _FULL)
+        for row in time_rows("load, float32", timings, FULL)
     ]
 
 

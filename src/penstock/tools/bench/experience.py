@@ -156,9 +156,10 @@ class SeedBuffer:
     def sample(self, indices: NDArray[Any]) -> torch.Tensor:
         """Decompress the episode of every frame, in threads, and keep that frame."""
         with concurrent.futures.ThreadPoolExecutor() as executor:
-            return torch.stack(list(executor.map(self._one, indices.tolist())))
+            return torch.stack(list(executor.map(self.one, indices.tolist())))
 
-    def _one(self, index: int) -> torch.Tensor:
+    def one(self, index: int) -> torch.Tensor:
+        """Decompress the episode of a frame and keep that frame."""
         episode = int(np.searchsorted(self._prefix_sum, index, "right")) - 1
         data, length = self._episodes[episode], self._lengths[episode]
         frames = decompress_image_seq(data, self._image_shape, length, dtype=self._dtype)

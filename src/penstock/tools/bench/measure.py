@@ -68,7 +68,7 @@ def clock(action: Callable[[], object]) -> float:
 
 def time_rows(what: str, timings: Mapping[str, Timing], ours: str, scale: float = 1e3) -> list[Row]:
     """Lay out timings as rows, in milliseconds by default, with the ratio to `ours`."""
-    unit = {1e3: "ms", 1.0: "s"}[scale]
+    unit = {1e6: "us", 1e3: "ms", 1.0: "s"}[scale]
     reference = timings[ours].median
     return [
         Row(
@@ -100,3 +100,21 @@ def judge_peers(rows: Iterable[Row], least: Mapping[str, float]) -> list[Row]:
         else row
         for row in rows
     ]
+
+
+def find_row(rows: Iterable[Row], what: str, who: str) -> Row:
+    """Return a row that is there, to compute another figure from it."""
+    return next(row for row in rows if row.what == what and row.who == who)
+
+
+def burst(action: Callable[[], object], calls: int) -> Callable[[], float]:
+    """Make a turn of many calls, where one is shorter than the noise of the clock."""
+
+    def turn() -> float:
+        def work() -> None:
+            for _ in range(calls):
+                action()
+
+        return clock(work) / calls
+
+    return turn

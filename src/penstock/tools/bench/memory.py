@@ -20,10 +20,11 @@ from penstock.errors import PenstockError
 from penstock.tools.bench import Row, Settings
 
 _SAVES = {"penstock": 5, "seed": 1, "seed queue": 3, "clone": 1}
+QUEUE = "seed, queue of 3"
 _LABELS = {
     "penstock": "penstock, 5 saves",
     "seed": "seed, 1 save",
-    "seed queue": "seed, queue of 3",
+    "seed queue": QUEUE,
     "clone": "clone (Lightning's way), 1 save",
 }
 _BAR = 1.15
@@ -96,9 +97,9 @@ def _measure(method: str, hidden: int) -> dict[str, int]:
                     saver.settle()
             if not saves:
                 learner.step()
-            peak = _peak_bytes()
+            peak = peak_bytes()
             saver.settle()
-            return max(peak, _peak_bytes())
+            return max(peak, peak_bytes())
 
         baseline = loop(0)
         peak = loop(_SAVES[method])
@@ -111,7 +112,8 @@ def _reset_peak() -> None:
     Path("/proc/self/clear_refs").write_text("5")
 
 
-def _peak_bytes() -> int:
+def peak_bytes() -> int:
+    """Return the highest resident size of this process since the kernel was told to forget it."""
     for line in Path("/proc/self/status").read_text().splitlines():
         if line.startswith("VmHWM:"):
             return int(line.split()[1]) * 1024

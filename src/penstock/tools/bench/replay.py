@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
-import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -18,9 +17,10 @@ from torchrl.data.replay_buffers.storages import CompressedListStorage
 from penstock.replay.buffer import DictReplayBuffer
 from penstock.replay.priority import SumTree
 from penstock.replay.torchrl import CompressedStorage
-from penstock.tools.bench import Case, Row, Settings
+from penstock.tools.bench import Case, Extra, Row, Settings
 from penstock.tools.bench.experience import SeedBuffer, transitions
-from penstock.tools.bench.measure import Timing, clock, interleave, judge_peers, time_rows
+from penstock.tools.bench.measure import Timing, burst, clock, interleave, judge_peers, time_rows
+from penstock.tools.bench.replay_modes import measure_index, measure_modes
 
 OURS = "penstock"
 _BATCH, _LENGTH = 256, 500
@@ -40,6 +40,8 @@ def run(settings: Settings) -> list[Row]:
             *_small_keys(data, rounds),
             *_seed(data, max(2, rounds // 3)),
             *_tree(settings.entries, rounds),
+            *measure_modes(data, noisy, _LENGTH, settings),
+            *measure_index(settings),
         ]
 
 
@@ -61,17 +63,6 @@ def _buffer(storage: Any, data: TensorDict, sampler: Any = None) -> TensorDictRe
     return buffer
 
 
-def _burst(sample: Callable[[], object], calls: int = _BURST) -> Callable[[], float]:
-    def turn() -> float:
-        def work() -> None:
-            for _ in range(calls):
-                sample()
-
-        return clock(work) / calls
-
-    return turn
-
-
 def _judged(what: str, timings: Mapping[str, Timing], least: Mapping[str, float]) -> list[Row]:
     return judge_peers(time_rows(what, timings, OURS), least)
 
@@ -79,11 +70,9 @@ def _judged(what: str, timings: Mapping[str, Timing], least: Mapping[str, float]
 def _random(data: TensorDict, rounds: int) -> list[Row]:
     count = len(data)
     turns = {
-        OURS: _burst(_buffer(CompressedStorage(count), data).sample),
-        "LazyTensorStorage": _burst(_buffer(LazyTensorStorage(count), data).sample),
-        "CompressedListStorage": _burst(
-            _buffer(CompressedListStorage(count), data).sample, calls=2
-        ),
+        OURS: burst(_buffer(CompressedStorage(count), data).sample, _BURST),
+        "LazyTensorStorage": burst(_buffer(LazyTensorStorage(count), data).sample, _BURST),
+        "CompressedListStorage": burst(_buffer(CompressedListStorage(count), data).sample, calls=2),
     }
     bars = {"LazyTensorStorage": 1.3, "CompressedListStorage": 20.0}
     what = f"random batch of {_BATCH} depth pictures and 5 small keys"
@@ -136,8 +125,10 @@ def _slices(data: TensorDict, rounds: int) -> list[Row]:
         return SliceSampler(slice_len=16, traj_key="episode")
 
     turns = {
-        OURS: _burst(_buffer(CompressedStorage(count), data, sampler()).sample),
-        "LazyTensorStorage": _burst(_buffer(LazyTensorStorage(count), data, sampler()).sample),
+        OURS: burst(_buffer(CompressedStorage(count), data, sampler()).sample, _BURST),
+        "LazyTensorStorage": burst(
+            _buffer(LazyTensorStorage(count), data, sampler()).sample, _BURST
+        ),
     }
     bars = {"LazyTensorStorage": 1.2}
     what = f"SliceSampler(16), batch of {_BATCH}"
@@ -148,8 +139,8 @@ def _small_keys(data: TensorDict, rounds: int) -> list[Row]:
     small = data.exclude("pixels")
     count = len(small)
     turns = {
-        OURS: _burst(_buffer(CompressedStorage(count), small).sample, 100),
-        "LazyTensorStorage": _burst(_buffer(LazyTensorStorage(count), small).sample, 100),
+        OURS: burst(_buffer(CompressedStorage(count), small).sample, 100),
+        "LazyTensorStorage": burst(_buffer(LazyTensorStorage(count), small).sample, 100),
     }
     # "No slower" within what two runs of the same code differ by.
     bars = {"LazyTensorStorage": 0.95}
@@ -165,7 +156,7 @@ def _seed(data: TensorDict, rounds: int) -> list[Row]:
         ours.add({"pixels": episode})
     rng = np.random.default_rng(0)
     turns = {
-        OURS: _burst(lambda: ours.sample(_BATCH)),
+        OURS: burst(lambda: ours.sample(_BATCH), _BURST),
         "seed, per episode": lambda: clock(
             lambda: theirs.sample(rng.integers(0, len(data), _BATCH))
         ),
@@ -184,6 +175,10 @@ def _seed(data: TensorDict, rounds: int) -> list[Row]:
     return rows
 
 
+def _has_cpprb() -> bool:
+    return importlib.util.find_spec("cpprb") is not None
+
+
 def _tree(entries: int, rounds: int) -> list[Row]:
     rng = np.random.default_rng(0)
     priorities = rng.random(entries) + 1e-3
@@ -193,8 +188,8 @@ def _tree(entries: int, rounds: int) -> list[Row]:
     def ours() -> None:
         tree.set(tree.sample(_BATCH), rng.random(_BATCH))
 
-    turns = {OURS: _burst(ours, 100)}
-    if importlib.util.find_spec("cpprb") is not None:
+    turns = {OURS: burst(ours, 100)}
+    if _has_cpprb():
         from cpprb import PrioritizedReplayBuffer
 
         theirs = PrioritizedReplayBuffer(entries, {"x": {}}, alpha=1.0)
@@ -204,9 +199,7 @@ def _tree(entries: int, rounds: int) -> list[Row]:
             found = theirs.sample(_BATCH, beta=0.4)
             theirs.update_priorities(found["indexes"], rng.random(_BATCH))
 
-        turns["cpprb"] = _burst(peer, 100)
-    else:
-        sys.stderr.write("cpprb is not installed: pip install cpprb, to compare the sum tree\n")
+        turns["cpprb"] = burst(peer, 100)
     what = f"sum tree of {entries:,}, sample and update {_BATCH}"
     return _judged(what, interleave(turns, rounds, "sum tree"), {"cpprb": 2.0})
 
@@ -224,4 +217,5 @@ CASE = Case(
     data=f"{{episodes}} episodes of {_LENGTH} depth pictures, 84 x 84 bytes, with 5 small keys; "
     f"batches of {_BATCH}, {{rounds}} rounds",
     run=run,
+    extras=(Extra("cpprb", "pip install penstock[bench]", _has_cpprb),),
 )

@@ -13,7 +13,15 @@ from penstock.rollouts.compressed import CompressedDataCollector
 from penstock.rollouts.storage import RolloutStorage
 from penstock.tools.bench import Case, Row, Settings
 from penstock.tools.bench.experience import flights
-from penstock.tools.bench.measure import clock, interleave, judge_peers, time_rows
+from penstock.tools.bench.measure import clock, find_row, interleave, judge_peers, time_rows
+from penstock.tools.bench.rollout_claims import (
+    measure_costs,
+    measure_keys,
+    measure_sizes,
+    measure_training,
+    saving_share,
+    scale_sizes,
+)
 from penstock.tools.bench.seed_rollout import SeedRollouts
 
 OURS = "penstock"
@@ -27,12 +35,24 @@ _LEAST = {"clean": 3.6, "noisy": 3.0}
 
 def run(settings: Settings) -> list[Row]:
     """Measure saving, loading and compressing on one batch of flights, clean and noisy."""
-    rows = []
+    rows: list[Row] = []
     for name, noise_m in (("clean", 0.0), ("noisy", _NOISE_M)):
         data = flights(settings.envs, noise_m=noise_m)
         rows += _on_disk(name, data, settings)
-    rows += _in_memory(flights(settings.envs), settings)
-    return rows
+        rows += measure_keys(name, data, settings)
+        ratios = {who: find_row(rows, f"size, {name}", who).value for who in (OURS, SEED)}
+        rows += scale_sizes(name, data, ratios)
+    data = flights(settings.envs)
+    in_memory = _in_memory(data, settings)
+    save_s = {who: find_row(rows, "durable save, clean", who).value / 1e3 for who in (OURS, SEED)}
+    return [
+        *rows,
+        *in_memory,
+        *measure_sizes(data),
+        *measure_costs(data, settings),
+        *measure_training(data, in_memory[-1].value / 1e3, settings),
+        *saving_share(save_s, settings.envs),
+    ]
 
 
 def _on_disk(name: str, data: TensorDict, settings: Settings) -> list[Row]:

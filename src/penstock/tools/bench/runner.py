@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import platform
+import sys
 import tempfile
 import time
 from collections.abc import Iterable, Sequence
@@ -14,13 +15,30 @@ from typing import Any
 
 from penstock import __version__
 from penstock.core.report import Report, text_table
-from penstock.tools.bench import NAMES, Case, Row, Settings, find_case
+from penstock.errors import PenstockError
+from penstock.tools.bench import NAMES, Case, Row, Settings, claims, find_case
+from penstock.tools.bench.compare import compare_text
+from penstock.tools.bench.stored import FORMAT, format_number, load, save
+
+__all__ = [
+    "compare_text",
+    "html_report",
+    "load",
+    "machine",
+    "run",
+    "save",
+    "text_report",
+    "versions",
+]
 
 _PACKAGES = (
     *("torch", "torchrl", "tensordict", "numba", "numpy"),
     *("safetensors", "lz4", "zstandard", "isal", "av", "pyarrow", "cpprb"),
 )
-_QUICK = {"train_steps": 24, "rounds": 5, "repeats": 2, "faults": 300, "peer_faults": 10}
+_MOST_BARS, _SPAN = 5, 200.0
+_QUICK = {"train_steps": 24, "rounds": 5, "repeats": 2, "faults": 300, "peer_faults": 10} | {
+    "episodes": 8
+}
 _COLUMNS = (
     "what",
     "who",
@@ -42,6 +60,10 @@ def run(names: Sequence[str] = (), quick: bool = False, settings: Settings | Non
         quick: Fewer repetitions.
         settings: How much to measure, instead of `quick`.
 
+    Returns:
+        The finished cases; those that failed or were interrupted are named under "failed". Only
+        when nothing has finished, the error or the interrupt is raised.
+
     Raises:
         UsageError: There is no such case.
     """
@@ -52,25 +74,58 @@ def run(names: Sequence[str] = (), quick: bool = False, settings: Settings | Non
         if quick:
             chosen = replace(chosen, **_QUICK)  # type: ignore[arg-type]
         load_before = os.getloadavg()[0]
-        results = [_run_case(one, chosen) for one in cases]
+        finished, failed = _run_all(cases, chosen)
     return {
+        "format": FORMAT,
         "penstock": __version__,
+        "when": time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime()),
         "machine": machine(),
         "versions": versions(),
         "load_before": load_before,
         "load_after": os.getloadavg()[0],
         "quick": quick,
-        "cases": results,
+        "cases": finished,
+        "failed": failed,
     }
 
 
+def _run_all(
+    cases: Sequence[Case], settings: Settings
+) -> tuple[list[dict[str, Any]], dict[str, str]]:
+    """Run one case after another; what has finished is kept, whatever becomes of the rest."""
+    finished: list[dict[str, Any]] = []
+    failed: dict[str, str] = {}
+    for number, case in enumerate(cases):
+        try:
+            finished.append(_run_case(case, settings))
+        except KeyboardInterrupt:
+            if not finished:
+                raise
+            failed[case.name] = "interrupted"
+            failed |= {other.name: "not run: interrupted" for other in cases[number + 1 :]}
+            break
+        except Exception as error:  # of any kind: minutes of the other cases are not thrown away
+            if len(cases) == 1:
+                raise
+            kind = "" if isinstance(error, PenstockError) else f"{type(error).__name__}: "
+            failed[case.name] = " ".join(f"{kind}{error}".split())
+    if not finished:
+        lines = "; ".join(f"{name}: {reason}" for name, reason in failed.items())
+        raise PenstockError(f"no case could be measured: {lines}")
+    return finished, failed
+
+
 def _run_case(case: Case, settings: Settings) -> dict[str, Any]:
+    missing = case.missing()
+    for line in missing:
+        sys.stderr.write(f"{line}\n")
     begin, cpu = time.perf_counter(), _cpu_s()
     rows = case.run(settings)
     return {
         "name": case.name,
         "claim": case.claim,
         "peers": list(case.peers),
+        "missing": missing,
         "data": case.data.format(**asdict(settings)),
         "seconds": round(time.perf_counter() - begin, 1),
         "cpu_seconds": round(_cpu_s() - cpu, 1),
@@ -128,24 +183,48 @@ def html_report(result: dict[str, Any]) -> Report:
             kept = [
                 k for k in range(len(cells[0])) if any(row[k] not in ("", "-") for row in cells)
             ]
-            columns = [_COLUMNS[1:][k] for k in kept]
-            report.table(columns, [[row[k] for k in kept] for row in cells], caption=what)
+            names = [_COLUMNS[1:][k] for k in kept]
+            report.table(names, [[row[k] for k in kept] for row in cells], caption=what)
+            if _can_be_drawn(rows):
+                bars = {row["who"]: [row["value"]] for row in rows}
+                report.plot(bars, what, rows[0]["unit"], kind="bars")
+    columns, found = claims.table(result)
+    measured = [row for row in found if not any(claims.ABSENT in cell for cell in row)]
+    if measured:
+        report.heading("What the documents promise")
+        report.text(claims.HOW)
+        report.table(columns, measured)
     return report
+
+
+def _can_be_drawn(rows: Sequence[dict[str, Any]]) -> bool:
+    """Methods beside each other, in one unit, and not so far apart that a bar vanishes."""
+    values = [row["value"] for row in rows]
+    return (
+        2 <= len(rows) <= _MOST_BARS
+        and len({row["unit"] for row in rows}) == 1
+        and len({row["who"] for row in rows}) == len(rows)
+        and min(values) > 0
+        and max(values) <= _SPAN * min(values)
+    )
 
 
 def _head(result: dict[str, Any]) -> str:
     names = ", ".join(f"{name} {number}" for name, number in result["versions"].items())
     quick = " (quick: few repetitions, expect noise)" if result["quick"] else ""
+    when = f", {result['when']}"
     return (
-        f"penstock {result['penstock']}{quick}\n{result['machine']}\n{names}\n"
+        f"penstock {result['penstock']}{when}{quick}\n{result['machine']}\n{names}\n"
         f"load before {result['load_before']:.1f}, after {result['load_after']:.1f}"
+        + "".join(f"\n{name}: {reason}" for name, reason in result["failed"].items())
     )
 
 
 def _case_head(case: dict[str, Any]) -> str:
     return (
         f"{case['name']}\nclaim: {case['claim']}\npeers: {', '.join(case['peers'])}\n"
-        f"data: {case['data']}\n"
+        + "".join(f"{line}\n" for line in case["missing"])
+        + f"data: {case['data']}\n"
         f"took {case['seconds']:.0f} s, {case['cpu_seconds']:.0f} s of processor time; methods "
         "take turns in one run, values are medians"
     )
@@ -164,7 +243,7 @@ def _figures(rows: Sequence[dict[str, Any]]) -> list[tuple[str, str, str]]:
         value = row.ratio if "x penstock" in row.bar and row.ratio else row.value
         unit = "x penstock" if "x penstock" in row.bar else row.unit
         note = f"{row.who}; bar {row.bar}: {'met' if row.met else 'NOT MET'}"
-        cards.append((row.what, f"{_number(value)} {unit}", note))
+        cards.append((row.what, f"{format_number(value)} {unit}", note))
     return cards
 
 
@@ -184,23 +263,17 @@ def _cells(rows: Sequence[dict[str, Any]]) -> list[list[str]]:
             [
                 row.what if row.what != last else "",
                 row.who,
-                f"{_number(row.value)} {row.unit}",
+                f"{format_number(row.value)} {row.unit}",
                 {True: "met", False: "NOT MET", None: ""}[row.met],
                 row.bar,
-                "-" if row.p90 is None else _number(row.p90),
+                "-" if row.p90 is None else format_number(row.p90),
                 str(row.n),
-                "-" if row.ratio is None else _number(row.ratio),
-                "-" if row.cpu_s is None else _number(row.cpu_s),
+                "-" if row.ratio is None else format_number(row.ratio),
+                "-" if row.cpu_s is None else format_number(row.cpu_s),
             ]
         )
         last = row.what
     return cells
-
-
-def _number(value: float) -> str:
-    if value == int(value) or abs(value) >= 1000:
-        return f"{value:.0f}"
-    return f"{value:.3g}" if abs(value) >= 0.001 else f"{value:.1e}"
 
 
 def _cpu_s() -> float:

@@ -31,6 +31,11 @@ _NO_SAVE = "no save"
 _ITERATIONS = 4  # per block, so that background work after the save is seen, too
 
 
+def blocked(settings: Settings) -> str:
+    """Name the quantity that is measured with a phase without mutation before the step."""
+    return f"blocked, {settings.phase_s * 1e3:.0f} ms before the step"
+
+
 def measure_stall(learner: Learner, settings: Settings) -> list[Row]:
     """Blocked time with a phase without mutation before each step, and in a tight loop."""
     ours = Penstock(settings.work, learner)
@@ -77,7 +82,7 @@ def measure_stall(learner: Learner, settings: Settings) -> list[Row]:
     finally:
         for method in methods.values():
             method.close()
-    what = f"blocked, {settings.phase_s * 1e3:.0f} ms before the step"
+    what = blocked(settings)
     rows = _with_bars(time_rows(what, calm, OURS))
     for part, times in recorded.items():  # a cross-check by penstock's own clock
         own = Timing(times[1:])

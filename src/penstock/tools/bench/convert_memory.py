@@ -1,0 +1,111 @@
+"""Memory of a conversion: all frames at once, as the seed describes it, and penstock's.
+
+`python -m penstock.tools.bench.convert_memory FRAMES` puts so many frames of three cameras
+together in the old way and prints its peak.
+"""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from penstock.errors import PenstockError
+from penstock.tools.bench import Row
+from penstock.tools.samples import expected_action, expected_state, write_sample
+
+OLD = "all frames in lists, then np.stack (seed)"
+OURS = "penstock copy"
+_SHAPE, _CAMERAS = (480, 640, 3), 3
+_NUMBERS = len(expected_state(0.0)) + len(expected_action(0.0))
+_MEASURED = (20, 120)  # frames: what the process needs besides them falls out
+_FRAMES = 10_000  # of the seed's 10 GB bag
+_CHUNKS = (100, 500, 1000, 2000, 5000)
+_SECONDS = (8, 64)  # of the bags whose peaks are compared
+_WINDOWS = (100, 2000)
+
+
+def measure_whole(bag_bytes_per_frame: float) -> list[Row]:
+    """Measure what a frame costs when all are kept, and scale it to the seed's example.
+
+    Args:
+        bag_bytes_per_frame: Of a recording with three cameras.
+    """
+    few, many = (_peak_bytes(frames) for frames in _MEASURED)
+    per_frame = (many - few) / (_MEASURED[1] - _MEASURED[0])
+    picture = int(np.prod(_SHAPE))
+    scaled = f"memory of {_FRAMES:,} frames of 3 cameras (scaled)"
+    rows = [
+        Row("a decoded picture of 640x480", "uint8", picture / 1e6, "MB"),
+        Row("a bag with 3 JPEG cameras", "per frame", bag_bytes_per_frame / 1e6, "MB"),
+        Row("numbers of a frame", "state and action, float32", _NUMBERS * 4 / 1e3, "kB"),
+        Row(scaled, "the pictures alone", _FRAMES * _CAMERAS * picture / 1e9, "GB"),
+        Row(scaled, OLD, _FRAMES * per_frame / 1e9, "GB"),
+    ]
+    for frames in _CHUNKS:
+        what = "memory of a chunk, stacked (scaled)"
+        rows.append(Row(what, f"chunk_size={frames}", frames * per_frame / 1e9, "GB"))
+    return rows
+
+
+def _peak_bytes(frames: int) -> float:
+    command = [sys.executable, "-m", __name__, str(frames)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)  # noqa: S603
+    if done.returncode:
+        last = done.stderr.strip().splitlines()[-1:] or ["no message"]
+        raise PenstockError(f"measuring the memory of {frames} frames failed: {last[0]}")
+    return float(done.stdout)
+
+
+def _main(frames: int) -> None:
+    from penstock.tools.bench.memory import peak_bytes
+
+    buffer: list[list[Any]] = [[] for _ in range(_CAMERAS)]
+    for number in range(frames):
+        for camera in buffer:
+            camera.append(np.full(_SHAPE, number % 256, np.uint8))
+    stacked = [np.stack(camera) for camera in buffer]
+    assert len(stacked) == _CAMERAS
+    sys.stdout.write(str(peak_bytes()))
+
+
+def measure_growth(folder: Path, convert: Callable[..., dict[str, Any]]) -> list[Row]:
+    """Compare penstock's peaks for a short and a long bag, and for small and large windows."""
+    peaks = []
+    rows = []
+    for seconds in _SECONDS:
+        bag = folder / f"{seconds}.bag"
+        write_sample(bag, seconds=seconds, numbered=False)
+        # A window that both bags fill many times: before, memory grows with the first one.
+        found = convert(bag, folder / "out", "copy", f"window_frames={_WINDOWS[0]}")
+        peaks.append(found["peak_bytes"])
+        rows.append(
+            Row(
+                "peak memory by size of the bag",
+                f"{OURS}, {bag.stat().st_size / 1e6:.0f} MB",
+                found["peak_bytes"] / 1e6,
+                "MB",
+                cpu_s=found["cpu_s"],
+            )
+        )
+    times = _SECONDS[1] / _SECONDS[0]
+    rows.append(Row(f"peak memory, a bag {times:g} times as large", OURS, peaks[1] / peaks[0], "x"))
+    taken = []
+    for frames in _WINDOWS:
+        if frames != _WINDOWS[0]:
+            found = convert(bag, folder / "out", "copy", f"window_frames={frames}")
+        who = f"{OURS}, chunk_size={frames}"
+        rows.append(Row("peak memory by chunk_size", who, found["peak_bytes"] / 1e6, "MB"))
+        rows.append(Row("time by chunk_size", who, found["wall_s"], "s", cpu_s=found["cpu_s"]))
+        taken.append(found["cpu_s"])
+    what = f"processor time, chunk_size={_WINDOWS[0]} against {_WINDOWS[1]}"
+    rows.append(Row(what, OURS, taken[0] / taken[1], "x"))
+    return sorted(rows, key=lambda row: row.what)
+
+
+if __name__ == "__main__":
+    _main(int(sys.argv[1]))
