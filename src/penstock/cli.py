@@ -234,7 +234,10 @@ def _bench(arguments: argparse.Namespace) -> int:
         runner.html_report(result).write(arguments.html)
     if arguments.claims:
         publish_bytes(arguments.claims, claims.page(result).encode())
-    return 0
+    failed = result.get("failed", {})
+    if "interrupted" in failed.values():
+        return EXIT_INTERRUPTED
+    return EXIT_FINDING if failed else 0
 
 
 def _demo(arguments: argparse.Namespace) -> int:

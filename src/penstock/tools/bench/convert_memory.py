@@ -6,6 +6,7 @@ together in the old way and prints its peak.
 
 from __future__ import annotations
 
+import statistics
 import subprocess
 import sys
 from collections.abc import Callable
@@ -27,6 +28,7 @@ _FRAMES = 10_000  # of the seed's 10 GB bag
 _CHUNKS = (100, 500, 1000, 2000, 5000)
 _SECONDS = (8, 64)  # of the bags whose peaks are compared
 _WINDOWS = (100, 2000)
+_TURNS = 3
 
 
 def measure_whole(bag_bytes_per_frame: float) -> list[Row]:
@@ -93,18 +95,31 @@ def measure_growth(folder: Path, convert: Callable[..., dict[str, Any]]) -> list
             )
         )
     times = _SECONDS[1] / _SECONDS[0]
-    rows.append(Row(f"peak memory, a bag {times:g} times as large", OURS, peaks[1] / peaks[0], "x"))
-    taken = []
+    what = f"peak memory, a bag {times:g} times as large"
+    rows.append(Row(what, f"{OURS}, chunk_size={_WINDOWS[0]}", peaks[1] / peaks[0], "x"))
+    return sorted(rows + _by_window(bag, folder / "out", convert), key=lambda row: row.what)
+
+
+def _by_window(bag: Path, out: Path, convert: Callable[..., dict[str, Any]]) -> list[Row]:
+    """Compare windows on one bag, in turns."""
+    found: dict[int, list[dict[str, Any]]] = {frames: [] for frames in _WINDOWS}
+    for _ in range(_TURNS):
+        for frames in _WINDOWS:
+            found[frames].append(convert(bag, out, "copy", f"window_frames={frames}"))
+
+    def middle(frames: int, name: str) -> float:
+        return statistics.median(one[name] for one in found[frames])
+
+    rows = []
     for frames in _WINDOWS:
-        if frames != _WINDOWS[0]:
-            found = convert(bag, folder / "out", "copy", f"window_frames={frames}")
-        who = f"{OURS}, chunk_size={frames}"
-        rows.append(Row("peak memory by chunk_size", who, found["peak_bytes"] / 1e6, "MB"))
-        rows.append(Row("time by chunk_size", who, found["wall_s"], "s", cpu_s=found["cpu_s"]))
-        taken.append(found["cpu_s"])
+        who, cpu_s = f"{OURS}, chunk_size={frames}", middle(frames, "cpu_s")
+        peak = middle(frames, "peak_bytes") / 1e6
+        rows.append(Row("peak memory by chunk_size", who, peak, "MB", n=_TURNS))
+        seconds = middle(frames, "wall_s")
+        rows.append(Row("time by chunk_size", who, seconds, "s", n=_TURNS, cpu_s=cpu_s))
     what = f"processor time, chunk_size={_WINDOWS[0]} against {_WINDOWS[1]}"
-    rows.append(Row(what, OURS, taken[0] / taken[1], "x"))
-    return sorted(rows, key=lambda row: row.what)
+    ratio = middle(_WINDOWS[0], "cpu_s") / middle(_WINDOWS[1], "cpu_s")
+    return [*rows, Row(what, OURS, ratio, "x", n=_TURNS)]
 
 
 if __name__ == "__main__":

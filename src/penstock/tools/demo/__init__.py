@@ -84,7 +84,7 @@ def _train(
     def half_way() -> bool:
         rows = metrics.read_text().splitlines() if metrics.exists() else []
         spent_s = sum(json.loads(row)["perf/iteration"] for row in rows if row.endswith("}"))
-        return spent_s > 60 * minutes * _STOP_AFTER
+        return bool(spent_s > 60 * minutes * _STOP_AFTER)
 
     words = ["env_dyn.num_obstacles=0", "eval_interval=20", "rollout_save_interval=10"]
     words += ["save_interval=1", "checkpoint_delta_every=10", *settings]
