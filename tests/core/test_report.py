@@ -17,7 +17,7 @@ NASTY = "<script>alert('&')</script>"
 class Balance(HTMLParser):
     """Checks that every element is closed."""
 
-    void = ("meta", "line", "rect", "polyline", "br")
+    void = ("meta", "line", "rect", "polyline", "circle", "br")
 
     def __init__(self):
         super().__init__()

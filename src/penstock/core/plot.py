@@ -18,6 +18,7 @@ _WIDTH, _HEIGHT = 480, 270
 _LEFT, _RIGHT, _TOP, _BOTTOM = 56, 12, 28, 44
 _COLOURS = 5
 _BINS = 30
+_FEW = 12  # points that are marked: one alone would not be seen
 
 
 def draw(series: Series, x_label: str, y_label: str, kind: Kind = "line") -> str:
@@ -55,6 +56,9 @@ def _lines(series: Mapping[str, Sequence[Point]], x_label: str, y_label: str) ->
     for k, points in enumerate(series.values()):
         line = " ".join(f"{frame.x(x):.1f},{frame.y(y):.1f}" for x, y in points)
         frame.add(f'<polyline points="{line}" fill="none" stroke="{_colour(k)}" stroke-width="2"/>')
+        for x, y in points if len(points) <= _FEW else ():
+            where = f'cx="{frame.x(x):.1f}" cy="{frame.y(y):.1f}"'
+            frame.add(f'<circle {where} r="3" fill="{_colour(k)}"/>')
     return frame.svg(x_label, y_label, list(series))
 
 
@@ -80,7 +84,7 @@ def _bars(values: Mapping[str, float], label: str) -> str:
     longest = max(*values.values(), 0.0) or 1.0
     rows = "".join(
         f"<span>{escape(name)}</span><div>"
-        f'<i style="width:{100 * max(value, 0.0) / longest:.1f}%"></i></div><b>{value:.4g}</b>'
+        f'<i style="width:{100 * max(value, 0.0) / longest:.1f}%"></i></div><b>{value:.3g}</b>'
         for name, value in values.items()
     )
     return f'<div class="bars"><small>{escape(label)}</small>{rows}</div>'

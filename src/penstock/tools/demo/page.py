@@ -178,15 +178,17 @@ def show(stage: Stage, figures: Figures, path: Path) -> Path:
     report.heading("Flights across worlds that were not trained on")
     report.table(*table.cells(figures.evaluation["results"]))
     report.pictures([(figures.flights, "The policy with the safety shield, from above.")])
-    report.heading("A rollout: how many times smaller each key is stored")
+    report.heading("A rollout: what is left of each key")
     report.plot(
         {
-            key["name"]: [key["raw_bytes"] / key["stored_bytes"]]
+            f"{key['name']}, {format_bytes(key['raw_bytes'])}": [
+                100 * key["stored_bytes"] / key["raw_bytes"]
+            ]
             for key in figures.rollout["largest"]
-            if key["stored_bytes"]
+            if key["raw_bytes"]
         },
         "",
-        "times smaller, lossless",
+        "stored, % of its size, lossless",
         "bars",
     )
     report.heading("What was run")
