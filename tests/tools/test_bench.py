@@ -9,9 +9,11 @@ import random
 import pytest
 
 from penstock.errors import UsageError
-from penstock.tools.bench import Settings, monitor, replay_modes, runner
-from penstock.tools.bench.faults import DAMAGES
+from penstock.tools.bench import Settings, runner
+from penstock.tools.bench.checkpoint.faults import DAMAGES
 from penstock.tools.bench.measure import Timing, interleave, time_rows
+from penstock.tools.bench.monitor import case as monitor
+from penstock.tools.bench.replay import modes as replay_modes
 
 # Each starts processes that import torch: slow on a loaded machine.
 pytestmark = pytest.mark.timeout(500)

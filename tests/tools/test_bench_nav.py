@@ -15,11 +15,13 @@ from penstock.nav.training.config import load_config
 from penstock.nav.training.group import Group
 from penstock.nav.training.launch import start
 from penstock.nav.training.sources import PipelinedSource, SyncSource
-from penstock.tools.bench import NAMES, Row, Settings, find_case, nav, nav_train, runner
-from penstock.tools.bench.nav_pipeline import OURS, SYNC, Bench, measure_pipeline
-from penstock.tools.bench.nav_saving import Blocks, Loop, alternate, measure_saving
-from penstock.tools.bench.nav_torchrl import PlainLoop
-from penstock.tools.bench.nav_train import Training, compare, measure_resume, measure_training
+from penstock.tools.bench import NAMES, Row, Settings, find_case, runner
+from penstock.tools.bench.nav import case as nav
+from penstock.tools.bench.nav import train as nav_train
+from penstock.tools.bench.nav.pipeline import OURS, SYNC, Bench, measure_pipeline
+from penstock.tools.bench.nav.plain_torchrl import PlainLoop
+from penstock.tools.bench.nav.saving import Blocks, Loop, alternate, measure_saving
+from penstock.tools.bench.nav.train import Training, compare, measure_resume, measure_training
 
 LIGHT = ["processes=1", "env.maps=2", "tensorboard=False"]
 SMALL = ["env.num_envs=16", "env_dyn.curriculum=0", *LIGHT]

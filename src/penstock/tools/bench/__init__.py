@@ -1,8 +1,8 @@
 """Benchmarks: every claim and every peer, side by side, in one run on this machine.
 
-A case states the claim it checks and who it is compared with; running it gives rows. state.py and
-experience.py make the data, measure.py times, runner.py adds machine and versions, stored.py keeps
-a run, compare.py sets two beside each other, claims.py looks up in one what the seeds promise.
+A case, one folder each, states the claim it checks and who it is compared with; running it gives
+rows. measure.py times, experience.py makes data, runner.py adds machine and versions, stored.py
+keeps a run, compare.py sets two beside each other, claims.py looks up what the seeds promise.
 """
 
 from __future__ import annotations
@@ -133,5 +133,5 @@ def find_case(name: str) -> Case:
     """
     if name not in NAMES:
         raise UsageError(f"there is no case {name!r}; {did_you_mean(name, NAMES)}")
-    found: Case = importlib.import_module(f"penstock.tools.bench.{name}").CASE
+    found: Case = importlib.import_module(f"penstock.tools.bench.{name}.case").CASE
     return found

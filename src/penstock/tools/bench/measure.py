@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import statistics
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 
 from penstock.core.progress import Progress
+from penstock.errors import PenstockError
 from penstock.tools.bench import Row
 
 
@@ -118,3 +121,24 @@ def burst(action: Callable[[], object], calls: int) -> Callable[[], float]:
         return clock(work) / calls
 
     return turn
+
+
+@contextlib.contextmanager
+def torch_threads(count: int) -> Iterator[None]:
+    """Let torch use so many threads inside the block."""
+    import torch
+
+    before = torch.get_num_threads()
+    torch.set_num_threads(count)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
+def peak_bytes() -> int:
+    """Return the highest resident size of this process since the kernel was told to forget it."""
+    for line in Path("/proc/self/status").read_text().splitlines():
+        if line.startswith("VmHWM:"):
+            return int(line.split()[1]) * 1024
+    raise PenstockError("this system does not tell the peak memory of a process")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Iterator
 from itertools import pairwise
 from typing import Any
@@ -153,14 +152,3 @@ def map_tensors(state: Any, change: Any) -> Any:
 def nbytes(state: Any) -> int:
     """Return the size of a state's tensors."""
     return sum(tensor.nbytes for tensor in tensors(state))
-
-
-@contextlib.contextmanager
-def torch_threads(count: int) -> Iterator[None]:
-    """Let torch use so many threads inside the block."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(count)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)

@@ -9,13 +9,13 @@ from typing import Any
 import torch
 
 from penstock.tools.bench import Row, Settings
-from penstock.tools.bench.durable import DELTA, FULL, SEED, TORCH
+from penstock.tools.bench.checkpoint.durable import DELTA, FULL, SEED, TORCH
+from penstock.tools.bench.checkpoint.memory import QUEUE
+from penstock.tools.bench.checkpoint.stall import OURS, blocked
+from penstock.tools.bench.checkpoint.stall import SEED as SEED_CALL
+from penstock.tools.bench.checkpoint.state import tensors
 from penstock.tools.bench.lz4_levels import measure_lz4, measure_top_levels
 from penstock.tools.bench.measure import find_row
-from penstock.tools.bench.memory import QUEUE
-from penstock.tools.bench.stall import OURS, blocked
-from penstock.tools.bench.stall import SEED as SEED_CALL
-from penstock.tools.bench.state import tensors
 
 _COUNT = 1000  # checkpoints of the seed's example
 _INTERVAL = 1000

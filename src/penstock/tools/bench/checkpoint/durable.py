@@ -13,9 +13,9 @@ import torch
 from penstock.checkpoints.load import load_checkpoint
 from penstock.checkpoints.saver import AsyncCheckpointSaver
 from penstock.tools.bench import Row, Settings
+from penstock.tools.bench.checkpoint.peers import seed_write, torch_save_durably
+from penstock.tools.bench.checkpoint.state import Learner, map_tensors, nbytes
 from penstock.tools.bench.measure import Timing, clock, interleave, time_rows
-from penstock.tools.bench.peers import seed_write, torch_save_durably
-from penstock.tools.bench.state import Learner, map_tensors, nbytes
 
 _DELTA_STEPS = 10
 TORCH = "torch.save + fsync"

@@ -11,8 +11,7 @@ from typing import Any
 import torch
 
 from penstock.tools.bench import Row, Settings
-from penstock.tools.bench.measure import Timing, clock, interleave, time_rows
-from penstock.tools.bench.peers import (
+from penstock.tools.bench.checkpoint.peers import (
     Clone,
     DcpAsync,
     Method,
@@ -21,7 +20,8 @@ from penstock.tools.bench.peers import (
     SeedQueue,
     TorchSave,
 )
-from penstock.tools.bench.state import ACTIONS, OBSERVATIONS, Learner, torch_threads
+from penstock.tools.bench.checkpoint.state import ACTIONS, OBSERVATIONS, Learner
+from penstock.tools.bench.measure import Timing, clock, interleave, time_rows, torch_threads
 
 OURS = "penstock"
 SEED = "deepcopy + queue (seed)"

@@ -14,7 +14,7 @@ from penstock.rollouts.storage import RolloutStorage
 from penstock.tools.bench import Case, Row, Settings
 from penstock.tools.bench.experience import flights
 from penstock.tools.bench.measure import clock, find_row, interleave, judge_peers, time_rows
-from penstock.tools.bench.rollout_claims import (
+from penstock.tools.bench.rollout.claims import (
     measure_costs,
     measure_keys,
     measure_sizes,
@@ -22,7 +22,7 @@ from penstock.tools.bench.rollout_claims import (
     saving_share,
     scale_sizes,
 )
-from penstock.tools.bench.seed_rollout import SeedRollouts
+from penstock.tools.bench.rollout.seed import SeedRollouts
 
 OURS = "penstock"
 SEED = "pickle + LZ4-9 (seed)"

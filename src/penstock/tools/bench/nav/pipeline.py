@@ -14,8 +14,7 @@ from penstock.nav.training.collect import SimulatorCollector
 from penstock.nav.training.config import Config, load_config
 from penstock.nav.training.sources import PipelinedSource, Source, SyncSource
 from penstock.tools.bench import Row
-from penstock.tools.bench.measure import Timing, clock, interleave, time_rows
-from penstock.tools.bench.state import torch_threads
+from penstock.tools.bench.measure import Timing, clock, interleave, time_rows, torch_threads
 
 OURS = "penstock, collector=pipelined"
 SYNC = "penstock, collector=sync"

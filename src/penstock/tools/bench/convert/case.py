@@ -21,7 +21,7 @@ from typing import Any
 from penstock.core.progress import Progress
 from penstock.errors import PenstockError
 from penstock.tools.bench import Case, Extra, Row, Settings
-from penstock.tools.bench.convert_memory import measure_growth, measure_whole
+from penstock.tools.bench.convert.memory import measure_growth, measure_whole
 from penstock.tools.samples import write_sample
 
 _SECONDS = 20

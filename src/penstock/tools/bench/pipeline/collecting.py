@@ -12,9 +12,6 @@ from typing import Any
 import torch
 from tensordict import TensorDict, TensorDictBase
 
-from penstock.nav.simulation.env import NavigationEnv
-from penstock.nav.simulation.simulator import Simulator
-from penstock.nav.simulation.task import Settings as Task
 from penstock.rollouts.collect import PipelinedDataCollector
 from penstock.tools.bench import Row, Settings
 from penstock.tools.bench.measure import clock, interleave
@@ -29,6 +26,9 @@ _LEARN_S = 0.01
 
 def measure_parallel(settings: Settings) -> list[Row]:
     """Step one, a hundred and a thousand drones at a time."""
+    from penstock.nav.simulation.simulator import Simulator  # the rest does without nav/
+    from penstock.nav.simulation.task import Settings as Task
+
     simulators = {}
     turns = {}
     for count in _DRONES:
@@ -85,6 +85,8 @@ def _two_batches(same: bool) -> tuple[TensorDictBase, TensorDictBase]:
     with warnings.catch_warnings(), torch.random.fork_rng(devices=[]):
         warnings.simplefilter("ignore", DeprecationWarning)  # of parts that TorchRL will remove
         from torchrl.collectors import Collector
+
+        from penstock.nav.simulation.env import NavigationEnv
 
         env = NavigationEnv(num_envs=_ENVS, threads=1)
         collector = Collector(

@@ -10,14 +10,13 @@ from tensordict import TensorDict
 
 from penstock.rollouts.collect import PipelinedDataCollector
 from penstock.tools.bench import Case, Row, Settings
-from penstock.tools.bench.collecting import (
+from penstock.tools.bench.measure import clock, interleave, judge_peers, time_rows, torch_threads
+from penstock.tools.bench.pipeline.collecting import (
     compute_gains,
     measure_alive,
     measure_parallel,
     measure_same_td,
 )
-from penstock.tools.bench.measure import clock, interleave, judge_peers, time_rows
-from penstock.tools.bench.state import torch_threads
 
 OURS = "penstock"
 SERIAL = "one after the other"

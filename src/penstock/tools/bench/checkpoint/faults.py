@@ -21,7 +21,7 @@ from penstock.checkpoints.saver import AsyncCheckpointSaver
 from penstock.core.progress import Progress
 from penstock.errors import PenstockError
 from penstock.tools.bench import Row, Settings
-from penstock.tools.bench.state import Learner, map_tensors, tensors
+from penstock.tools.bench.checkpoint.state import Learner, map_tensors, tensors
 
 _HIDDEN = 64  # a file of about 200 kB
 _PAGE = 4096

@@ -20,7 +20,7 @@ from penstock.replay.torchrl import CompressedStorage
 from penstock.tools.bench import Case, Extra, Row, Settings
 from penstock.tools.bench.experience import SeedBuffer, transitions
 from penstock.tools.bench.measure import Timing, burst, clock, interleave, judge_peers, time_rows
-from penstock.tools.bench.replay_modes import measure_index, measure_modes
+from penstock.tools.bench.replay.modes import measure_index, measure_modes
 
 OURS = "penstock"
 _BATCH, _LENGTH = 256, 500

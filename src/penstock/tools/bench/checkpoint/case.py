@@ -8,12 +8,13 @@ import warnings
 import torch
 
 from penstock.tools.bench import Case, Row, Settings
-from penstock.tools.bench.checkpoint_claims import conclude, measure_levels
-from penstock.tools.bench.durable import measure_durable, measure_load
-from penstock.tools.bench.faults import measure_faults
-from penstock.tools.bench.memory import measure_memory
-from penstock.tools.bench.stall import measure_inflation, measure_stall
-from penstock.tools.bench.state import nbytes, torch_threads, trained
+from penstock.tools.bench.checkpoint.claims import conclude, measure_levels
+from penstock.tools.bench.checkpoint.durable import measure_durable, measure_load
+from penstock.tools.bench.checkpoint.faults import measure_faults
+from penstock.tools.bench.checkpoint.memory import measure_memory
+from penstock.tools.bench.checkpoint.stall import measure_inflation, measure_stall
+from penstock.tools.bench.checkpoint.state import nbytes, trained
+from penstock.tools.bench.measure import torch_threads
 
 
 def run(settings: Settings) -> list[Row]:

@@ -16,12 +16,11 @@ from penstock.nav.training.group import Group
 from penstock.nav.training.loop import Trainer
 from penstock.nav.training.stopping import Stop
 from penstock.tools.bench import Case, Row, Settings
-from penstock.tools.bench.measure import Timing, clock, interleave, time_rows
-from penstock.tools.bench.nav_pipeline import measure_pipeline
-from penstock.tools.bench.nav_saving import measure_saving
-from penstock.tools.bench.nav_torchrl import PlainLoop
-from penstock.tools.bench.nav_train import Training, measure_resume, measure_training
-from penstock.tools.bench.state import torch_threads
+from penstock.tools.bench.measure import Timing, clock, interleave, time_rows, torch_threads
+from penstock.tools.bench.nav.pipeline import measure_pipeline
+from penstock.tools.bench.nav.plain_torchrl import PlainLoop
+from penstock.tools.bench.nav.saving import measure_saving
+from penstock.tools.bench.nav.train import Training, measure_resume, measure_training
 
 NUMBA = "penstock, numba, 2 threads"
 EAGER, EAGER_ALL = "eager torch, 1 thread", "eager torch, a thread per core"

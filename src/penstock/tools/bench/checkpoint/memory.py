@@ -1,6 +1,6 @@
 """Extra peak memory of saving, each way in a process of its own so that peaks do not mix.
 
-`python -m penstock.tools.bench.memory METHOD HIDDEN` measures one way and prints JSON.
+`python -m penstock.tools.bench.checkpoint.memory METHOD HIDDEN` measures one way and prints JSON.
 """
 
 from __future__ import annotations
@@ -71,8 +71,9 @@ def _in_process(method: str, hidden: int) -> float:
 
 def _measure(method: str, hidden: int) -> dict[str, int]:
     """Compare the peak of a loop that saves with the peak of the same loop that does not."""
-    from penstock.tools.bench.peers import Clone, Method, Penstock, SeedQueue
-    from penstock.tools.bench.state import Learner, nbytes, torch_threads
+    from penstock.tools.bench.checkpoint.peers import Clone, Method, Penstock, SeedQueue
+    from penstock.tools.bench.checkpoint.state import Learner, nbytes
+    from penstock.tools.bench.measure import peak_bytes, torch_threads
 
     learner = Learner(hidden)
     with tempfile.TemporaryDirectory(prefix="penstock-bench-") as scratch, torch_threads(1):
@@ -110,14 +111,6 @@ def _measure(method: str, hidden: int) -> dict[str, int]:
 def _reset_peak() -> None:
     """Let the kernel forget the highest resident size of this process."""
     Path("/proc/self/clear_refs").write_text("5")
-
-
-def peak_bytes() -> int:
-    """Return the highest resident size of this process since the kernel was told to forget it."""
-    for line in Path("/proc/self/status").read_text().splitlines():
-        if line.startswith("VmHWM:"):
-            return int(line.split()[1]) * 1024
-    raise PenstockError("this system does not tell the peak memory of a process")
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """Memory of a conversion: all frames at once, as the seed describes it, and penstock's.
 
-`python -m penstock.tools.bench.convert_memory FRAMES` puts so many frames of three cameras
+`python -m penstock.tools.bench.convert.memory FRAMES` puts so many frames of three cameras
 together in the old way and prints its peak.
 """
 
@@ -64,7 +64,7 @@ def _peak_bytes(frames: int) -> float:
 
 
 def _main(frames: int) -> None:
-    from penstock.tools.bench.memory import peak_bytes
+    from penstock.tools.bench.measure import peak_bytes
 
     buffer: list[list[Any]] = [[] for _ in range(_CAMERAS)]
     for number in range(frames):
@@ -108,7 +108,7 @@ def _by_window(bag: Path, out: Path, convert: Callable[..., dict[str, Any]]) -> 
             found[frames].append(convert(bag, out, "copy", f"window_frames={frames}"))
 
     def middle(frames: int, name: str) -> float:
-        return statistics.median(one[name] for one in found[frames])
+        return float(statistics.median(one[name] for one in found[frames]))
 
     rows = []
     for frames in _WINDOWS:

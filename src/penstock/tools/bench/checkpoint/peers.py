@@ -21,7 +21,7 @@ from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from torch.distributed.checkpoint.state_dict_saver import async_save
 
 from penstock.checkpoints.saver import AsyncCheckpointSaver
-from penstock.tools.bench.state import Learner, map_tensors, tensors
+from penstock.tools.bench.checkpoint.state import Learner, map_tensors, tensors
 
 SEED_LEVEL = 9
 

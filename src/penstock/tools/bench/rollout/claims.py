@@ -12,7 +12,6 @@ import lz4.frame
 import torch
 from tensordict import TensorDict
 
-from penstock.nav.training.config import load_config
 from penstock.rollouts.compressed import CompressedDataCollector
 from penstock.rollouts.storage import RolloutStorage
 from penstock.tools.bench import Row, Settings
@@ -32,6 +31,8 @@ _LIMIT_BYTES = 8e9  # of device memory, below which the seed compresses batches
 
 def measure_sizes(data: TensorDict) -> list[Row]:
     """Count the bytes of a step, of an environment and of a batch."""
+    from penstock.nav.training.config import load_config  # the rest does without nav/
+
     step = data[0, 0]
     parts = {key: step[(*_SEEN, key)] for key in _KEYS}
     seen = sum(part.nbytes for part in parts.values())

@@ -1,0 +1,1 @@
+"""Checkpoints beside their peers."""

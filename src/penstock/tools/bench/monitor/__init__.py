@@ -1,0 +1,1 @@
+"""Timers beside a list of times."""

@@ -1,0 +1,1 @@
+"""The simulator and the training loop, beside eager torch and TorchRL."""

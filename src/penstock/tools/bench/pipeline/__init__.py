@@ -1,0 +1,1 @@
+"""Collecting ahead of the learner."""

@@ -1,0 +1,1 @@
+"""Replay buffers beside TorchRL, cpprb and the per-episode way."""

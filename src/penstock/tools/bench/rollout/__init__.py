@@ -1,0 +1,1 @@
+"""Rollouts on disk and in memory, beside pickle and LZ4."""
