@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
@@ -18,7 +18,7 @@ from penstock.errors import CorruptFile
 from penstock.lerobot import layout
 from penstock.lerobot.adopt import fitting_stats, fitting_table
 from penstock.lerobot.episode import AnyStats, StagedEpisode, file_digest, write_stats
-from penstock.lerobot.journal import Record
+from penstock.lerobot.journal import Record, episodes_of
 from penstock.lerobot.layout import PRIVATE_FOLDER, QUANTILES
 from penstock.lerobot.parquet import write_table
 from penstock.lerobot.rows import write_data
@@ -83,9 +83,13 @@ class Placement:
         described = {name: stats.to_json(complete[name]) for name, stats in own.items()}
         after = replace(before, tasks=tasks, infos=before.infos or staged.infos)
         if spec.version == "v3.0":
-            after = self._place_meta(record, own, described, next_file, after)
+            record["episodes"] = self._next("episodes", next_file)
+            table = self._episode_table(record, own, described)
+            after = self._place_meta(record, table, own, after)
         else:
-            record["sizes"] = self._append_lines(record, described, tasks)
+            record["sizes"] = self._append_lines(
+                episode, [staged.frames], [described], staged.task, tasks
+            )
         record["next_file"] = next_file
         return record, after.after(record)
 
@@ -126,25 +130,24 @@ class Placement:
             raise CorruptFile(f"{staged.folder / key}.mp4 is not as long as it was staged")
         return where
 
-    def _place_meta(
-        self,
-        record: Record,
-        own: Mapping[str, AnyStats],
-        described: Mapping[str, Stats],
-        next_file: dict[str, int],
-        after: State,
-    ) -> State:
-        """Write the record of the episode, the statistics and the tasks of v3.0."""
-        record["episodes"] = self._next("episodes", next_file)
-        path = layout.episodes_path(*record["episodes"])
-        target = self._prepare(path)
+    def _episode_table(
+        self, record: Record, own: Mapping[str, AnyStats], described: Mapping[str, Stats]
+    ) -> pa.Table:
+        """Return the record of the episode as a table of one row."""
         if self._schema is None:
             row = episode_row(self._spec, record, described)
-            table = pa.Table.from_pylist([row], layout.episodes_schema(self._spec.features))
-        else:  # the records of others, in their shapes and types
-            complete = layout.all_features(self._spec.features)
-            row = episode_row(self._spec, record, fitting_stats(own, complete, self._schema))
-            table = fitting_table(row, self._schema)
+            return pa.Table.from_pylist([row], layout.episodes_schema(self._spec.features))
+        # The records of others, in their shapes and types.
+        complete = layout.all_features(self._spec.features)
+        row = episode_row(self._spec, record, fitting_stats(own, complete, self._schema))
+        return fitting_table(row, self._schema)
+
+    def _place_meta(
+        self, record: Record, table: pa.Table, own: Mapping[str, AnyStats], after: State
+    ) -> State:
+        """Write the records of episodes, the statistics and the tasks of v3.0."""
+        path = layout.episodes_path(*record["episodes"])
+        target = self._prepare(path)
         write_table(target, table)
         record["files"][path] = file_digest(target)
         merged = dict(self._before.stats)
@@ -156,7 +159,7 @@ class Placement:
                 merged[name] = stats
         order = layout.all_features(self._spec.features)
         after = replace(after, stats={name: merged[name] for name in order if name in merged})
-        record["stats"] = f"stats-{record['episode'] + 1:06d}.pack"
+        record["stats"] = f"stats-{record['episode'] + episodes_of(record):06d}.pack"
         write_stats(self._prepare(f"{PRIVATE_FOLDER}/{record['stats']}"), after.stats)
         publish_if_changed(self._root / layout.STATS_PATH, stats_bytes(self._spec, after))
         if after.tasks != self._before.tasks:
@@ -164,27 +167,29 @@ class Placement:
         return after
 
     def _append_lines(
-        self, record: Record, described: Mapping[str, Stats], tasks: list[str]
+        self,
+        first: int,
+        lengths: Sequence[int],
+        described: Iterable[Mapping[str, Stats]],
+        task: str,
+        tasks: list[str],
     ) -> dict[str, int]:
-        """Add the lines of v2.1's files; return their new sizes."""
+        """Add the lines of v2.1's files for episodes of one task; return their new sizes."""
         sizes = dict(self._before.sizes)
-        stats = {
-            name: {stat: value for stat, value in values.items() if stat not in QUANTILES}
-            for name, values in described.items()
-        }
-        lines: dict[str, list[dict[str, Any]]] = {
+        numbers = range(first, first + len(lengths))
+        lines: dict[str, Iterable[dict[str, Any]]] = {
             layout.TASKS_JSONL: [
                 {"task_index": number, "task": tasks[number]}
                 for number in range(len(self._before.tasks), len(tasks))
             ],
             # Statistics first: an episode that is listed has some, wherever we are killed.
-            layout.EPISODES_STATS_JSONL: [{"episode_index": record["episode"], "stats": stats}],
+            layout.EPISODES_STATS_JSONL: (
+                {"episode_index": number, "stats": _without_quantiles(stats)}
+                for number, stats in zip(numbers, described, strict=True)
+            ),
             layout.EPISODES_JSONL: [
-                {
-                    "episode_index": record["episode"],
-                    "tasks": [record["task"]],
-                    "length": record["frames"],
-                }
+                {"episode_index": number, "tasks": [task], "length": length}
+                for number, length in zip(numbers, lengths, strict=True)
             ],
         }
         make_folders(self._root / "meta")
@@ -192,6 +197,13 @@ class Placement:
             text = "".join(json.dumps(value, ensure_ascii=False) + "\n" for value in values)
             sizes[path] = append_bytes(self._root / path, sizes.get(path, 0), text.encode())
         return sizes
+
+
+def _without_quantiles(stats: Mapping[str, Stats]) -> dict[str, Stats]:
+    return {
+        name: {stat: value for stat, value in values.items() if stat not in QUANTILES}
+        for name, values in stats.items()
+    }
 
 
 def episode_row(spec: Spec, record: Record, stats: Mapping[str, Stats]) -> dict[str, Any]:

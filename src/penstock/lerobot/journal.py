@@ -1,6 +1,7 @@
 """The journal of a dataset: one line per event, each with its checksum, appended and synced.
 
-An episode is committed when its line is on the disk. A torn last line never was: it is cut off.
+An episode is committed when its line is on the disk; one line may commit many episodes. A torn last
+line never was: it is cut off.
 """
 
 from __future__ import annotations
@@ -54,6 +55,11 @@ class Base:
             return cls(**values)
         except TypeError as error:
             raise CorruptFile(f"the journal begins with an unknown line ({error})") from error
+
+
+def episodes_of(record: Record) -> int:
+    """Return how many episodes a line commits: one, or as many as it has `lengths`."""
+    return len(record["lengths"]) if "lengths" in record else 1
 
 
 class Journal:

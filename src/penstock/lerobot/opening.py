@@ -220,16 +220,21 @@ def recover(root: Path, spec: Spec, state: State, records: list[Record]) -> None
 
 def _ours(root: Path, spec: Spec, state: State) -> list[str]:
     """Return the files of episodes that lie behind what was there before the journal."""
-    found = []
+    found: list[str] = []
     if spec.version == "v2.1":
-        per_chunk = spec.limits.files_per_chunk
-        # Episodes are placed in order, so at most the next one has files without a line.
-        number = state.episodes
-        names = [layout.data_path("v2.1", number // per_chunk, number)]
-        names += [
-            layout.video_path("v2.1", k, number // per_chunk, number) for k in spec.video_keys
-        ]
-        return [name for name in names if (root / name).exists()]
+        # Episodes are placed in order, and a commit may place many: those behind the last line.
+        per_chunk, number = spec.limits.files_per_chunk, state.episodes
+        while True:
+            names = [layout.data_path("v2.1", number // per_chunk, number)]
+            names += [
+                layout.video_path("v2.1", k, number // per_chunk, number) for k in spec.video_keys
+            ]
+            there = [name for name in names if (root / name).exists()]
+            if not there:
+                # The last first, so that a kill in between leaves no hole behind which some stay.
+                return found[::-1]
+            found += there
+            number += 1
     kinds = {"episodes": layout.EPISODES_FOLDER, "data": "data"}
     kinds |= {f"videos/{key}": f"videos/{key}" for key in spec.video_keys}
     for kind, folder in kinds.items():

@@ -174,15 +174,26 @@ class _Packing:
             target = self._target(path)
             for i in group:
                 records[i]["episodes"] = list(where)
-            schema = read_table(self._root / paths[group[0]]).schema
-            with new_parquet(target, schema) as writer:
-                for start in range(0, len(group), _ROWS_AT_ONCE):
-                    rows = []
-                    for i in group[start : start + _ROWS_AT_ONCE]:
-                        (row,) = read_table(self._root / paths[i]).to_pylist()
-                        rows.append(row | places(records[i], self._spec.fps))
-                    writer.write_table(pa.Table.from_pylist(rows, schema))
+            self._join_records([paths[i] for i in group], [records[i] for i in group], target)
             records[group[0]]["files"][path] = file_digest(target)
+
+    def _join_records(self, paths: list[str], records: list[Record], target: Path) -> None:
+        """Join files of episode records, each with the new places of its episodes."""
+        waiting: list[pa.Table] = []
+        rows = 0
+        schema = read_table(self._root / paths[0]).schema
+        with new_parquet(target, schema) as writer:
+            for path, record in zip(paths, records, strict=True):
+                table = read_table(self._root / path)
+                for name, value in places(record, self._spec.fps).items():
+                    at = table.schema.get_field_index(name)
+                    column = pa.array([value] * table.num_rows, table.schema.field(at).type)
+                    table = table.set_column(at, table.schema.field(at), column)
+                waiting.append(table)
+                rows += table.num_rows
+                if rows >= _ROWS_AT_ONCE or path is paths[-1]:
+                    writer.write_table(pa.concat_tables(waiting).combine_chunks())
+                    waiting, rows = [], 0
 
     def _note(
         self,

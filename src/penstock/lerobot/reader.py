@@ -9,7 +9,7 @@ Example:
 from __future__ import annotations
 
 import os
-from collections.abc import Generator, Iterator, Sequence
+from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, cast
 
@@ -96,6 +96,34 @@ class Dataset:
         if not 0 <= index < len(self.episodes):
             raise UsageError(f"{self.path} has no episode {index}: it has {len(self)}, from 0")
         return self.episodes[index]
+
+    def scan(
+        self, names: Sequence[str], episodes: Sequence[int] | None = None
+    ) -> Iterator[tuple[Episode, Columns]]:
+        """Read features of many episodes, in order; neighbours in a data file in one pass.
+
+        Args:
+            names: The features; no pictures.
+            episodes: Numbers of the episodes; by default all.
+
+        Yields:
+            An episode, and some of its rows as `Episode.columns` has them: the rows of an episode
+            come in order, in one piece or several.
+
+        Raises:
+            UsageError: There is no such episode or feature, or it is a picture.
+            DataError: A file is damaged.
+        """
+        chosen = _choose_numbers(self, names)
+        run: list[Episode] = []
+        numbers = range(len(self)) if episodes is None else episodes
+        for episode in map(self.episode, numbers):
+            if run and (episode.index, episode.data_file) != (run[-1].index + 1, run[-1].data_file):
+                yield from _rows(run, chosen, 0, sum(map(len, run)))
+                run = []
+            run.append(episode)
+        if run:
+            yield from _rows(run, chosen, 0, sum(map(len, run)))
 
     def stats(self) -> Stats:
         """Read the statistics of the whole dataset (v3.0): feature, then "mean", "std", ….
@@ -189,11 +217,8 @@ class Episode:
         features = self._dataset.features
         if names is None:
             names = [name for name, feature in features.items() if not feature.is_picture]
-        chosen = self._choose(names)
-        for name, feature in chosen.items():
-            if feature.is_picture:
-                raise UsageError(f"{name!r} is a picture: use frames() or image()")
-        pieces = list(self._batches(chosen, 0, self.length))
+        chosen = _choose_numbers(self._dataset, names)
+        pieces = [piece for _, piece in _rows([self], chosen, 0, self.length)]
         return {name: np.concatenate([piece[name] for piece in pieces]) for name in chosen}
 
     def frames(
@@ -213,7 +238,7 @@ class Episode:
         stop = self.length if stop is None else stop
         if not 0 <= start <= stop <= self.length:
             raise UsageError(f"frames {start} to {stop}: episode {self.index} has {self.length}")
-        chosen = self._choose(list(self._dataset.features) if keys is None else keys)
+        chosen = _choose(self._dataset, self._dataset.features if keys is None else keys)
         rows = {name: feature for name, feature in chosen.items() if feature.dtype != "video"}
         numbers = {**rows, "task_index": self._dataset.features["task_index"]}
         videos = {
@@ -223,7 +248,7 @@ class Episode:
         }
         decoder = ImageDecoder()
         try:
-            for batch in self._batches(numbers, start, stop):
+            for _, batch in _rows([self], numbers, start, stop):
                 for row in range(len(batch["task_index"])):
                     frame: Frame = {}
                     for name, feature in chosen.items():
@@ -247,41 +272,11 @@ class Episode:
         """
         if not 0 <= k < self.length:
             raise UsageError(f"frame {k}: episode {self.index} has {self.length}, from 0")
-        if not self._choose([key])[key].is_picture:
+        if not _choose(self._dataset, [key])[key].is_picture:
             raise UsageError(f"{key!r} is not a picture: use columns()")
         [frame] = self.frames([key], k, k + 1)
         picture: np.ndarray[Any, Any] = frame[key]
         return picture
-
-    def _choose(self, names: Sequence[str]) -> dict[str, Feature]:
-        features = self._dataset.features
-        for name in names:
-            if name not in features:
-                raise UsageError(
-                    f"{self._dataset.path} has no feature {name!r}; it has {', '.join(features)}"
-                )
-        return {name: features[name] for name in names}
-
-    def _batches(self, chosen: dict[str, Feature], start: int, stop: int) -> Iterator[Columns]:
-        """Read rows of the data file, and see that they are this episode's."""
-        features = self._dataset.features
-        proof = {name: features[name] for name in ("episode_index", "index")}
-        first = self._first_row
-        with Table(self._dataset.path, self.data_file) as table:
-            position = self.from_index + start
-            for batch in table.batches({**chosen, **proof}, first + start, first + stop):
-                count = len(batch["index"])
-                expected = np.arange(position, position + count)
-                if not (
-                    np.array_equal(batch["index"], expected)
-                    and np.all(batch["episode_index"] == self.index)
-                ):
-                    raise CorruptFile(
-                        f"{self.data_file} in {self._dataset.path} has other rows than episode "
-                        f"{self.index} where that should be; run `penstock doctor` on it"
-                    )
-                position += count
-                yield {name: batch[name] for name in chosen}
 
     def _video(self, key: str, start: int, count: int) -> Generator[Any, None, None]:
         span = self._record.videos[key]
@@ -306,3 +301,51 @@ class Episode:
                 f"there are {len(self._dataset.tasks)}"
             )
         return self._dataset.tasks[number]
+
+
+def _choose(dataset: Dataset, names: Iterable[str]) -> dict[str, Feature]:
+    features = dataset.features
+    for name in names:
+        if name not in features:
+            raise UsageError(
+                f"{dataset.path} has no feature {name!r}; it has {', '.join(features)}"
+            )
+    return {name: features[name] for name in names}
+
+
+def _choose_numbers(dataset: Dataset, names: Iterable[str]) -> dict[str, Feature]:
+    chosen = _choose(dataset, names)
+    for name, feature in chosen.items():
+        if feature.is_picture:
+            raise UsageError(f"{name!r} is a picture: use frames() or image()")
+    return chosen
+
+
+def _rows(
+    run: Sequence[Episode], chosen: Mapping[str, Feature], start: int, stop: int
+) -> Iterator[tuple[Episode, Columns]]:
+    """Read rows start to stop of neighbouring episodes, and see that they are theirs."""
+    dataset, name = run[0]._dataset, run[0].data_file
+    proof = {key: dataset.features[key] for key in ("episode_index", "index")}
+    ends = np.cumsum([len(episode) for episode in run]).tolist()
+    first, offset = run[0]._first_row, run[0].from_index
+    at, position = 0, start
+    with Table(dataset.path, name) as table:
+        for batch in table.batches({**chosen, **proof}, first + start, first + stop):
+            done, count = 0, len(batch["index"])
+            while done < count:
+                while position >= ends[at]:
+                    at += 1
+                part = slice(done, done + min(count - done, ends[at] - position))
+                rows = part.stop - part.start
+                expected = np.arange(offset + position, offset + position + rows)
+                if not (
+                    np.array_equal(batch["index"][part], expected)
+                    and np.all(batch["episode_index"][part] == run[at].index)
+                ):
+                    raise CorruptFile(
+                        f"{name} in {dataset.path} has other rows than episode "
+                        f"{run[at].index} where that should be; run `penstock doctor` on it"
+                    )
+                yield run[at], {key: batch[key][part] for key in chosen}
+                done, position = part.stop, position + rows

@@ -18,7 +18,7 @@ from penstock.core.files import publish_bytes, sync_folder
 from penstock.errors import DataError
 from penstock.lerobot import layout
 from penstock.lerobot.episode import AnyStats
-from penstock.lerobot.journal import Base, Record
+from penstock.lerobot.journal import Base, Record, episodes_of
 from penstock.lerobot.layout import Feature, FileLimits, Version
 from penstock.lerobot.parquet import read_table, write_table
 
@@ -77,7 +77,7 @@ class State:
             tasks = [*tasks, record["task"]]
         return replace(
             self,
-            episodes=record["episode"] + 1,
+            episodes=record["episode"] + episodes_of(record),
             frames=record["first_index"] + record["frames"],
             tasks=tasks,
             next_file=record["next_file"],

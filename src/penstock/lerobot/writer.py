@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 import shutil
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, Self
@@ -20,8 +20,10 @@ from penstock.core.files import FolderLock, storage_error, sync_folder
 from penstock.errors import DataError, PenstockError, SaverClosed, StorageError, UsageError
 from penstock.lerobot import opening
 from penstock.lerobot.adopt import adopt, foreign_schema
+from penstock.lerobot.batch import BatchPlacement, EpisodeBatch
 from penstock.lerobot.commit import Placement
 from penstock.lerobot.episode import StagedEpisode
+from penstock.lerobot.journal import Record
 from penstock.lerobot.layout import (
     AUTO_FEATURES,
     INFO_PATH,
@@ -34,7 +36,7 @@ from penstock.lerobot.layout import (
 )
 from penstock.lerobot.opening import Mode, Opened
 from penstock.lerobot.packing import pack
-from penstock.lerobot.state import Spec, info_bytes, make_folders, publish_if_changed
+from penstock.lerobot.state import Spec, State, info_bytes, make_folders, publish_if_changed
 from penstock.lerobot.swap import settle, sibling
 
 
@@ -107,7 +109,7 @@ class DatasetWriter:
 
     @property
     def committed(self) -> list[dict[str, Any]]:
-        """The sources of the committed episodes, in their order."""
+        """The sources of the commits, in their order: one per episode, or per batch of them."""
         records = self._opened.journal.records
         return [record["source"] for record in records if record["kind"] == "episode"]
 
@@ -168,18 +170,54 @@ class DatasetWriter:
         self._check_open()
         episode = staged if isinstance(staged, StagedEpisode) else StagedEpisode.open(staged)
         self._check_episode(episode)
+        placement = self._placement()
+        where = str(episode.folder)
+        record = self._add(placement, lambda: placement.place(episode, dict(source)), where)
+        shutil.rmtree(episode.folder, ignore_errors=True)
+        return int(record["episode"])
+
+    def commit_many(self, batch: EpisodeBatch, source: Mapping[str, Any]) -> range:
+        """Add many episodes of numbers, durably, as one: all of them, or none.
+
+        Args:
+            batch: The episodes; they need not be staged.
+            source: JSON that says where they came from; one entry of `committed`.
+
+        Returns:
+            The numbers of the episodes.
+
+        Raises:
+            UsageError: They do not fit the dataset.
+            StorageError: Nothing was added.
+        """
+        self._check_open()
+        batch.check(self._opened.spec.features)
+        first = self._opened.state.episodes
+        placement = self._placement()
+        self._add(
+            placement, lambda: placement.place_many(batch, dict(source)), f"a batch of {self.root}"
+        )
+        return range(first, first + len(batch.lengths))
+
+    def _placement(self) -> BatchPlacement:
+        """Return what puts one episode or many into the dataset as it is now."""
+        return BatchPlacement(self.root, self._opened.spec, self._opened.state, self._schema)
+
+    def _add(
+        self, placement: Placement, place: Callable[[], tuple[Record, State]], what: str
+    ) -> Record:
+        """Place something, write its line, and let info.json follow; or take it all back."""
         opened = self._opened
         before, size = opened.state, opened.journal.size_bytes
         count = len(opened.journal.records)
-        placement = Placement(self.root, opened.spec, before, self._schema)
         try:
-            record, after = placement.place(episode, dict(source))
+            record, after = place()
             opened.journal.append(record)
             publish_if_changed(self.root / INFO_PATH, info_bytes(opened.spec, after))
         except BaseException as error:
             self._undo(placement, size, count)
             if isinstance(error, pa.ArrowException | MemoryError | TypeError | ValueError):
-                raise DataError(f"{episode.folder} cannot be committed ({error})") from error
+                raise DataError(f"{what} cannot be committed ({error})") from error
             if isinstance(error, OSError) and not isinstance(error, PenstockError):
                 raise storage_error("write", self.root, error) from error
             raise
@@ -187,9 +225,8 @@ class DatasetWriter:
         with suppress(OSError):
             if before.stats_file and before.stats_file != after.stats_file:
                 (self.root / PRIVATE_FOLDER / before.stats_file).unlink()
-        shutil.rmtree(episode.folder, ignore_errors=True)
         shutil.rmtree(sibling(self.root, "replaced"), ignore_errors=True)
-        return int(record["episode"])
+        return record
 
     def failed(self, source: Mapping[str, Any], reason: str) -> None:
         """Note, durably, that something could not become an episode."""

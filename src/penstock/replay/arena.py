@@ -10,6 +10,8 @@ import contextlib
 import mmap
 import os
 import tempfile
+from collections import deque
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -35,6 +37,23 @@ class _Chunk:
     used: int = 0
     live: int = 0
     map: mmap.mmap | None = None  # set when the chunk lies on disk
+
+
+class Parts:
+    """A piece of bytes that comes in parts: each is given up when it has been copied.
+
+    Args:
+        parts: In order.
+    """
+
+    def __init__(self, parts: Iterable[Bytes]) -> None:
+        self._parts = deque(parts)
+        self.size = sum(part.size for part in self._parts)
+
+    def take(self) -> Iterator[Bytes]:
+        """Hand the parts over, one by one; once only."""
+        while self._parts:
+            yield self._parts.popleft()
 
 
 class Arena:
@@ -73,9 +92,18 @@ class Arena:
         self.nbytes = 0
         self.spilled_bytes = 0
 
-    def put(self, data: Bytes) -> int:
+    def put(self, data: Bytes | Parts) -> int:
         """Copy a piece in and return its location."""
-        return int(self.put_many(data, np.array([data.size], np.int64))[0])
+        if isinstance(data, np.ndarray):
+            return int(self.put_many(data, np.array([data.size], np.int64))[0])
+        number, chunk = self._room_for(data.size)
+        location = chunk.used + (number << _OFFSET_BITS)
+        for part in data.take():
+            chunk.content[chunk.used : chunk.used + part.size] = part
+            chunk.used += part.size
+        chunk.live += data.size
+        self.live_bytes += data.size
+        return location
 
     def put_many(self, data: Bytes, lengths: Longs) -> Longs:
         """Copy consecutive pieces in and return their locations.

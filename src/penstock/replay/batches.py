@@ -7,10 +7,11 @@ from typing import Any
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
+from numpy.typing import ArrayLike, NDArray
 
 from penstock.errors import UsageError
-from penstock.replay.sampling import Ahead, discounted, look_ahead
+from penstock.replay.frame_priority import FramePriorities
+from penstock.replay.sampling import Ahead, Draw, discounted, look_ahead
 from penstock.replay.schema import KeyPath, known, nested, show
 from penstock.replay.settings import Settings
 from penstock.replay.store import EpisodeStore
@@ -27,6 +28,26 @@ def check_free(settings: Settings, made: KeyPath) -> None:
     """
     if any(path[0] == made[0] for path in settings.paths):
         raise UsageError(f"the key {show(made)} of the episodes is in the way of that of a batch")
+
+
+def check_sample(
+    settings: Settings, sequence: int | None, pad: bool, n_step: int, gamma: float, beta: float
+) -> None:
+    """Refuse arguments of `DictReplayBuffer.sample` that make no sense.
+
+    Raises:
+        UsageError: One does not.
+    """
+    if not 0 <= gamma <= 1:
+        raise UsageError(f"gamma is {gamma}; give a number from 0 to 1")
+    if not 0 <= beta < math.inf:
+        raise UsageError(f"beta is {beta}; give a number from 0, usually up to 1")
+    if pad and sequence is None:
+        raise UsageError("pad=True is about windows; give their length as sequence")
+    if pad:
+        check_free(settings, ("mask",))
+    if n_step > 1:
+        check_free(settings, ("discount",))
 
 
 def check_n_step(store: EpisodeStore, reward_path: KeyPath, done_path: KeyPath) -> tuple[int, int]:
@@ -146,3 +167,27 @@ def finished(
 
         return TensorDict(batch, batch_size=list(shape))
     return batch
+
+
+def with_priorities(
+    store: EpisodeStore, priorities: FramePriorities, draw: Draw, beta: float
+) -> Leaves:
+    """Return the ids of a batch's frames, -1 for padding, and the weights of its draws."""
+    first = draw.rows.reshape(len(draw.drawn), -1)[:, 0]
+    weight = priorities.weights(store.leaves[first] + draw.drawn, beta).astype(np.float32)
+    ids = np.where(draw.inside, store.index.starts[draw.rows] + draw.steps, -1)
+    spread = np.repeat(weight, ids.size // len(weight)).reshape(ids.shape)
+    return [(("index",), torch.from_numpy(ids)), (("weight",), torch.from_numpy(spread))]
+
+
+def frame_ids(indices: ArrayLike) -> Ints:
+    """Return ids of frames as an array.
+
+    Raises:
+        UsageError: They are no whole numbers.
+    """
+    given = indices.cpu() if isinstance(indices, torch.Tensor) else indices
+    array = np.asarray(given)
+    if array.size and array.dtype.kind not in "iu":
+        raise UsageError(f"frames are given as {array.dtype}; use their ids")
+    return array.astype(np.int64, copy=False)

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import math
-import operator
 import os
 import threading
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -16,12 +14,14 @@ from numpy.typing import ArrayLike, NDArray
 
 from penstock.errors import UsageError
 from penstock.replay import batches, persist
-from penstock.replay.frame_priority import FramePriorities
 from penstock.replay.held import Held
-from penstock.replay.sampling import Draw
-from penstock.replay.schema import Key, as_path, is_tensordict, read_episode
-from penstock.replay.settings import Settings
-from penstock.replay.store import EpisodeStore
+from penstock.replay.parts import EpisodeInParts
+from penstock.replay.schema import Key, as_key, as_path, is_tensordict, read_episode
+from penstock.replay.settings import Settings, natural
+
+if TYPE_CHECKING:
+    from penstock.core.progress import Mode
+    from penstock.lerobot.reader import Dataset
 
 Ints = NDArray[np.int64]
 
@@ -99,6 +99,46 @@ class DictReplayBuffer:
         held = Held(settings, np.random.default_rng(seed), spill_dir)
         self._begin(held, torch.device(device), None)
 
+    @classmethod
+    def from_lerobot(
+        cls,
+        dataset: str | os.PathLike[str] | Dataset,
+        keys: Iterable[str] | None = None,
+        *,
+        max_size: int | None = None,
+        device: str | torch.device = "cpu",
+        episodes: Iterable[int] | None = None,
+        rename: Mapping[str, Key] | None = None,
+        progress: Mode | None = None,
+        **options: Any,
+    ) -> DictReplayBuffer:
+        """Fill a buffer from a LeRobot dataset; memory is what it holds and a window of frames.
+
+        Pictures are RGB, uint8 [height, width, 3]; depth is mm, uint16 [height, width]. "reward" is
+        next.reward; "done" is next.done or, without one, True on the last frame of each episode.
+
+        Args:
+            dataset: Its folder, or `penstock.lerobot.open` of it.
+            keys: Features; by default all but texts and the columns of indices and times.
+            max_size: As for a new buffer; by default all frames.
+            device: Where batches go.
+            episodes: Their numbers, in the order to add them; by default all.
+            rename: Other keys for some features: {"observation.state": ("obs", "state")}.
+            progress: "rich", "plain" or "quiet".
+            options: As for a new buffer; `img_compressed` is True unless given.
+
+        Raises:
+            UsageError: There is no such feature or episode, or an option is wrong.
+            DataError: There is no dataset, or it is damaged.
+        """
+        from penstock.replay.lerobot import Source  # FFmpeg and parquet come with it
+
+        source = Source.open(dataset, keys, episodes, rename)
+        size = source.frames if max_size is None else max_size
+        buffer = cls(size, source.paths, device, **{"img_compressed": True, **options})
+        source.fill(buffer, progress)
+        return buffer
+
     def _begin(self, held: Held, device: torch.device, saved: persist.Saved | None) -> None:
         self._held = held
         self._device = device
@@ -141,11 +181,7 @@ class DictReplayBuffer:
         """The codec of each key; empty before the first episode."""
         with self._lock:
             columns = self._held.store.columns if self._held.store else []
-        return {
-            path[0] if len(path) == 1 else path: column.codec.id
-            for column in columns
-            for path in [column.field.path]
-        }
+        return {as_key(column.field.path): column.codec.id for column in columns}
 
     def add(self, episode: Any) -> int:
         """Add an episode, forgetting others to make room.
@@ -165,12 +201,7 @@ class DictReplayBuffer:
         fields, arrays, length = read_episode(episode, self._held.settings.paths)
         with self._lock:
             store = self._held.store or self._held.first_store(fields, arrays)
-            for column, field in zip(store.columns, fields, strict=True):
-                if column.field != field:
-                    raise UsageError(
-                        f"the episode has {field}, the first one had {column.field}; "
-                        "use a buffer of its own"
-                    )
+            self._held.check_fields(store, fields)
             if self._held.store is None:  # the codecs are not settled: nobody may come between
                 records = store.encode(arrays)
                 store.check_fits(length, records)
@@ -181,6 +212,18 @@ class DictReplayBuffer:
         with self._lock:
             return self._held.put(length, records)
 
+    def episode(self) -> EpisodeInParts:
+        """Add an episode in parts, each encoded as it comes: it need not fit memory as it is.
+
+        The buffer is unchanged until the block ends, and on an error. Codecs follow the first part.
+
+        Example:
+            with buffer.episode() as episode:
+                for part in parts:  # each as for `add`
+                    episode.extend(part)
+        """
+        return EpisodeInParts(self._held, self._lock)
+
     def remove(self, episode_id: int) -> None:
         """Forget one episode.
 
@@ -189,7 +232,7 @@ class DictReplayBuffer:
         """
         with self._lock:
             store = self._held.store
-            row = store.index.row_of(_count("episode_id", episode_id, 0)) if store else None
+            row = store.index.row_of(natural("episode_id", episode_id, 0)) if store else None
             if row is None:
                 raise UsageError(f"episode {episode_id} is not held; see the property episodes")
             self._held.forget(row)
@@ -234,21 +277,12 @@ class DictReplayBuffer:
             UsageError: The buffer is empty, no episode is as long as `sequence`, or an argument is
                 not as above.
         """
-        count = _count("batch_size", batch_size)
+        count = natural("batch_size", batch_size)
         if sequence is not None:
-            sequence = _count("sequence", sequence)
-        steps_ahead = _count("n_step", n_step)
-        if not 0 <= gamma <= 1:
-            raise UsageError(f"gamma is {gamma}; give a number from 0 to 1")
-        if not 0 <= beta < math.inf:
-            raise UsageError(f"beta is {beta}; give a number from 0, usually up to 1")
-        if pad and sequence is None:
-            raise UsageError("pad=True is about windows; give their length as sequence")
+            sequence = natural("sequence", sequence)
+        steps_ahead = natural("n_step", n_step)
         settings = self._held.settings
-        if pad:
-            batches.check_free(settings, ("mask",))
-        if steps_ahead > 1:
-            batches.check_free(settings, ("discount",))
+        batches.check_sample(settings, sequence, pad, steps_ahead, gamma, beta)
         with self._lock:
             store, sampler = self._held.filled()
             if steps_ahead > 1:
@@ -262,7 +296,7 @@ class DictReplayBuffer:
             if pad:
                 leaves.append((("mask",), torch.from_numpy(draw.inside)))
             if self._held.priorities is not None:
-                leaves += self._with_priorities(store, self._held.priorities, draw, beta)
+                leaves += batches.with_priorities(store, self._held.priorities, draw, beta)
         return batches.finished(leaves, draw.rows.shape, self._device, self._held.as_tensordict)
 
     def sample_indices(self, batch_size: int) -> Ints:
@@ -271,7 +305,7 @@ class DictReplayBuffer:
         Raises:
             UsageError: The buffer is empty, or `batch_size` is not a positive whole number.
         """
-        count = _count("batch_size", batch_size)
+        count = natural("batch_size", batch_size)
         with self._lock:
             store, sampler = self._held.filled()
             draw = sampler.draw(count, self._held.rng, store.leaves, None, False)
@@ -286,7 +320,7 @@ class DictReplayBuffer:
         Raises:
             UsageError: One of them is not held any more, or never was.
         """
-        ids = _ids(indices)
+        ids = batches.frame_ids(indices)
         with self._lock:
             store, _ = self._held.filled()
             rows, steps, alive = store.index.locate(ids)
@@ -309,7 +343,7 @@ class DictReplayBuffer:
         priorities = self._held.priorities
         if priorities is None:
             raise UsageError("this buffer has no priorities; make it with priority=0.6")
-        ids = _ids(index).reshape(-1)
+        ids = batches.frame_ids(index).reshape(-1)
         given = priority.detach().cpu() if isinstance(priority, torch.Tensor) else priority
         values = np.asarray(given, np.float64).reshape(-1)
         if values.size == 1:
@@ -364,35 +398,3 @@ class DictReplayBuffer:
         buffer = cls.__new__(cls)
         buffer._begin(held, torch.device(device), saved)
         return buffer
-
-    @staticmethod
-    def _with_priorities(
-        store: EpisodeStore, priorities: FramePriorities, draw: Draw, beta: float
-    ) -> batches.Leaves:
-        """Return the ids of a batch's frames, -1 for padding, and the weights of its draws."""
-        first = draw.rows.reshape(len(draw.drawn), -1)[:, 0]
-        weight = priorities.weights(store.leaves[first] + draw.drawn, beta).astype(np.float32)
-        ids = np.where(draw.inside, store.index.starts[draw.rows] + draw.steps, -1)
-        spread = np.repeat(weight, ids.size // len(weight)).reshape(ids.shape)
-        return [
-            (("index",), torch.from_numpy(ids)),
-            (("weight",), torch.from_numpy(spread)),
-        ]
-
-
-def _count(what: str, value: int, least: int = 1) -> int:
-    try:
-        number = operator.index(value)
-    except TypeError:
-        raise UsageError(f"{what} is {value!r}, which is not a whole number") from None
-    if number < least:
-        raise UsageError(f"{what} is {value}; give at least {least}")
-    return number
-
-
-def _ids(indices: ArrayLike) -> Ints:
-    given = indices.cpu() if isinstance(indices, torch.Tensor) else indices
-    array = np.asarray(given)
-    if array.size and array.dtype.kind not in "iu":
-        raise UsageError(f"frames are given as {array.dtype}; use their ids")
-    return array.astype(np.int64, copy=False)

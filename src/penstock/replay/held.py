@@ -10,6 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from penstock.errors import UsageError
+from penstock.replay.arena import Parts
 from penstock.replay.frame_priority import FramePriorities
 from penstock.replay.records import Column
 from penstock.replay.sampling import Sampler
@@ -54,6 +55,19 @@ class Held:
         ]
         return self.new_store(columns)
 
+    def check_fields(self, store: EpisodeStore, fields: Sequence[Field]) -> None:
+        """Refuse an episode that looks other than the first one.
+
+        Raises:
+            UsageError: It does.
+        """
+        for column, field in zip(store.columns, fields, strict=True):
+            if column.field != field:
+                raise UsageError(
+                    f"the episode has {field}, the first one had {column.field}; "
+                    "use a buffer of its own"
+                )
+
     def new_store(self, columns: Sequence[Column]) -> EpisodeStore:
         """Make an empty store with the buffer's limits."""
         return EpisodeStore(columns, self.settings, self._spill_dir)
@@ -74,7 +88,7 @@ class Held:
             raise UsageError("the buffer is empty; add an episode first")
         return self.store, self.sampler
 
-    def put(self, length: int, records: Sequence[NDArray[np.uint8]]) -> int:
+    def put(self, length: int, records: Sequence[NDArray[np.uint8] | Parts]) -> int:
         """Store an episode that was checked, forgetting others to make room; return its id."""
         store = self.store
         assert store is not None

@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 
 from penstock.core.reuse import ReusedMemory
 from penstock.errors import CorruptFile, UsageError
+from penstock.replay.arena import Parts
 from penstock.replay.frames import (
     LARGEST_FRAME_BYTES,
     FrameCodec,
@@ -122,27 +123,33 @@ class Column:
         Raises:
             UsageError: The record would be larger than its table can say.
         """
-        length = len(frames)
         if self.plain:
             return frames.reshape(-1).view(np.uint8)
-        per_unit = self._unit_frames(length)
-        unit_bytes = per_unit * self.field.size
-        units = -(-length // per_unit)
-        worst = _ENTRY.itemsize * (units + 1) + units * unit_bytes
-        if unit_bytes > LARGEST_FRAME_BYTES or worst > _LARGEST_RECORD:
+        per_unit = self._unit_frames(len(frames))
+        units = -(-len(frames) // per_unit)
+        self.check_size(len(frames), units, units * per_unit * self.field.size)
+        data, lengths = self.encode_units(_filled_up(frames, per_unit), per_unit)
+        return np.concatenate([_table(lengths), data])
+
+    def encode_units(self, frames: NDArray[Any], per_unit: int) -> tuple[Bytes, Ints]:
+        """Encode whole units of frames; return all bytes, perhaps a view, and their lengths."""
+        units = len(frames) // per_unit
+        rows = frames.reshape(units, -1).view(np.uint8)
+        return self._codec_for(per_unit).encode(rows.reshape(units, per_unit * self.field.size))
+
+    def check_size(self, length: int, units: int, nbytes: int) -> None:
+        """Refuse an episode whose record is larger than its table can say.
+
+        Raises:
+            UsageError: It is, or a unit is larger than a codec takes.
+        """
+        unit_bytes = self._unit_frames(length) * self.field.size
+        total = _ENTRY.itemsize * (units + 1) + nbytes
+        if unit_bytes > LARGEST_FRAME_BYTES or total > _LARGEST_RECORD:
             raise UsageError(
                 f"{show(self.field.path)}: an episode of {length} frames is too large for "
                 f"{self.codec.id} in the mode {self.mode!r}; use raw, or shorter episodes"
             )
-        filled = _filled_up(frames, per_unit)
-        data, lengths = self._codec_for(per_unit).encode(
-            filled.reshape(units, -1).view(np.uint8).reshape(units, unit_bytes)
-        )
-        table = np.empty(units + 1, np.int64)
-        table[0] = _ENTRY.itemsize * (units + 1)
-        np.cumsum(lengths, out=table[1:])
-        table[1:] += table[0]
-        return np.concatenate([table.astype(_ENTRY).view(np.uint8), data])
 
     def check(self, record: Bytes, length: int) -> None:
         """Refuse a record from a file whose table would lead outside of it.
@@ -231,6 +238,75 @@ class Column:
         if self.mode != "episode":
             return self.codec
         return frame_codec({**self.codec.config(), "size": per_unit * self.field.size})
+
+
+class RecordWriter:
+    """Makes the record of an episode that comes in parts: no more than its bytes are held.
+
+    In the mode "episode" all frames are held until the end: they are compressed as one.
+
+    Args:
+        column: How the key is stored.
+    """
+
+    def __init__(self, column: Column) -> None:
+        self._column = column
+        self._per_unit = column.block_frames
+        self._parts: list[Bytes] = []
+        self._lengths: list[Ints] = []
+        self._waiting: list[NDArray[Any]] = []  # less than a unit
+        self._frames = 0
+        self.size = 0
+
+    def add(self, frames: NDArray[Any]) -> None:
+        """Add frames [n, *shape]; they are copied or encoded.
+
+        Raises:
+            UsageError: The record would be larger than its table can say.
+        """
+        self._frames += len(frames)
+        if self._column.plain:
+            self._keep(frames.reshape(-1).view(np.uint8))
+        elif self._column.mode == "episode":
+            self._waiting.append(frames.copy())
+        else:
+            together = np.concatenate([*self._waiting, frames]) if self._waiting else frames
+            whole = len(together) - len(together) % self._per_unit
+            self._encode(together[:whole])
+            self._waiting = [together[whole:].copy()] if whole < len(together) else []
+
+    def finish(self) -> Bytes | Parts:
+        """Return the record; the writer is of no use after that."""
+        if self._column.mode == "episode" and not self._column.plain:
+            return self._column.encode(np.concatenate(self._waiting))
+        if self._waiting:
+            self._encode(_filled_up(self._waiting.pop(), self._per_unit))
+        parts, self._parts = self._parts, []
+        return Parts(
+            parts if self._column.plain else [_table(np.concatenate(self._lengths)), *parts]
+        )
+
+    def _encode(self, frames: NDArray[Any]) -> None:
+        if len(frames):
+            data, lengths = self._column.encode_units(frames, self._per_unit)
+            self._keep(data)
+            self._lengths.append(lengths)
+            units = -(-self._frames // self._per_unit)
+            self._column.check_size(self._frames, units, self.size)
+
+    def _keep(self, data: Bytes) -> None:
+        # A copy: what a codec returns is a view of memory for the worst case.
+        self._parts.append(data.copy())
+        self.size += data.size
+
+
+def _table(lengths: Ints) -> Bytes:
+    """Return the offsets of units, from the start of the record."""
+    table = np.empty(len(lengths) + 1, np.int64)
+    table[0] = _ENTRY.itemsize * len(table)
+    np.cumsum(lengths, out=table[1:])
+    table[1:] += table[0]
+    return table.astype(_ENTRY).view(np.uint8)
 
 
 def _filled_up(frames: NDArray[Any], multiple: int) -> NDArray[Any]:

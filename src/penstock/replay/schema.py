@@ -56,7 +56,7 @@ class Field:
 
 def show(path: KeyPath) -> str:
     """Return a key as the user wrote it."""
-    return repr(path[0]) if len(path) == 1 else repr(path)
+    return repr(as_key(path))
 
 
 def as_path(key: Any) -> KeyPath:
@@ -69,6 +69,11 @@ def as_path(key: Any) -> KeyPath:
     if not isinstance(path, tuple) or not path or not all(isinstance(k, str) for k in path):
         raise UsageError(f"{key!r} is not a key; give a name, or a tuple of names for a nested one")
     return path
+
+
+def as_key(path: KeyPath) -> Key:
+    """Return a path as the user wrote it: a name, or a tuple of names."""
+    return path[0] if len(path) == 1 else path
 
 
 def as_paths(keys: Iterable[Key]) -> list[KeyPath]:

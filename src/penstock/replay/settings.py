@@ -128,6 +128,18 @@ class Settings:
         return settings
 
 
+def natural(what: str, value: Any, least: int = 1) -> int:
+    """Return a whole number.
+
+    Raises:
+        UsageError: It is none, or less than the least.
+    """
+    number = _whole(what, value)
+    if number < least:
+        raise UsageError(f"{what} is {value}; give at least {least}")
+    return number
+
+
 def _whole(what: str, value: Any) -> int:
     try:
         return operator.index(value)

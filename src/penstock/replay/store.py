@@ -15,9 +15,9 @@ from numpy.typing import NDArray
 from penstock.core.memory import format_bytes
 from penstock.core.reuse import ReusedMemory
 from penstock.errors import UsageError
-from penstock.replay.arena import Arena
+from penstock.replay.arena import Arena, Parts
 from penstock.replay.index import EpisodeIndex
-from penstock.replay.records import Column
+from penstock.replay.records import Column, RecordWriter
 from penstock.replay.settings import Settings
 
 Bytes = NDArray[np.uint8]
@@ -87,7 +87,7 @@ class EpisodeStore:
         """Return the records of an episode's arrays [T, *shape]; changes nothing, needs no lock."""
         return [column.encode(array) for column, array in zip(self.columns, arrays, strict=True)]
 
-    def check_fits(self, length: int, records: Sequence[Bytes]) -> None:
+    def check_fits(self, length: int, records: Sequence[Bytes | Parts | RecordWriter]) -> None:
         """Refuse an episode that could not be held even alone.
 
         Raises:
@@ -105,7 +105,7 @@ class EpisodeStore:
                 "cut it, or make the buffer larger"
             )
 
-    def victims(self, length: int, records: Sequence[Bytes]) -> Ints:
+    def victims(self, length: int, records: Sequence[Bytes | Parts]) -> Ints:
         """Return the rows that must go before an episode can come, in the order of their going."""
         frames, nbytes = self.index.frames + length, self.live_bytes
         nbytes += sum(record.size for record in records)
@@ -132,7 +132,7 @@ class EpisodeStore:
         # The newest one stays: it is what the caller just added.
         return int(np.argmin(self.used[:-1])) if self._lru else 0
 
-    def add(self, length: int, records: Sequence[Bytes], leaf: int) -> int:
+    def add(self, length: int, records: Sequence[Bytes | Parts], leaf: int) -> int:
         """Store an episode that was checked, and return its id."""
         locations: list[int] = []
         try:
