@@ -7,10 +7,9 @@ The command for the first half: penstock export runs/x/rollouts flights
 
 import torch
 
-from penstock import DictReplayBuffer, RolloutStorage
+from penstock import DictReplayBuffer, RolloutStorage, export
 from penstock.lerobot import Dataset
 from penstock.nav.simulation.env import NavigationEnv
-from penstock.rollouts.lerobot import export
 
 env = NavigationEnv(num_envs=16, num_obstacles=100, dynamic_obstacles=8, maps=1)
 data = env.rollout(40, break_when_any_done=False)  # [16 drones, 40 steps]

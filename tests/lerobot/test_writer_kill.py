@@ -64,6 +64,7 @@ def reopen(out: Path, version: str, acknowledged: set[int]) -> None:
         assert len((out / "meta/episodes.jsonl").read_bytes().splitlines()) == len(numbers)
 
 
+@pytest.mark.timeout(400)  # a process per kill, and fsyncs: slow on a loaded machine
 @pytest.mark.parametrize(("version", "kills"), [("v3.0", 15), ("v2.1", 4)])
 def test_kills_lose_nothing_and_change_nothing(tmp_path: Path, version: str, kills: int) -> None:
     start = time.monotonic()
