@@ -47,6 +47,22 @@ def test_it_is_smaller_and_time_is_last(tmp_path):
         assert entry.nbytes / entry.stored_bytes > 2
 
 
+def test_single_numbers_are_not_stored_in_tiny_blocks(tmp_path):
+    values = torch.randn(100_000).cumsum(0)
+    storage = RolloutStorage(tmp_path)
+    storage.save(TensorDict({"x": values, "pair": values.reshape(-1, 2)}, []), 0)
+    storage.save(TensorDict({"x": values}, [100_000]), 1)
+    for number in range(2):
+        with PackReader(storage.path(number)) as pack:
+            assert {entry.block_bytes for entry in pack.index.entries.values()} == {64 * 1024}
+        same(storage.load(number)["x"], values)
+    same(storage.load(1, envs=99_999)["x"], values[-1])
+    batch = make_batch(200, 32)
+    storage.save(batch, 2)
+    with PackReader(storage.path(2)) as pack:  # of an environment that has time, only a few others
+        assert pack.entry("done").block_bytes == 128 * 32
+
+
 def reference(data, envs, steps):
     """What indexing the whole gives: environments first, then steps."""
     if envs is not None:

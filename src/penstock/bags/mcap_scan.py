@@ -110,6 +110,7 @@ class _Scanner:
             except CorruptFile:
                 if not self.tolerant:
                     raise
+                self.damaged += not self.kept or self.kept[-1][0].pos != pos
                 pos = self._search(pos)
             if pos < 0:
                 break
@@ -215,8 +216,9 @@ class _Scanner:
             keys, counts = np.unique(entries.ids, return_counts=True)
             self._keep(chunk, dict(zip(keys.tolist(), counts.tolist(), strict=True)))
             self._note_times(int(entries.times.min()), int(entries.times.max()))
-        if cut:  # its length may be wrong: other chunks may lie within it
-            raise BadRecord(f"the chunk at {pos} is cut")
+        if cut:  # its length may be wrong: other chunks may lie within it, behind what was read
+            taken = 0 if head.compression else walked.good_bytes
+            return self._search(head.start + taken - 1)
         if chunk.usable_bytes < 0:
             self._use_message_index(chunk, entries)
         return stop
@@ -261,8 +263,7 @@ class _Scanner:
             raise CorruptFile(f"{self.source.path}: the data does not match its checksum")
 
     def _search(self, pos: int) -> int:
-        """Return where the next chunk or message begins; -1 if there is none."""
-        self.damaged += not self.kept or self.kept[-1][0].pos != pos
+        """Return where the next chunk or message begins behind `pos`; -1 if there is none."""
         at = pos + 1
         found = -1
         while at < self.stop and found < 0:

@@ -42,6 +42,7 @@ _PLAIN_BYTES = 4096  # smaller tensors are stored as they are: nothing to gain
 # One environment is read by decoding a block of each key; smaller ones make saving slower.
 _BLOCK_BYTES = 512 * 1024
 _BLOCK_ROWS = 128
+_LEAST_BLOCK_BYTES = 64 * 1024  # of rows without time, which may be single numbers
 _LARGEST_ROW_BYTES = 64 << 20  # of one environment: beyond this a block holds a part of it
 _PARALLEL_BYTES = 4 << 20
 _WORKERS = 2
@@ -92,6 +93,7 @@ def _item(leaf: Leaf, axes: Axes, level: int) -> Item:
     if leaf.nbytes < _PLAIN_BYTES:
         return Item(leaf.item, values, leaf.dtype)
     order = axes.order(leaf.shape)
+    least_bytes = _LEAST_BLOCK_BYTES if order is None else 0
     width = values.itemsize // 2 if values.dtype.kind == "c" else values.itemsize
     codec = codec_for(width, level, time_last=order is not None)
     if codec is None and axes.env == 0:
@@ -100,7 +102,8 @@ def _item(leaf: Leaf, axes: Axes, level: int) -> Item:
     row_bytes = leaf.nbytes // leaf.shape[order[0] if order else 0]
     block_bytes = _BLOCK_BYTES
     if row_bytes <= _LARGEST_ROW_BYTES:
-        block_bytes = min(max(1, _BLOCK_BYTES // row_bytes), _BLOCK_ROWS) * row_bytes
+        most_rows = max(_BLOCK_ROWS, least_bytes // row_bytes)
+        block_bytes = min(max(1, _BLOCK_BYTES // row_bytes), most_rows) * row_bytes
     return Item(leaf.item, values, leaf.dtype, codec, layout, block_bytes)
 
 

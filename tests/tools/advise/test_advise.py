@@ -10,9 +10,11 @@ from tensordict import TensorDict
 import penstock
 from penstock.errors import PenstockError, UnsupportedValue, UsageError
 from penstock.tools.advise import Advice, Limits, advise, decide
+from penstock.tools.advise.machine import measure_machine
 from penstock.tools.bench.experience import depth_pictures, flights
 
 SECONDS = 0.5
+NAMES = ("DictReplayBuffer", "RolloutStorage", "CompressedDataCollector")
 
 
 def size_of(data):
@@ -21,10 +23,9 @@ def size_of(data):
     return sum(value.nbytes for value in data.values())
 
 
-def run_line(line):
+def run_line(line, **names):
     """Run a line of the settings as a user would."""
-    names = {name: getattr(penstock, name) for name in ("DictReplayBuffer", "RolloutStorage")}
-    return eval(line, names)
+    return eval(line, {name: getattr(penstock, name) for name in NAMES} | names)
 
 
 def real_stored(found, data, folder, monkeypatch):
@@ -67,11 +68,11 @@ def zeros(rows=20_000, width=32):
 
 
 def pictures():
-    return {"pixels": np.concatenate([depth_pictures(150, seed) for seed in range(4)])}
+    return {"pixels": np.concatenate([depth_pictures(70, seed) for seed in range(4)])}
 
 
 def noisy_pictures():
-    return {"pixels": np.concatenate([depth_pictures(150, seed, 2.0) for seed in range(4)])}
+    return {"pixels": np.concatenate([depth_pictures(70, seed, 2.0) for seed in range(4)])}
 
 
 @pytest.fixture(scope="module")
@@ -96,19 +97,14 @@ def test_noise_is_left_alone(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("make", [pictures, noisy_pictures, zeros])
-def test_stored(make, tmp_path, monkeypatch):
+def test_stored_and_held_in_memory(make, tmp_path, monkeypatch):
     data = make()
+    [array] = data.values()
     found = advise(saved(data, tmp_path), seconds=SECONDS)
     assert found.verdict == "B"
     assert found.ratio == pytest.approx(real_stored(found, data, tmp_path, monkeypatch), rel=0.1)
-
-
-@pytest.mark.parametrize("make", [pictures, noisy_pictures, zeros])
-def test_held_in_memory(make, tmp_path):
-    data = make()
-    [array] = data.values()
-    found = advise(saved(data, tmp_path), memory=array.nbytes * 9 // 10, seconds=SECONDS)
-    assert found.verdict == "C"
+    found = under(found, memory=array.nbytes * 9 // 10)
+    assert (found.verdict, found.decision.form) == ("C", "buffer")
     assert found.ratio == pytest.approx(real_held(found, data, [data]), rel=0.1)
 
 
@@ -118,11 +114,22 @@ def test_lidar(lidar, tmp_path, monkeypatch):
     found = under(found, bandwidth=1e6)
     assert found.verdict == "B"
     assert found.ratio == pytest.approx(real_stored(found, lidar, tmp_path, monkeypatch), rel=0.1)
-    found = under(found, memory=4 * 10**6)
-    assert found.verdict == "C"
-    assert found.ratio == pytest.approx(real_held(found, lidar, lidar), rel=0.1)
-    batch = penstock.CompressedDataCollector([], compression_level=1).compress(lidar)
-    assert found.decision.ratio_batch == pytest.approx(batch.raw_bytes / batch.nbytes, rel=0.1)
+
+
+def test_batches_that_do_not_fit_are_compressed_as_they_are_collected(lidar):
+    memory = 4 * 10**6
+    found = under(advise(lidar, seconds=SECONDS), memory=memory)
+    assert (found.verdict, found.decision.form, found.decision.fits) == ("C", "batch", True)
+    collector = run_line(found.settings[0], collector=[lidar])
+    [batch] = collector
+    assert found.ratio == pytest.approx(batch.raw_bytes / batch.nbytes, rel=0.1)
+    assert (batch.decompress() == lidar).all()
+    assert batch.nbytes + collector._cache._limit_bytes <= 1.1 * memory
+    assert found.decision.ratio_in_memory == pytest.approx(real_held(found, lidar, lidar), rel=0.1)
+    too_small = under(found, memory=10**6)
+    assert (too_small.verdict, too_small.decision.fits) == ("C", False)
+    assert "spill_dir on disk" in too_small.why[1]
+    assert 'spill_dir="spill"' in too_small.settings[1]
 
 
 def halves():
@@ -227,6 +234,15 @@ def test_nothing_to_measure(data):
 def test_what_holds_no_numbers_is_named(value):
     with pytest.raises(UnsupportedValue, match=r"deep\.x is an array of"):
         advise({"deep": {"x": value}})
+
+
+def test_the_machine_is_measured(tmp_path):
+    found = measure_machine(tmp_path, 0.05)
+    assert found.cores >= 1
+    assert found.memory_bytes > 10**8
+    assert found.copy_bytes_s > 10**7
+    assert found.write_bytes_s > 10**4
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_nonsense_seconds():

@@ -7,7 +7,7 @@ import json
 import math
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from penstock.errors import UsageError
@@ -25,7 +25,16 @@ from penstock.tools.advise.model import parse_rate
 MB = 10**6
 
 
-def key(name="x", size=100 * MB, stored=3.0, memory=2.0, speed=500.0 * MB, batch=None, **more):
+def key(
+    name="x",
+    size=100 * MB,
+    stored=3.0,
+    memory=2.0,
+    speed=500.0 * MB,
+    batch=None,
+    delta=None,
+    **more,
+):
     def codec(ratio):
         return None if ratio is None else CodecMeasure("c", ratio, speed, 2 * speed)
 
@@ -41,6 +50,7 @@ def key(name="x", size=100 * MB, stored=3.0, memory=2.0, speed=500.0 * MB, batch
         "stored": codec(stored),
         "memory": codec(memory),
         "batch": codec(batch),
+        "delta": codec(delta),
         "bound": 4.0,
     }
     return KeyMeasure(**(values | more))
@@ -118,10 +128,63 @@ def test_what_neither_fits_nor_shrinks_needs_another_remedy():
     assert "at most 100 frames, a spill_dir, or more memory" in found.why[1]
 
 
-def test_batches_count_where_a_buffer_does_not_help():
-    found = advice(measured(key(memory=1.1, batch=3.0), environments=10), memory=50 * MB)
+@pytest.mark.parametrize("memory", [1.1, 2.0, 5.0])
+def test_batches_are_compressed_as_batches_first(memory):
+    found = advice(measured(key(memory=memory, batch=3.0), environments=10), memory=50 * MB)
     assert (found.verdict, found.ratio) == ("C", pytest.approx(3.0))
-    assert found.settings[0].startswith("CompressedDataCollector(")
+    assert (found.decision.form, found.decision.fits) == ("batch", True)
+    assert found.settings[0] == (
+        f"CompressedDataCollector(collector, compression_level=1, cache_bytes={16_666_666})"
+    )
+    assert found.settings[1].startswith("DictReplayBuffer(") is (memory >= 1.3)
+    assert "as compressed batches they take 33.3 MB" in found.why[1]
+
+
+def test_batches_that_hardly_shrink_leave_the_buffer():
+    found = advice(measured(key(memory=2.0, batch=1.2), environments=10), memory=60 * MB)
+    assert (found.verdict, found.ratio, found.decision.form) == ("C", pytest.approx(2.0), "buffer")
+    assert found.settings[0].startswith("DictReplayBuffer(")
+
+
+def test_batches_that_do_not_fit_compressed_either():
+    found = advice(measured(key(batch=3.0), environments=10), memory=33 * MB)
+    assert not found.decision.fits
+    assert "keep fewer of them, or a replay buffer with a spill_dir" in found.why[1]
+
+
+def checkpoints(stored, delta, on_disk=True):
+    weights = key("w", stored=stored, delta=delta, memory=None, writer="checkpoint")
+    return measured(weights, on_disk=on_disk, frames=0, delta_every=10 if delta else 0)
+
+
+@pytest.mark.parametrize(
+    ("stored", "delta", "verdict_", "every"),
+    [
+        (1.2, 1.25, "A", 0),
+        (1.25, 1.31, "B", 10),  # reaches what full ones do not
+        (1.2, 3.0, "B", 10),
+        (1.5, 1.6, "B", 0),  # a chain of files for 7 % is not worth it
+        (1.5, 1.7, "B", 10),
+        (1.4, 1.2, "B", 0),
+    ],
+)
+def test_differences_between_checkpoints(stored, delta, verdict_, every):
+    found = advice(checkpoints(stored, delta))
+    assert (found.verdict, found.decision.delta_every) == (verdict_, every)
+    expected = delta if every else stored
+    assert found.decision.ratio_stored == pytest.approx(expected)
+    assert ("delta_every=10" in found.settings[0]) is bool(every)
+    assert ("checkpoint_delta_every=10" in found.settings[1]) is bool(every)
+    assert "note:" not in found.text()
+
+
+def test_of_one_checkpoint_differences_are_unknown():
+    found = advice(checkpoints(1.2, None))
+    assert (found.verdict, found.decision.ratio_delta) == ("A", None)
+    assert found.settings[0] == 'AsyncCheckpointSaver("checkpoints", compress=False)'
+    [note] = found.to_json()["notes"]
+    assert "delta_every" in note
+    assert f"note: {note}" in found.text()
 
 
 def test_of_a_small_device_the_smaller_batch_is_named_first():
@@ -157,11 +220,15 @@ keys = st.builds(
     stored=st.floats(0.9, 50),
     memory=st.none() | st.floats(0.9, 50),
     batch=st.none() | st.floats(0.9, 50),
+    delta=st.none() | st.floats(0.9, 50),
     speed=st.floats(1e6, 1e10),
 )
 data = st.builds(
     lambda items, on_disk: measured(
-        *(dataclasses.replace(k, name=str(i)) for i, k in enumerate(items)), on_disk=on_disk
+        *(dataclasses.replace(k, name=str(i)) for i, k in enumerate(items)),
+        on_disk=on_disk,
+        delta_every=10 if any(k.delta for k in items) else 0,
+        notes=("one",),
     ),
     st.lists(keys, min_size=1, max_size=4),
     st.booleans(),
@@ -176,6 +243,7 @@ limits = st.builds(
 )
 
 
+@settings(max_examples=60)
 @given(data, limits, st.floats(0.01, 1))
 def test_less_memory_keeps_c(found, given_, share):
     if given_.memory is None or decide(found, given_).verdict != "C":
@@ -184,6 +252,7 @@ def test_less_memory_keeps_c(found, given_, share):
     assert decide(found, less).verdict == "C"
 
 
+@settings(max_examples=60)
 @given(data, limits, st.floats(0.01, 1))
 def test_a_slower_link_keeps_b(found, given_, share):
     if given_.bandwidth is None or decide(found, given_).verdict != "B":
@@ -192,17 +261,22 @@ def test_a_slower_link_keeps_b(found, given_, share):
     assert decide(found, slower).verdict == "B"
 
 
+@settings(max_examples=60)
 @given(data, limits, st.floats(1, 10))
 def test_a_higher_ratio_keeps_b(found, given_, factor):
     if decide(found, given_).verdict != "B":
         return
+
+    def raised(codec):
+        return codec and dataclasses.replace(codec, ratio=codec.ratio * factor)
+
     better = tuple(
-        dataclasses.replace(k, stored=dataclasses.replace(k.stored, ratio=k.stored.ratio * factor))
-        for k in found.keys
+        dataclasses.replace(k, stored=raised(k.stored), delta=raised(k.delta)) for k in found.keys
     )
     assert decide(dataclasses.replace(found, keys=better), given_).verdict == "B"
 
 
+@settings(max_examples=60)
 @given(data, limits, st.integers(1, 100))
 def test_more_uses_never_raise_the_break_even(found, given_, more):
     before = decide(found, given_).break_even
@@ -210,6 +284,7 @@ def test_more_uses_never_raise_the_break_even(found, given_, more):
     assert after.bandwidth <= before.bandwidth
 
 
+@settings(max_examples=60)
 @given(data, limits)
 def test_the_answer_goes_to_json_and_depends_on_nothing_else(found, given_):
     again = Measurements.from_json(json.loads(json.dumps(found.to_json())))

@@ -14,7 +14,14 @@ from safetensors.torch import save_file
 from tensordict import TensorDict
 
 import penstock
-from penstock.errors import CorruptFile, PenstockError, UnknownFormat, UnsupportedValue, UsageError
+from penstock.errors import (
+    CorruptFile,
+    DataError,
+    PenstockError,
+    UnknownFormat,
+    UnsupportedValue,
+    UsageError,
+)
 from penstock.tools.advise import advise
 from penstock.tools.bench.experience import depth_pictures, flights
 from penstock.tools.inspect import describe
@@ -119,15 +126,15 @@ def buffer():
     made = penstock.DictReplayBuffer(1000, ["pixels", ("n", "x")], img_compressed=True)
     rng = np.random.default_rng(0)
     for episode in range(4):
-        x = rng.normal(size=(100, 3)).astype(np.float32)
-        made.add({"pixels": depth_pictures(100, episode), "n": {"x": x}})
+        x = rng.normal(size=(40, 3)).astype(np.float32)
+        made.add({"pixels": depth_pictures(40, episode), "n": {"x": x}})
     return made
 
 
 def test_a_replay_buffer(tmp_path):
     made = buffer()
     made.save(tmp_path / "replay")
-    raw = 400 * (84 * 84 + 12)
+    raw = 160 * (84 * 84 + 12)
     found = advise(tmp_path / "replay", seconds=SECONDS)
     assert found.verdict == "B"
     assert found.ratio == pytest.approx(raw / made.stored_bytes, rel=0.1)
@@ -138,8 +145,8 @@ def test_a_replay_buffer(tmp_path):
 
 def test_a_torchrl_storage(tmp_path):
     storage = penstock.CompressedStorage(500)
-    pixels = torch.from_numpy(depth_pictures(300))
-    storage.set(range(300), TensorDict({"pixels": pixels, "r": torch.zeros(300)}, [300]))
+    pixels = torch.from_numpy(depth_pictures(100))
+    storage.set(range(100), TensorDict({"pixels": pixels, "r": torch.zeros(100)}, [100]))
     storage.dumps(tmp_path / "storage")
     found = advise(tmp_path / "storage", seconds=SECONDS)
     assert found.verdict == "B"
@@ -162,6 +169,21 @@ def test_a_recording_and_its_dataset(tmp_path):
     found = advise(tmp_path / "out", memory="500kB", seconds=SECONDS)
     assert found.verdict == "C"
     assert found.settings[0].startswith("DictReplayBuffer.from_lerobot(")
+
+
+@pytest.mark.parametrize(("name", "kind"), [("a.bag", "bag"), ("a.mcap", "mcap")])
+def test_of_a_damaged_recording_the_rest_counts(name, kind, tmp_path):
+    bag = tmp_path / name
+    write_sample(bag, kind=kind, seconds=1, cameras=1, width=160, height=120, raw_images=True)
+    whole = advise(bag, seconds=SECONDS)
+    assert whole.to_json()["notes"] == []
+    bag.write_bytes(bag.read_bytes()[: bag.stat().st_size * 2 // 3])
+    found = advise(bag, seconds=SECONDS)
+    assert found.verdict == "B"
+    assert found.decision.raw_bytes == pytest.approx(whole.decision.raw_bytes * 2 / 3, rel=0.1)
+    [note] = found.to_json()["notes"]
+    assert "it is damaged, only a part was looked at" in note
+    assert "--salvage" not in found.text()
 
 
 def test_raw_pictures_of_a_recording_do_compress(tmp_path):
@@ -218,7 +240,7 @@ def liar(path):
         ("a.npz", flipped, CorruptFile),
         ("a.safetensors", liar, CorruptFile),
         ("a.npz", lambda path: path.write_bytes(b"PK\x03\x04junk"), CorruptFile),
-        ("a.bag", lambda path: path.write_bytes(b"#ROSBAG V2.0\nxxx"), CorruptFile),
+        ("a.bag", lambda path: path.write_bytes(b"#ROSBAG V2.0\nxxx"), DataError),
         ("a.pt", lambda path: path.write_bytes(b"junk" * 10), CorruptFile),
         ("a.txt", lambda path: path.write_bytes(b"junk" * 10), UnknownFormat),
         ("folder", lambda path: path.mkdir(), UsageError),
@@ -230,6 +252,7 @@ def test_bad_files_are_one_clear_line(name, make, error, tmp_path):
     with pytest.raises(error, match=name) as caught:
         advise(tmp_path / name)
     assert "\n" not in str(caught.value)
+    assert "--salvage" not in str(caught.value)  # which is not a flag of advise
 
 
 def test_a_damaged_rollout(rollouts, tmp_path):

@@ -1,7 +1,7 @@
 """Whether to compress: measured on the user's own data and machine.
 
-    sources.py    what the data is            sample.py arrays.py saved.py recorded.py   a sample of it
-    measure.py    each codec on each key      entropy.py   the bound      machine.py   disk and memory
+    sources.py    what the data is            sample.py arrays.py saved.py states.py recorded.py   a sample of it
+    measure.py stored.py   each codec on each key      entropy.py   the bound      machine.py timing.py   speeds
     decide.py     A, B or C: a pure function  settings.py show.py   what to type, and why
 
 Docs: docs/advise.md.

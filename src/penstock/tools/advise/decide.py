@@ -1,6 +1,6 @@
 """The decision: a pure function of what was measured and what the user has.
 
-A  don't compress         it saves too little, or costs more time than it saves
+A  don't compress             it saves too little, or costs more time than it saves
 B  compress what is stored    it lies on a disk or crosses a slow link, and fits the memory as it is
 C  compress in memory too     it does not fit otherwise
 
@@ -20,8 +20,10 @@ from typing import Any, Literal
 from penstock.tools.advise.model import CodecMeasure, KeyMeasure, Limits, Measurements
 
 Verdict = Literal["A", "B", "C"]
+Form = Literal["", "batch", "buffer"]
 
 LEAST_RATIO = 1.3
+LEAST_GAIN = 1.1  # of differences between checkpoints over full ones
 SLACK = 1.2  # memory of a replay buffer, for what was freed and not yet used again
 MEANING: dict[Verdict, str] = {
     "A": "don't compress",
@@ -54,6 +56,9 @@ class Decision:
     Attributes:
         verdict: A, B or C.
         reason: Which rule decided, in a word.
+        form: In which form it is held for C, "batch" (a `CompressedDataCollector`) or "buffer" (a
+            replay buffer); "" for the others.
+        fits: Whether the memory holds it in the form advised.
         raw_bytes: Stored uncompressed.
         stored_bytes: Stored compressed, as predicted.
         memory_bytes: Held uncompressed.
@@ -61,6 +66,9 @@ class Decision:
         batch_bytes: Held as batches of a `CompressedDataCollector`; None where there are none.
         ratio: Of the form advised.
         ratio_stored: Of storing.
+        ratio_full: Of storing every checkpoint in full; None where differences were not measured.
+        ratio_delta: Of storing differences between full ones; None where they were not measured.
+        delta_every: Checkpoints per full one, differences between; 0 for full ones only.
         ratio_in_memory: Of holding it in a replay buffer; None where that does not apply.
         ratio_batch: Of holding it as compressed batches; None where that does not apply.
         break_even: See there.
@@ -68,13 +76,15 @@ class Decision:
         decode_bytes_s: Of reading, all keys together.
         limit_bytes: The tightest memory, if it does not fit uncompressed.
         limit_is_device: Whether that is the device's.
-        spill: Whether, in memory, it needs a disk besides.
+        spill: Whether a replay buffer of it needs a disk besides.
         fitting_frames: How many frames fit that memory uncompressed.
         pays: Names of the keys that get smaller by `LEAST_RATIO`, in the form advised.
     """
 
     verdict: Verdict
     reason: str
+    form: Form
+    fits: bool
     raw_bytes: int
     stored_bytes: int
     memory_bytes: int
@@ -82,6 +92,9 @@ class Decision:
     batch_bytes: int | None
     ratio: float
     ratio_stored: float
+    ratio_full: float | None
+    ratio_delta: float | None
+    delta_every: int
     ratio_in_memory: float | None
     ratio_batch: float | None
     break_even: BreakEven
@@ -98,16 +111,18 @@ def decide(measurements: Measurements, limits: Limits) -> Decision:
     """Decide; the same measurements and limits always give the same answer."""
     keys = measurements.keys
     raw = sum(key.raw_bytes for key in keys)
-    stored = math.ceil(sum(_coded(key.raw_bytes, key.stored) for key in keys))
-    stored += measurements.overhead_bytes
+    full, delta = _stored(measurements, 0), _stored(measurements, measurements.delta_every)
+    delta_every = measurements.delta_every if _differences_pay(measurements, full, delta) else 0
+    stored = delta if delta_every else full
     ratio_stored = raw / max(1, stored)
+    in_series = bool(measurements.delta_every)
     held = sum(key.memory_bytes for key in keys)
     compressed = math.ceil(sum(_coded(key.memory_bytes, key.memory) for key in keys))
     batches = math.ceil(sum(_coded(key.memory_bytes, key.batch) for key in keys))
     applies = any(key.memory is not None for key in keys)
     ratio_memory = held / max(1, compressed) if applies else None
     ratio_batch = held / max(1, batches) if any(key.batch for key in keys) else None
-    encode, decode = _speeds(keys)
+    encode, decode = _speeds(keys, delta_every)
     even = _break_even(measurements, limits, ratio_stored, encode, decode)
 
     given = [
@@ -116,10 +131,16 @@ def decide(measurements: Measurements, limits: Limits) -> Decision:
         if size is not None and held > size
     ]
     limit, device = min(given, default=(None, False))
-    in_buffer = (ratio_memory or 1.0) >= LEAST_RATIO
-    in_memory = ratio_memory if in_buffer else ratio_batch
+    # Batches first: what was collected as batches is used as such.
+    forms: list[tuple[Form, float | None, int, float]] = [
+        ("batch", ratio_batch, batches, 1.0),
+        ("buffer", ratio_memory, compressed, SLACK),
+    ]
+    form, in_memory, size, slack = next(
+        (one for one in forms if (one[1] or 1.0) >= LEAST_RATIO), ("", None, held, 1.0)
+    )
     stores = measurements.on_disk or limits.bandwidth is not None
-    if limit is not None and (in_memory or 1.0) >= LEAST_RATIO:
+    if limit is not None and form:
         verdict, reason = "C", "does not fit"
     elif ratio_stored < LEAST_RATIO:
         verdict, reason = "A", "saves too little"
@@ -129,11 +150,15 @@ def decide(measurements: Measurements, limits: Limits) -> Decision:
         verdict, reason = "A", "link is fast"
     else:
         verdict, reason = "B", "stored"
+    held_so = verdict == "C"  # compressed, in host memory
     ratio = {"A": 1.0, "B": ratio_stored, "C": in_memory or 1.0}[verdict]
     frame_bytes = held / max(1, measurements.frames)
+    memory = limits.memory or math.inf
     return Decision(
         verdict=verdict,  # type: ignore[arg-type]
         reason=reason,
+        form=form if held_so else "",
+        fits=size * slack <= memory if held_so else limit is None,
         raw_bytes=raw,
         stored_bytes=stored,
         memory_bytes=held,
@@ -141,6 +166,9 @@ def decide(measurements: Measurements, limits: Limits) -> Decision:
         batch_bytes=batches if ratio_batch is not None else None,
         ratio=ratio,
         ratio_stored=ratio_stored,
+        ratio_full=raw / max(1, full) if in_series else None,
+        ratio_delta=raw / max(1, delta) if in_series else None,
+        delta_every=delta_every,
         ratio_in_memory=ratio_memory,
         ratio_batch=ratio_batch,
         break_even=even,
@@ -148,24 +176,47 @@ def decide(measurements: Measurements, limits: Limits) -> Decision:
         decode_bytes_s=decode,
         limit_bytes=limit,
         limit_is_device=device,
-        spill=verdict == "C" and in_buffer and compressed * SLACK > (limits.memory or math.inf),
+        spill=held_so and applies and compressed * SLACK > memory,
         fitting_frames=int(limit // frame_bytes) if limit is not None and frame_bytes else 0,
-        pays=tuple(key.name for key in keys if _pays(key, verdict)),
+        pays=tuple(
+            key.name
+            for key in keys
+            if (codec := codec_of(key, form if held_so else "", delta_every))
+            and codec.ratio >= LEAST_RATIO
+        ),
     )
+
+
+def codec_of(key: KeyMeasure, form: Form, delta_every: int) -> CodecMeasure | None:
+    """Return the codec of a key as it is held, or else as it is stored."""
+    if form:
+        return key.batch if form == "batch" else key.memory
+    return key.delta if delta_every and key.delta else key.stored
+
+
+def _stored(measurements: Measurements, delta_every: int) -> int:
+    """Return the bytes stored, headers included."""
+    coded = (_coded(k.raw_bytes, codec_of(k, "", delta_every)) for k in measurements.keys)
+    return math.ceil(sum(coded)) + measurements.overhead_bytes
+
+
+def _differences_pay(measurements: Measurements, full: int, delta: int) -> bool:
+    """Tell whether differences make the checkpoints clearly smaller, or all of it small enough."""
+    series = [key for key in measurements.keys if key.delta]
+    before = sum(_coded(key.raw_bytes, key.stored) for key in series)
+    after = sum(_coded(key.raw_bytes, key.delta) for key in series)
+    enough = sum(key.raw_bytes for key in measurements.keys) / LEAST_RATIO
+    return before > LEAST_GAIN * after or delta <= enough < full
 
 
 def _coded(size: int, codec: CodecMeasure | None) -> float:
     return size / codec.ratio if codec else float(size)
 
 
-def _pays(key: KeyMeasure, verdict: str) -> bool:
-    codecs = (key.memory, key.batch) if verdict == "C" else (key.stored,)
-    return any(codec is not None and codec.ratio >= LEAST_RATIO for codec in codecs)
-
-
-def _speeds(keys: Iterable[KeyMeasure]) -> tuple[float, float]:
+def _speeds(keys: Iterable[KeyMeasure], delta_every: int) -> tuple[float, float]:
     """Speeds of all keys together, by their bytes."""
-    coded = [(key.raw_bytes, key.stored) for key in keys if key.stored and key.raw_bytes]
+    found = [(key.raw_bytes, codec_of(key, "", delta_every)) for key in keys]
+    coded = [(size, codec) for size, codec in found if codec and size]
     total = sum(size for size, _ in coded)
     if not total:
         return 0.0, 0.0

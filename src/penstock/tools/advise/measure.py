@@ -1,39 +1,32 @@
-"""Measure a sample: the ratio and speed of each codec on each key, by the code that would be used.
-
-Samples of rollouts and checkpoints are written to a temporary file by the writers themselves; what
-the file's index says of them is what the whole data will become.
-"""
+"""Measure a sample: the ratio and speed of each codec on each key, by the code that is used."""
 
 from __future__ import annotations
 
 import contextlib
-import tempfile
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from penstock.core.codecs import Codec, Lz4, Planes, Zstd, bytes_of
-from penstock.core.pack import Entry, Item, PackReader, PackWriter
+from penstock.core.codecs import Codec, Lz4, Zstd, bytes_of
 from penstock.errors import MissingExtra, UsageError
 from penstock.tools.advise.decide import LEAST_RATIO
-from penstock.tools.advise.entropy import HIGHEST, memoryless_bound
+from penstock.tools.advise.entropy import memoryless_bound
 from penstock.tools.advise.model import CodecMeasure, KeyMeasure, Machine, Measurements
-from penstock.tools.advise.sample import Group, Key, Source, joined, spread
+from penstock.tools.advise.sample import Key, Source, joined, spread
+from penstock.tools.advise.stored import store
+from penstock.tools.advise.timing import best, raw, timed
 
 if TYPE_CHECKING:
     from penstock.replay.frames import FrameCodec
 
 Array = NDArray[Any]
 
-ROLLOUT_LEVEL = 9  # the default of RolloutStorage
 BATCH_LEVEL = 1  # the default of CompressedDataCollector
-CHECKPOINT_LEVEL = 2  # the default of AsyncCheckpointSaver
 COMPARED: tuple[tuple[str, Codec], ...] = (
     ("lz4 0", Lz4(0)),
     ("lz4 9", Lz4(9)),
@@ -41,7 +34,6 @@ COMPARED: tuple[tuple[str, Codec], ...] = (
     ("zstd 3", Zstd(3)),
 )
 _CHUNK_BYTES = 1 << 20
-_PLAIN_BYTES = 4096  # smaller tensors of a checkpoint are stored as they are
 _TIMED_BYTES = 2 << 20
 _FRAMES_BYTES = 16 << 20
 _LEAST_FRAMES_BYTES, _MOST_FRAMES_BYTES = 256 << 10, 8 << 20
@@ -49,7 +41,6 @@ _BOUND_BYTES = 512 << 10
 _COMPARED_BYTES = 6 << 20  # of all keys together, as the next
 _COMPARED_KEYS = 16
 _BOUND_KEYS = 64
-_TIMED_BLOCKS = 256
 _SMALL_FRAME_BYTES = 256  # a replay buffer leaves smaller ones alone unless it is told otherwise
 _SMALL_CODECS = ("sparse", "lz4")  # in this order: the first is many times faster
 _FEW_FRAMES = 512
@@ -57,7 +48,6 @@ _SHORT_S = 0.05  # what takes less is measured again
 _CLEARLY = 0.9
 _MANIFEST_BYTES, _RECORD_BYTES = 8000, 1400  # of a saved replay buffer, and per key
 _TABLE_BYTES = 4  # per frame of a compressed key in a replay buffer
-_BLOCK_HEADER_BYTES = 24  # per block in the header of a pack
 
 
 def measure_source(source: Source, machine: Machine, seconds: float) -> Measurements:
@@ -69,7 +59,8 @@ def measure_source(source: Source, machine: Machine, seconds: float) -> Measurem
         seconds: After so long nothing is measured any more that the decision does not need.
     """
     until = time.perf_counter() + seconds
-    stored, overhead = _stored(source, machine)
+    stored = store(source, machine)
+    overhead = stored.overhead_bytes
     batches = _batches(source, machine)
     keys = []
     order = sorted(range(len(source.keys)), key=lambda n: -source.keys[n].raw_bytes)
@@ -78,9 +69,10 @@ def measure_source(source: Source, machine: Machine, seconds: float) -> Measurem
         key = source.keys[number]
         share = key.raw_bytes / max(1, whole)
         compare = rank < _COMPARED_KEYS and time.perf_counter() < until
-        measured = _measure_key(key, stored.get(number), machine, share, compare)
+        measured = _measure_key(key, stored.codecs.get(number), machine, share, compare)
         bound = _bound(key) if rank < _BOUND_KEYS else None
-        keys.append(replace(measured, batch=batches.get(number), bound=bound))
+        delta = stored.differences.get(number)
+        keys.append(replace(measured, batch=batches.get(number), delta=delta, bound=bound))
     if not source.environments and _buffer_is_smaller(keys, overhead):
         keys = [replace(key, writer="replay", stored=key.memory) for key in keys]
         overhead = _buffer_overhead(keys)
@@ -92,6 +84,8 @@ def measure_source(source: Source, machine: Machine, seconds: float) -> Measurem
         environments=source.environments,
         overhead_bytes=overhead,
         disk_bytes=source.disk_bytes,
+        delta_every=source.delta_every if stored.differences else 0,
+        notes=tuple(source.notes),
         keys=tuple(keys),
         machine=machine,
     )
@@ -129,9 +123,9 @@ def _measure_key(
         stored = memory
     elif key.writer == "recording" and taken and not fixed:
         chunks = _chunks(taken, _TIMED_BYTES * 4)
-        stored = _timed("zstd 3", Zstd(3), chunks)
+        stored = timed("zstd 3", Zstd(3), chunks)
     elif key.stored_ratio is not None:
-        speed = next((c for c in compared if c.name == "lz4 0"), _raw(machine))  # like snappy
+        speed = next((c for c in compared if c.name == "lz4 0"), raw(machine))  # like snappy
         ratio = key.stored_ratio
         stored = CodecMeasure("parquet", ratio, speed.encode_bytes_s, speed.decode_bytes_s)
     return KeyMeasure(
@@ -150,73 +144,9 @@ def _measure_key(
     )
 
 
-def _stored(source: Source, machine: Machine) -> tuple[dict[int, CodecMeasure], int]:
-    """Write the groups as they would be stored; return the codec of each key, and the headers."""
-    raw: Counter[int] = Counter()
-    coded: Counter[int] = Counter()
-    blocks: dict[int, tuple[Codec, list[Array]]] = {}
-    overhead = 0.0
-    files: Counter[str] = Counter()
-    for group in source.groups:
-        files[group.writer] += group.files  # type: ignore[assignment]
-    with tempfile.TemporaryDirectory(prefix="penstock-advise-") as folder:
-        for number, group in enumerate(source.groups):
-            path = Path(folder) / f"{number}.pack"
-            _write(path, source, group)
-            with PackReader(path) as pack:
-                header = pack.index.header_bytes
-                for key, words in group.items:
-                    entry = pack.entry(str(key))
-                    raw[key] += words.nbytes
-                    coded[key] += entry.stored_bytes
-                    per_file = source.keys[key].raw_bytes / max(1.0, files[group.writer])
-                    more = per_file / entry.block_bytes - entry.blocks
-                    header += int(_BLOCK_HEADER_BYTES * max(0.0, more))
-                    if entry.codec.id != "raw":
-                        codec, some = blocks.setdefault(key, (entry.codec, []))
-                        some += _some_blocks(pack, entry, len(source.groups))
-                overhead += header * group.files
-    found = {}
-    for key, size in raw.items():
-        measure = _raw(machine)
-        if key in blocks:
-            codec, some = blocks[key]
-            measure = _timed(_name(codec), codec, some)
-        ratio = size / max(1, coded[key])
-        speeds = measure.encode_bytes_s, measure.decode_bytes_s
-        found[key] = CodecMeasure(measure.name, ratio, *speeds)
-    return found, int(overhead)
-
-
-def _write(path: Path, source: Source, group: Group) -> None:
-    if group.writer == "rollouts":
-        from penstock.rollouts.files import write_rollout
-        from penstock.rollouts.structure import Axes, Batch, Leaf
-
-        leaves = [
-            Leaf(str(key), source.keys[key].path, source.keys[key].dtype, np.ascontiguousarray(w))
-            for key, w in group.items
-        ]
-        children = [
-            [list(source.keys[key].path), {"kind": "tensor", "item": str(key), "device": "cpu"}]
-            for key, _ in group.items
-        ]
-        node = {"kind": "dict", "v": children}
-        write_rollout(path, Batch(node, leaves), Axes(*group.axes), 0, ROLLOUT_LEVEL)
-        return
-    items = []
-    for key, words in group.items:
-        # Not the sample's size: a small sample of a large tensor is compressed, too.
-        small = source.keys[key].raw_bytes / group.files < _PLAIN_BYTES
-        codec = None if small else Planes(level=CHECKPOINT_LEVEL)
-        items.append(Item(str(key), np.ascontiguousarray(words), source.keys[key].dtype, codec))
-    with PackWriter(path, kind="checkpoint") as writer:
-        writer.add_all(items)
-
-
 def _batches(source: Source, machine: Machine) -> dict[int, CodecMeasure]:
     """Measure what a `CompressedDataCollector` makes of batches [env, time]."""
-    raw: Counter[int] = Counter()
+    before: Counter[int] = Counter()
     coded: Counter[int] = Counter()
     seconds: dict[int, list[float]] = {}
     for group in source.groups:
@@ -230,72 +160,26 @@ def _batches(source: Source, machine: Machine) -> dict[int, CodecMeasure]:
             if words.shape[:2] != lead:
                 continue
             leaf = Leaf(str(key), source.keys[key].path, source.keys[key].dtype, words)
-            begin = time.perf_counter()
-            column = compress_columns([leaf], 2, None, BATCH_LEVEL).get(leaf.item)
-            middle = time.perf_counter()
-            if column:
-                column.decode_all()
+            for _ in range(1 if seconds else 2):  # the very first includes what is made ready
+                begin = time.perf_counter()
+                column = compress_columns([leaf], 2, None, BATCH_LEVEL).get(leaf.item)
+                middle = time.perf_counter()
+                if column:
+                    column.decode_all()
+                end = time.perf_counter()
             spent = seconds.setdefault(key, [1e-9, 1e-9])
             spent[0] += middle - begin
-            spent[1] += time.perf_counter() - middle
-            raw[key] += words.nbytes
+            spent[1] += end - middle
+            before[key] += words.nbytes
             coded[key] += column.nbytes if column else words.nbytes
     return {
         key: CodecMeasure(
             "series groups", size / max(1, coded[key]), *(size / s for s in seconds[key])
         )
         if coded[key] < size
-        else _raw(machine)
-        for key, size in raw.items()
+        else raw(machine)
+        for key, size in before.items()
     }
-
-
-def _some_blocks(pack: PackReader, entry: Entry, groups: int) -> list[Array]:
-    most = min(_TIMED_BLOCKS, max(1, _TIMED_BYTES // groups // entry.block_bytes))
-    return [
-        pack.read_block(entry.name, block)
-        for some in spread(entry.blocks, 1, most)
-        for block in range(some.start, some.stop)
-    ]
-
-
-def _name(codec: Codec) -> str:
-    level = codec.config().get("level")
-    return codec.id if level is None else f"{codec.id} {level}"
-
-
-def _raw(machine: Machine) -> CodecMeasure:
-    return CodecMeasure("raw", 1.0, machine.copy_bytes_s, machine.copy_bytes_s)
-
-
-def _timed(name: str, codec: Codec, blocks: Sequence[Array]) -> CodecMeasure:
-    """Encode and decode blocks, one thread, the best of a few times."""
-    size = sum(block.nbytes for block in blocks)
-    coded = [b"".join(codec.encode(block)) for block in blocks]
-    out = [np.empty_like(block) for block in blocks]
-
-    def encode() -> None:
-        for block in blocks:
-            codec.encode(block)
-
-    def decode() -> None:
-        for data, target in zip(coded, out, strict=True):
-            codec.decode(memoryview(data), target)
-
-    ratio = min(HIGHEST, size / max(1, sum(map(len, coded))))
-    return CodecMeasure(name, ratio, size / _best(encode), size / _best(decode))
-
-
-def _best(work: Callable[[], None]) -> float:
-    best, spent = float("inf"), 0.0
-    for _ in range(3):
-        begin = time.perf_counter()
-        work()
-        took = time.perf_counter() - begin
-        best, spent = min(best, took), spent + took
-        if spent > 0.1:
-            break
-    return max(best, 1e-9)
 
 
 def _chunks(arrays: Sequence[Array], most_bytes: int) -> list[Array]:
@@ -311,7 +195,7 @@ def _chunks(arrays: Sequence[Array], most_bytes: int) -> list[Array]:
 
 def _compare(arrays: Sequence[Array], most_bytes: int) -> tuple[CodecMeasure, ...]:
     chunks = _chunks(arrays, min(_CHUNK_BYTES, max(1 << 16, most_bytes)))
-    return tuple(_timed(name, codec, chunks) for name, codec in COMPARED)
+    return tuple(timed(name, codec, chunks) for name, codec in COMPARED)
 
 
 def _thinned(frames: Sequence[Array], most_bytes: int) -> Array:
@@ -353,7 +237,7 @@ def _memory(key: Key, frames: Array, machine: Machine) -> CodecMeasure | None:
                 codec = choose_codec(sample, name, where)
                 if few.size >= LEAST_RATIO * _coded_bytes(codec.encode(few)[1]):
                     return _frame_measure(codec, rows)
-    return _raw(machine)
+    return raw(machine)
 
 
 def _coded_bytes(lengths: NDArray[np.int64]) -> int:
@@ -365,15 +249,11 @@ def _frame_measure(codec: FrameCodec, rows: NDArray[np.uint8]) -> CodecMeasure:
     data, lengths = codec.encode(rows)
     encode_s = time.perf_counter() - begin
     if encode_s < _SHORT_S:
-        encode_s = _best(lambda: _drop(codec.encode(rows)))
+        encode_s = best(lambda: codec.encode(rows))
     data = np.ascontiguousarray(data)
     starts = (np.cumsum(lengths) - lengths).astype(np.uint64)
     starts += np.uint64(data.__array_interface__["data"][0])
     out = np.empty_like(rows)
-    decode_s = _best(lambda: codec.decode(starts, lengths, out))
+    decode_s = best(lambda: codec.decode(starts, lengths, out))
     ratio = rows.size / _coded_bytes(lengths)
     return CodecMeasure(codec.id, ratio, rows.size / encode_s, rows.size / decode_s)
-
-
-def _drop(_: Any) -> None:
-    """Forget a result."""

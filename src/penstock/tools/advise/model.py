@@ -50,6 +50,7 @@ class KeyMeasure:
         stored: As its writer stores it; None where nothing would be changed.
         memory: As a replay buffer holds it; None where that does not apply.
         batch: As a `CompressedDataCollector` holds it; None where that does not apply.
+        delta: Of a series of checkpoints: every so many in full, differences between; None else.
         compared: General compressors over its plain bytes.
         bound: The best ratio of a memoryless coder (see `entropy.memoryless_bound`).
         note: What else is to say, such as "already compressed (jpeg)".
@@ -66,6 +67,7 @@ class KeyMeasure:
     stored: CodecMeasure | None = None
     memory: CodecMeasure | None = None
     batch: CodecMeasure | None = None
+    delta: CodecMeasure | None = None
     compared: tuple[CodecMeasure, ...] = ()
     bound: float | None = None
     note: str = ""
@@ -104,6 +106,8 @@ class Measurements:
         disk_bytes: What the data takes on disk now; 0 for data in memory.
         keys: One entry per key, the largest first.
         machine: Where all of it was measured.
+        delta_every: Checkpoints per keyframe that `KeyMeasure.delta` was measured for; 0 for none.
+        notes: What else the user should know, a line each.
     """
 
     kind: str
@@ -115,6 +119,8 @@ class Measurements:
     disk_bytes: int
     keys: tuple[KeyMeasure, ...]
     machine: Machine
+    delta_every: int = 0
+    notes: tuple[str, ...] = ()
 
     def to_json(self) -> dict[str, Any]:
         """Return JSON-able values."""
@@ -129,15 +135,16 @@ class Measurements:
         """
         try:
             keys = tuple(_key(item) for item in record["keys"])
-            rest = {k: v for k, v in record.items() if k not in ("keys", "machine")}
-            return cls(**rest, keys=keys, machine=Machine(**record["machine"]))
+            rest = {k: v for k, v in record.items() if k not in ("keys", "machine", "notes")}
+            machine = Machine(**record["machine"])
+            return cls(**rest, keys=keys, machine=machine, notes=tuple(record["notes"]))
         except (TypeError, KeyError, AttributeError) as error:
             raise UsageError(f"these are no measurements of advise ({error!r})") from error
 
 
 def _key(record: Mapping[str, Any]) -> KeyMeasure:
     values = dict(record)
-    for name in ("stored", "memory", "batch"):
+    for name in ("stored", "memory", "batch", "delta"):
         values[name] = CodecMeasure(**values[name]) if values[name] else None
     values["compared"] = tuple(CodecMeasure(**item) for item in values["compared"])
     values["path"], values["shape"] = tuple(values["path"]), tuple(values["shape"])

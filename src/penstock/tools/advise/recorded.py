@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from penstock.bags import open_bag
 from penstock.bags.reader import Bag, Topic
 from penstock.core.pack import DTYPES
-from penstock.errors import DataError
+from penstock.errors import DataError, LimitExceeded
 from penstock.lerobot.layout import Feature
 from penstock.lerobot.reader import Dataset
 from penstock.tools.advise.sample import Key, Sampled, Source, spread
@@ -28,8 +28,22 @@ _CODED = ("compressed", "h264", "h265", "video")
 
 
 def bag_source(where: Path, budget: int) -> Source:
-    """Sample the messages of every topic, in runs from all over the recording."""
-    with open_bag(where) as bag:
+    """Sample the messages of every topic; of a damaged recording, those that can be read.
+
+    Raises:
+        DataError: Nothing of it can be read.
+    """
+    try:
+        return _bag_source(where, budget, salvage=False)
+    except LimitExceeded:
+        raise
+    except DataError:
+        return _bag_source(where, budget, salvage=True)
+
+
+def _bag_source(where: Path, budget: int, *, salvage: bool) -> Source:
+    """Take runs of messages from all over the recording."""
+    with open_bag(where, salvage=salvage) as bag:
         source = Source("recording", str(where), disk_bytes=bag.size_bytes)
         wanted: dict[str, NDArray[np.int64]] = {}
         topics = [topic for topic in bag.topics.values() if topic.count]
@@ -51,6 +65,8 @@ def bag_source(where: Path, budget: int) -> Source:
             source.keys.append(key)
         if bag.compression not in ("none", ""):
             source.kind = f"recording, compressed with {bag.compression}"
+        if bag.salvage is not None:
+            source.notes.append(f"it is damaged, only a part was looked at ({bag.salvage})")
         return source
 
 

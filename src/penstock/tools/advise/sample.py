@@ -22,7 +22,8 @@ Array = NDArray[Any]
 Path_ = tuple[str, ...]
 
 _BLOCK_BYTES, _BLOCK_ROWS = 512 * 1024, 128  # about those of a stored rollout
-_MOST_ROWS = 1 << 17  # small ones make many blocks, which take long to write
+_LEAST_BLOCK_BYTES = 64 * 1024
+_MOST_ROWS = 1 << 19  # small ones make many blocks, which take long to write
 _RUNS = 48
 _FEW_ROWS = 4
 _FEWEST_STEPS = 32
@@ -113,12 +114,20 @@ class Group:
         items: Keys by their number in the source, and their words.
         axes: (leading shape, axis of environments, axis of time) of a rollout.
         files: How many files of this kind the data makes.
+        meta: What the header of the file says besides.
+        base: Of a checkpoint in a series that would be a difference: the number of the group of its
+            keyframe.
+        share: How many checkpoints of the series it stands for, where that is stored as
+            differences: keyframe for keyframes, difference for differences.
     """
 
     writer: str
     items: list[tuple[int, Array]]
     axes: tuple[tuple[int, ...], int | None, int | None] = ((), None, None)
     files: float = 1.0
+    meta: dict[str, Any] = field(default_factory=dict)
+    base: int | None = None
+    share: float = 0.0
 
 
 @dataclass
@@ -130,6 +139,8 @@ class Source:
     frames: int = 0
     environments: int = 0
     disk_bytes: int = 0
+    delta_every: int = 0  # checkpoints per keyframe, if they are a series
+    notes: list[str] = field(default_factory=list)
     keys: list[Key] = field(default_factory=list)
     groups: list[Group] = field(default_factory=list)
 
@@ -184,7 +195,8 @@ def choose_rows(
     """
     if count <= _MOST_ROWS and count * row_bytes <= budget:
         return [slice(0, count)], 1
-    block = min(_BLOCK_ROWS, max(1, int(_BLOCK_BYTES // max(1.0, largest_bytes))))
+    row = max(1.0, largest_bytes)
+    block = min(max(_BLOCK_ROWS, int(_LEAST_BLOCK_BYTES // row)), max(1, int(_BLOCK_BYTES // row)))
     affordable = int(min(_MOST_ROWS, budget // row_bytes))
     if affordable >= _FEW_ROWS:
         run = max(1, min(block, affordable // min(_RUNS, affordable)))
@@ -296,35 +308,51 @@ def _cut(
 
 
 def state_group(
-    source: Source, leaves: Sequence[tuple[Path_, Values]], budget: int, *, files: float = 1.0
-) -> None:
+    source: Source,
+    leaves: Sequence[tuple[Path_, Values]],
+    budget: int,
+    *,
+    meta: dict[str, Any] | None = None,
+) -> Group:
     """Take a sample of a training state: pieces of each tensor, as they lie in memory.
 
     Args:
-        source: Gets the keys and a group.
+        source: Gets the keys, or more samples of those it has, and a group.
         leaves: The tensors.
         budget: Bytes to take.
-        files: How many such states there are.
+        meta: What the header of its file says besides.
+
+    Returns:
+        The group.
     """
     whole = sum(nbytes(values.dtype, values.shape) for _, values in leaves)
-    group = Group("checkpoint", [], files=files)
-    for path, values in leaves:
-        size = nbytes(values.dtype, values.shape)
-        key = Key(
-            path, "checkpoint", values.dtype, values.shape, int(size * files), int(size * files)
-        )
-        source.keys.append(key)
-        if not size:
+    pieces = [_piece(values, whole, budget) for _, values in leaves]
+    known = {k.path: number for number, k in enumerate(source.keys) if k.writer == "checkpoint"}
+    group = Group("checkpoint", [], meta=meta or {})
+    for (path, values), words in zip(leaves, pieces, strict=True):
+        if path not in known:
+            known[path] = len(source.keys)
+            size = nbytes(values.dtype, values.shape)
+            source.keys.append(Key(path, "checkpoint", values.dtype, values.shape, size, size))
+        key = source.keys[known[path]]
+        if words is None:
             key.note = "empty"
-            continue
-        share = max(1 << 16, int(budget * size / whole)) if whole > budget else size
-        if share < size and values.shape[0] > 1:
-            row = size / values.shape[0]
-            run = max(1, int((256 << 10) // row))
-            rows = spread(values.shape[0], run, max(1, int(share // (run * row))))
-            words = values.take(rows, 0).reshape(-1)
         else:
-            words = values.take((), 0).reshape(-1)
-        group.items.append((len(source.keys) - 1, words))
-        key.samples.append(Sampled(words))
+            group.items.append((known[path], words))
+            key.samples.append(Sampled(words))
     source.groups.append(group)
+    return group
+
+
+def _piece(values: Values, whole: int, budget: int) -> Array | None:
+    """Take a tensor's share of a sample, from all over it; None if it is empty."""
+    size = nbytes(values.dtype, values.shape)
+    if not size:
+        return None
+    share = max(1 << 16, int(budget * size / whole)) if whole > budget else size
+    rows: list[slice] = []
+    if share < size and values.shape[0] > 1:
+        row = size / values.shape[0]
+        run = max(1, int((256 << 10) // row))
+        rows = spread(values.shape[0], run, max(1, int(share // (run * row))))
+    return values.take(rows, 0).reshape(-1).copy()  # a view would keep all of it in memory

@@ -1,23 +1,20 @@
-"""Samples of what penstock has saved: rollouts, checkpoints, replay buffers, runs."""
+"""Samples of what penstock has saved: rollouts, replay buffers, runs."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import psutil
 from numpy.typing import NDArray
 
-from penstock.checkpoints import folder
 from penstock.core.files import storage_error
-from penstock.core.pack import DTYPES, Entry, PackReader, is_pack
-from penstock.errors import CorruptFile, DataError, LimitExceeded, UsageError
-from penstock.tools import inspect, inspect_replay
-from penstock.tools.advise.arrays import Leaves, add_leaves, leaves_of
+from penstock.core.pack import DTYPES, PackReader
+from penstock.errors import CorruptFile, UsageError
+from penstock.tools import inspect_replay
+from penstock.tools.advise.arrays import leaves_of
 from penstock.tools.advise.sample import (
     Key,
     Sampled,
@@ -26,15 +23,14 @@ from penstock.tools.advise.sample import (
     choose_rows,
     choose_steps,
     spread,
-    state_group,
     total,
 )
+from penstock.tools.advise.states import add_checkpoints
 
 Array = NDArray[Any]
 
 _FILES = 16  # that a sample is taken from
 _HEADERS = 500  # that are read
-_LZ4_RATIO = 20  # what a compressed file of numbers may become, at most, to be loaded for a look
 
 
 def rollout_source(where: Path, budget: int) -> Source:
@@ -126,97 +122,6 @@ def _positions(rows: Sequence[slice]) -> list[int]:
     return [position for some in rows for position in range(some.start, some.stop)]
 
 
-@dataclass
-class Packed:
-    """A tensor in a pack, of which blocks are read."""
-
-    pack: PackReader
-    entry: Entry
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        """Its shape: flat, for the order on disk does not matter here."""
-        return (self.entry.nbytes // self.entry.words.itemsize,)
-
-    @property
-    def dtype(self) -> str:
-        """Its type."""
-        return self.entry.dtype
-
-    def take(self, rows: Sequence[slice], axis: int) -> Array:
-        """Read elements, by decoding the blocks that they lie in."""
-        if not rows:
-            return self.pack.read(self.entry.name).reshape(-1)
-        width = self.entry.words.itemsize
-        pieces = []
-        for some in rows:
-            at = some.start * width
-            while at < some.stop * width:
-                block = at // self.entry.block_bytes
-                start, stop = self.entry.block_range(block)
-                end = min(stop, some.stop * width)
-                words = self.pack.read_block(self.entry.name, block)
-                pieces.append(words[(at - start) // width : (end - start) // width])
-                at = end
-        return np.concatenate(pieces)
-
-
-def checkpoint_source(path: Path, budget: int) -> Source:
-    """Sample one checkpoint: a pack by its blocks, anything else through `load_checkpoint`."""
-    source = Source("checkpoint", str(path), disk_bytes=path.stat().st_size)
-    _add_checkpoint(source, path, budget, 1)
-    return source
-
-
-def _add_checkpoint(source: Source, path: Path, budget: int, files: int) -> None:
-    if is_pack(path):
-        with inspect.open_pack(path) as pack:
-            leaves: Leaves = [
-                ((name,), Packed(pack, entry)) for name, entry in pack.index.entries.items()
-            ]
-            if pack.index.kind == folder.KIND:
-                state_group(source, leaves, budget, files=files)
-            else:
-                add_leaves(source, leaves, budget)
-        return
-    from penstock.checkpoints.load import load_checkpoint
-
-    size = path.stat().st_size * (_LZ4_RATIO if inspect.classify(path) == "lz4" else 1)
-    available = psutil.virtual_memory().available
-    if size > available:
-        raise LimitExceeded(
-            f"{path} must be loaded to look into it and may take {size} bytes, {available} are "
-            "free; free some memory, or save it with AsyncCheckpointSaver"
-        )
-    state = load_checkpoint(path)
-    state_group(source, leaves_of(state), budget, files=files)
-
-
-def checkpoints_source(where: Path, budget: int) -> Source:
-    """Sample the newest checkpoint of a folder; the others are taken to be alike."""
-    source = Source("folder of checkpoints", str(where))
-    add_checkpoints(source, where, budget)
-    return source
-
-
-def add_checkpoints(source: Source, where: Path, budget: int) -> None:
-    """Sample the newest checkpoint of a folder that can be read."""
-    files = [path for path in inspect.checkpoint_files(where) if _is_checkpoint(path)]
-    newest = folder.latest(where)
-    ordered = [newest] if newest else sorted(files, key=lambda path: -path.stat().st_mtime)
-    if not ordered:
-        raise UsageError(f"{where} holds nothing that advise can look into; see `penstock info`")
-    _add_checkpoint(source, ordered[0], budget, max(1, len(files)))
-    source.disk_bytes += sum(path.stat().st_size for path in files)
-
-
-def _is_checkpoint(path: Path) -> bool:
-    try:
-        return inspect.classify(path) in ("pack", "torch", "pickle", "lz4")
-    except DataError:
-        return False
-
-
 def run_source(where: Path, budget: int) -> Source:
     """Sample what a training run has kept: its rollouts and its checkpoints."""
     source = Source("training run", str(where))
@@ -228,6 +133,10 @@ def run_source(where: Path, budget: int) -> Source:
     except UsageError:
         if not files:
             raise
+    if files:
+        for key in source.keys:
+            if key.writer == "checkpoint":
+                key.memory_bytes = 0  # what has to fit is the experience
     return source
 
 

@@ -6,8 +6,12 @@ import shlex
 from pathlib import Path
 
 from penstock.tools.advise.decide import LEAST_RATIO, SLACK, Decision
-from penstock.tools.advise.measure import BATCH_LEVEL, CHECKPOINT_LEVEL, ROLLOUT_LEVEL
+from penstock.tools.advise.measure import BATCH_LEVEL
 from penstock.tools.advise.model import KeyMeasure, Limits, Measurements
+from penstock.tools.advise.stored import CHECKPOINT_LEVEL, ROLLOUT_LEVEL
+
+_CACHE_BYTES = 64 << 20  # what a CompressedDataCollector takes by default
+_LEAST_CACHE_BYTES = 1 << 20
 
 
 def settings_for(measurements: Measurements, limits: Limits, decision: Decision) -> list[str]:
@@ -24,30 +28,46 @@ def settings_for(measurements: Measurements, limits: Limits, decision: Decision)
     if "recording" in writers:
         lines.append(_convert(measurements))
     if "checkpoint" in writers:
-        level = f", compression_level={CHECKPOINT_LEVEL}" if compress else ""
-        lines.append(f'AsyncCheckpointSaver("checkpoints", compress={compress}{level})')
-        flags = f"compress_checkpoint={compress}"
-        flags += f" save_compression_level={CHECKPOINT_LEVEL}" if compress else ""
-        lines.append(f"penstock train {flags}")
+        lines += _checkpoints(decision.delta_every, compress)
     return lines
+
+
+def _checkpoints(delta_every: int, compress: bool) -> list[str]:
+    words = f'AsyncCheckpointSaver("checkpoints", compress={compress}'
+    flags = f"penstock train compress_checkpoint={compress}"
+    if compress:
+        words += f", compression_level={CHECKPOINT_LEVEL}"
+        flags += f" save_compression_level={CHECKPOINT_LEVEL}"
+        if delta_every:
+            words += f", delta_every={delta_every}"
+            flags += f" checkpoint_delta_every={delta_every}"
+    return [f"{words})", flags]
 
 
 def _rollouts(measurements: Measurements, limits: Limits, decision: Decision) -> list[str]:
     stored = decision.ratio_stored >= LEAST_RATIO and decision.verdict != "A"
     level = ROLLOUT_LEVEL if stored else 0
     lines = []
+    if decision.form == "batch":
+        lines.append(_collector(limits, decision))
     needs_memory = decision.verdict == "C" or decision.limit_bytes is not None
-    if measurements.frames and (needs_memory or decision.reason == "in memory"):
+    helps = decision.form != "batch" or (decision.ratio_in_memory or 1.0) >= LEAST_RATIO
+    if measurements.frames and helps and (needs_memory or decision.reason == "in memory"):
         lines.append(_buffer(measurements, limits, decision))
-    if decision.verdict == "C" and (decision.ratio_batch or 1.0) >= LEAST_RATIO:
-        collector = f"CompressedDataCollector(collector, compression_level={BATCH_LEVEL})"
-        in_buffer = (decision.ratio_in_memory or 1.0) >= LEAST_RATIO
-        lines = [*lines, collector] if in_buffer else [collector]
     if measurements.on_disk or decision.reason != "in memory":
         lines.append(f'RolloutStorage("rollouts", compression_level={level})')
     if measurements.kind in ("rollouts", "training run"):
         lines.append(f"penstock train rollout_save_interval=10 rollout_compression_level={level}")
     return lines
+
+
+def _collector(limits: Limits, decision: Decision) -> str:
+    words = f"compression_level={BATCH_LEVEL}"
+    if limits.memory is not None:
+        room = limits.memory - (decision.batch_bytes or 0)
+        if room < _CACHE_BYTES:  # its cache counts, too
+            words += f", cache_bytes={max(_LEAST_CACHE_BYTES, room)}"
+    return f"CompressedDataCollector(collector, {words})"
 
 
 def _buffer(

@@ -6,12 +6,16 @@ from typing import Any
 
 from penstock.core.memory import format_bytes
 from penstock.core.report import text_table
-from penstock.tools.advise.decide import LEAST_RATIO, MEANING, Decision, to_json
+from penstock.tools.advise.decide import LEAST_RATIO, MEANING, Decision, codec_of, to_json
 from penstock.tools.advise.measure import COMPARED
 from penstock.tools.advise.model import CodecMeasure, KeyMeasure, Limits, Measurements
 
 _ROWS = 10
 _LONG = 400
+_NOTE_DELTAS = (
+    "saved often, checkpoints may get smaller as differences (delta_every): give `penstock advise` "
+    "a folder of two or more to find out"
+)
 
 
 def speed(bytes_s: float | None) -> str:
@@ -46,6 +50,11 @@ def _saves(measurements: Measurements, decision: Decision) -> str:
         f"{format_bytes(decision.raw_bytes)} become {format_bytes(decision.stored_bytes)} stored "
         f"({times(decision.ratio_stored)})"
     )
+    if decision.delta_every:
+        text += f" as differences, a full checkpoint every {decision.delta_every}"
+        text += f" (all full: {times(decision.ratio_full)})"
+    elif decision.ratio_delta is not None:
+        text += f", as differences {times(decision.ratio_delta)}"
     if decision.ratio_in_memory is not None and decision.compressed_bytes is not None:
         text += (
             f"; in memory, {format_bytes(decision.memory_bytes)} become "
@@ -57,16 +66,18 @@ def _saves(measurements: Measurements, decision: Decision) -> str:
         text += f" or {size} as compressed batches ({times(decision.ratio_batch)})"
     bound = whole_bound(measurements)
     if bound is not None:
-        beaten = decision.ratio_stored > 1.02 * bound
         text += f"; a memoryless coder reaches {times(bound)}"
-        text += " (beaten: the data repeats itself)" if beaten else ""
+        if decision.delta_every:
+            text += " of full ones"
+        elif decision.ratio_stored > 1.02 * bound:
+            text += " (beaten: the data repeats itself)"
     return text
 
 
 def _decides(measurements: Measurements, limits: Limits, decision: Decision) -> str:
     limit, held = decision.limit_bytes, format_bytes(decision.memory_bytes)
     if limit is not None:
-        return _too_large(measurements, limits, decision, format_bytes(limit), held)
+        return _too_large(measurements, decision, format_bytes(limit), held)
     if decision.reason == "saves too little":
         coded = [k for k in measurements.keys if k.note.startswith("already compressed")]
         share = sum(k.raw_bytes for k in coded) / max(1, decision.raw_bytes)
@@ -102,9 +113,7 @@ def _decides(measurements: Measurements, limits: Limits, decision: Decision) -> 
     return f"it lies on a disk{now}{fits}{how}"
 
 
-def _too_large(
-    measurements: Measurements, limits: Limits, decision: Decision, limit: str, held: str
-) -> str:
+def _too_large(measurements: Measurements, decision: Decision, limit: str, held: str) -> str:
     place = "device memory" if decision.limit_is_device else "memory"
     text = f"{held} do not fit {limit} of {place}"
     if decision.limit_is_device and decision.fitting_frames:
@@ -114,23 +123,25 @@ def _too_large(
         if measurements.frames:
             remedy = f"at most {decision.fitting_frames} frames, a spill_dir, or more memory"
         return f"{text}, and compressing them in memory does not help: use {remedy}"
-    in_buffer = decision.ratio == decision.ratio_in_memory
-    packed = format_bytes((decision.compressed_bytes if in_buffer else decision.batch_bytes) or 0)
-    if decision.spill:
-        text += f"; compressed they take {packed}, the rest goes to a spill_dir on disk"
-        if decision.batch_bytes and decision.batch_bytes <= (limits.memory or 0):
-            text += f" (as compressed batches {format_bytes(decision.batch_bytes)}, which fit)"
-        return text
+    in_batches = decision.form == "batch"
+    packed = format_bytes((decision.batch_bytes if in_batches else decision.compressed_bytes) or 0)
+    how = "as compressed batches" if in_batches else "in a replay buffer"
     if decision.limit_is_device:
-        return f"{text}; else hold them compressed in host memory ({packed}), batches go over"
-    return f"{text}; compressed they take {packed}"
+        text += f"; else hold them in host memory, {packed} {how}; minibatches go over"
+    else:
+        text += f"; {how} they take {packed}"
+    if decision.fits:
+        return text
+    if in_batches:
+        return f"{text}: keep fewer of them, or a replay buffer with a spill_dir on disk"
+    return f"{text}, the rest goes to a spill_dir on disk"
 
 
 def smaller(measurements: Measurements, decision: Decision) -> str:
     """Say to which size a batch must shrink to fit as it is."""
     frames = decision.fitting_frames
-    if measurements.environments:
-        steps = max(1, measurements.frames // measurements.environments)
+    steps = measurements.frames // max(1, measurements.environments)
+    if measurements.environments and 0 < steps <= frames:
         return f"a batch of {frames // steps} environments x {steps} steps"
     return f"a batch of {frames} frames"
 
@@ -178,9 +189,15 @@ def whole_bound(measurements: Measurements) -> float | None:
 
 def chosen(key: KeyMeasure, decision: Decision) -> CodecMeasure | None:
     """The codec of a key in the form that was judged."""
-    if decision.verdict != "C":
-        return key.stored
-    return key.memory if decision.ratio == decision.ratio_in_memory else key.batch
+    return codec_of(key, decision.form, decision.delta_every)
+
+
+def notes(measurements: Measurements) -> list[str]:
+    """What else there is to know, a line each."""
+    lines = list(measurements.notes)
+    if not measurements.delta_every and any(k.writer == "checkpoint" for k in measurements.keys):
+        lines.append(_NOTE_DELTAS)
+    return lines
 
 
 def text(
@@ -200,6 +217,7 @@ def text(
         f"machine: {machine.cores} cores, memory copies {speed(machine.copy_bytes_s)}, disk writes "
         f"{speed(machine.write_bytes_s)}, reads {speed(machine.read_bytes_s)}"
     )
+    lines += [f"note: {line}" for line in notes(measurements)]
     lines += ["", "type:"]
     lines += [f"  {_short(line)}" for line in settings]
     return "\n".join(lines)
@@ -237,7 +255,8 @@ def _row(key: KeyMeasure, decision: Decision) -> tuple[str, ...]:
             "-" if plain else speed(codec.encode_bytes_s),
             "-" if plain else speed(codec.decode_bytes_s),
         )
-    note = "repeats" if beats_bound(key, codec) else ""
+    differs = key.delta is not None and decision.delta_every
+    note = "repeats" if beats_bound(key, codec) and not differs else ""
     note = note if decision.verdict == "C" else key.note or note
     return (key.name, format_bytes(size), *cells, note)
 
@@ -292,7 +311,12 @@ def as_json(
         "meaning": MEANING[decision.verdict],
         "reason": decision.reason,
         "ratio": decision.ratio,
+        "form": decision.form,
+        "fits": decision.fits,
         "ratio_stored": decision.ratio_stored,
+        "ratio_full": decision.ratio_full,
+        "ratio_delta": decision.ratio_delta,
+        "delta_every": decision.delta_every,
         "ratio_in_memory": decision.ratio_in_memory,
         "ratio_batch": decision.ratio_batch,
         "bound": whole_bound(measurements),
@@ -305,6 +329,7 @@ def as_json(
         "spill": decision.spill,
         "break_even": to_json(decision.break_even),
         "why": why(measurements, limits, decision),
+        "notes": notes(measurements),
         "settings": settings,
         "keys": keys,
         "machine": found["machine"],

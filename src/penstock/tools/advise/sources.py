@@ -139,7 +139,7 @@ def _open_path(where: Path, budget: int) -> Source:
         from penstock.tools.advise.recorded import bag_source
 
         return bag_source(where, budget)
-    from penstock.tools.advise import saved
+    from penstock.tools.advise import saved, states
 
     if inspect_replay.is_replay(where):
         return saved.replay_source(where, budget)
@@ -148,12 +148,12 @@ def _open_path(where: Path, budget: int) -> Source:
     if inspect_replay.is_rollouts(where):
         return saved.rollout_source(where, budget)
     if where.is_dir():
-        return saved.checkpoints_source(where, budget)
+        return states.checkpoints_source(where, budget)
     return _open_file(where, budget)
 
 
 def _open_file(where: Path, budget: int) -> Source:
-    from penstock.tools.advise import saved
+    from penstock.tools.advise import saved, states
 
     if where.suffix == ".npz":
         return _arrays_source(
@@ -163,12 +163,12 @@ def _open_file(where: Path, budget: int) -> Source:
     if kind == "pack":
         with inspect.open_pack(where) as pack:
             is_rollout = pack.index.kind == "rollout"
-        return (saved.rollout_source if is_rollout else saved.checkpoint_source)(where, budget)
+        return (saved.rollout_source if is_rollout else states.checkpoint_source)(where, budget)
     if kind == "safetensors":
         leaves = arrays.safetensors_leaves(where)
         return _arrays_source("safetensors file", where, leaves, budget)
     if kind in ("torch", "pickle", "lz4"):
-        return saved.checkpoint_source(where, budget)
+        return states.checkpoint_source(where, budget)
     if kind == "damaged":
         raise CorruptFile(f"{where} is damaged: its beginning or end is not that of a checkpoint")
     raise UnknownFormat(
