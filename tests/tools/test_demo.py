@@ -11,6 +11,7 @@ from penstock.tools import demo
 from penstock.tools.demo.stage import Stage
 
 SMALL = ("env.num_envs=64", "env.maps=2", "processes=1", "eval_worlds=2", "eval_drones=2")
+SHORT = "max_iterations=60"
 
 
 @pytest.mark.timeout(600)  # a dozen processes, most of which import torch
@@ -18,7 +19,9 @@ def test_the_tour(tmp_path, capfd, monkeypatch):
     monkeypatch.setenv("PENSTOCK_PROGRESS", "quiet")
     monkeypatch.chdir(tmp_path)
     (tmp_path / "demo").mkdir()
-    report = demo.run("demo", minutes=0.15, seconds=1.0, drones=2, settings=SMALL)
+    report = demo.run(
+        "demo", minutes=10, stop_after=0, seconds=1.0, drones=2, settings=(*SMALL, SHORT)
+    )
     said = capfd.readouterr().out
     commands = re.findall(r"\$ penstock (\w+)", said)
     assert commands == [
@@ -41,7 +44,7 @@ def test_the_tour(tmp_path, capfd, monkeypatch):
 
 def test_a_command_that_fails_ends_the_tour(tmp_path, capfd):
     stage = Stage(tmp_path / "demo", ())
-    with pytest.raises(PenstockError, match=r"penstock info \S+ ended with code 2 instead of 0"):
+    with pytest.raises(PenstockError, match=r"penstock info \S+ ended with code 3 instead of 0"):
         stage.run("info", tmp_path / "nothing.bag")
     assert "nothing.bag" in capfd.readouterr().err
 

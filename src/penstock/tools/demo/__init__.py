@@ -20,12 +20,12 @@ from penstock.tools.demo.stage import Stage
 _BAGS, _DATASET, _RUN, _FLIGHTS = "bags", "dataset", "run", "flights"
 _PAGES = ("dataset.html", "report.html", "convert.json", "rollout.json", "advise.json")
 _PROPS = (_BAGS, _DATASET, _RUN, _FLIGHTS, *_PAGES)
-_STOP_AFTER = 0.4  # of the training
 
 
 def run(
     out: str | os.PathLike[str],
     minutes: float = 2.0,
+    stop_after: float = 0.4,
     seconds: float = 8.0,
     drones: int = 64,
     settings: tuple[str, ...] = (),
@@ -35,6 +35,7 @@ def run(
     Args:
         out: The folder to make; one that an earlier demo made is used again.
         minutes: Of training.
+        stop_after: The share of it after which it is interrupted; at least one iteration.
         seconds: Length of each recording.
         drones: In each world of the evaluation.
         settings: More settings of the training.
@@ -46,7 +47,7 @@ def run(
     stage, figures = Stage(out, _PROPS), Figures()
     home = stage.home
     _convert(stage, figures, home, seconds)
-    _train(stage, figures, home, minutes, settings)
+    _train(stage, figures, home, minutes, stop_after, settings)
     _evaluate(stage, figures, home, drones)
     _read_back(stage, figures, home)
     _recover(stage, figures, home)
@@ -74,7 +75,12 @@ def _convert(stage: Stage, figures: Figures, home: Path, seconds: float) -> None
 
 
 def _train(
-    stage: Stage, figures: Figures, home: Path, minutes: float, settings: tuple[str, ...]
+    stage: Stage,
+    figures: Figures,
+    home: Path,
+    minutes: float,
+    stop_after: float,
+    settings: tuple[str, ...],
 ) -> None:
     run = home / _RUN
     metrics = run / "metrics.jsonl"
@@ -84,7 +90,7 @@ def _train(
     def half_way() -> bool:
         rows = metrics.read_text().splitlines() if metrics.exists() else []
         spent_s = sum(json.loads(row)["perf/iteration"] for row in rows if row.endswith("}"))
-        return bool(spent_s > 60 * minutes * _STOP_AFTER)
+        return bool(spent_s > 60 * minutes * stop_after)
 
     words = ["env_dyn.num_obstacles=0", "eval_interval=20", "rollout_save_interval=10"]
     words += ["save_interval=1", "checkpoint_delta_every=10", *settings]
