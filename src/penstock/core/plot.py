@@ -84,7 +84,7 @@ def _bars(values: Mapping[str, float], label: str) -> str:
     longest = max(*values.values(), 0.0) or 1.0
     rows = "".join(
         f"<span>{escape(name)}</span><div>"
-        f'<i style="width:{100 * max(value, 0.0) / longest:.1f}%"></i></div><b>{value:.3g}</b>'
+        f'<i style="width:{100 * max(value, 0.0) / longest:.1f}%"></i></div><b>{_number(value)}</b>'
         for name, value in values.items()
     )
     return f'<div class="bars"><small>{escape(label)}</small>{rows}</div>'
@@ -154,6 +154,10 @@ def _legend(names: Sequence[str]) -> str:
         for k, name in enumerate(names)
     )
     return f"<div>{''.join(keys)}</div>"
+
+
+def _number(value: float) -> str:
+    return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.3g}"
 
 
 def _widened(ends: tuple[float, float]) -> tuple[float, float]:

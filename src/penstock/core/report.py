@@ -53,6 +53,18 @@ figcaption { color: var(--soft); font-size: .9rem; }
 .plot text { font: 13px system-ui, sans-serif; fill: var(--soft); }
 .plot { width: 100%; max-width: 620px; height: auto; display: block; }
 .plot .axis { stroke: var(--line); }
+@media (max-width: 600px) {  /* a wide table becomes a list: a row each, a line per column */
+  .wide, .wide tbody, .wide tr, .wide td { display: block; }
+  .wide caption { display: block; }
+  .wide thead { display: none; }
+  .wide tr { border-bottom: 1px solid var(--line); padding: .4rem 0; }
+  .wide td, .wide td.n { display: flex; justify-content: space-between; gap: 1rem; border: 0;
+    padding: .1rem 0; text-align: right; white-space: normal; overflow-wrap: anywhere; }
+  .wide td::before { content: attr(data-label); color: var(--soft); text-align: left; }
+  .wide td:first-child { font-weight: 600; text-align: left; }
+  .wide td:first-child::before { content: none; }
+  .wide td:empty { display: none; }
+}
 .bars { display: grid; grid-template-columns: fit-content(45%) 1fr auto; gap: .3rem .7rem;
   align-items: center; max-width: 620px; font-variant-numeric: tabular-nums; }
 .bars small { grid-column: 1 / -1; color: var(--soft); }
@@ -60,6 +72,9 @@ figcaption { color: var(--soft); font-size: .9rem; }
 .bars i { display: block; height: .9rem; background: var(--c0); border-radius: 2px; }
 .bars b { text-align: right; }
 """
+
+
+_NARROW = 3  # columns that fit a telephone
 
 
 class Report:
@@ -114,15 +129,16 @@ class Report:
         body = "".join(
             "<tr>"
             + "".join(
-                f"<td{_class(flag)}>{escape(cell)}</td>"
-                for cell, flag in zip(row, right, strict=True)
+                f'<td{_class(flag)} data-label="{escape(name)}">{escape(cell)}</td>'
+                for name, cell, flag in zip(columns, row, right, strict=True)
             )
             + "</tr>"
             for row in texts
         )
         title = f"<caption>{escape(caption)}</caption>" if caption else ""
+        wide = ' class="wide"' if len(columns) > _NARROW else ""
         self._parts.append(
-            f'<div class="scroll"><table>{title}<thead><tr>{head}</tr></thead>'
+            f'<div class="scroll"><table{wide}>{title}<thead><tr>{head}</tr></thead>'
             f"<tbody>{body}</tbody></table></div>"
         )
 
