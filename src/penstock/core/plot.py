@@ -52,7 +52,7 @@ def _points(values: Sequence[float] | Sequence[Point]) -> list[Point]:
 def _lines(series: Mapping[str, Sequence[Point]], x_label: str, y_label: str) -> str:
     xs = [x for points in series.values() for x, _ in points]
     ys = [y for points in series.values() for _, y in points]
-    frame = _Frame((min(xs), max(xs)), (min(ys), max(ys)))
+    frame = _Frame((min(xs), max(xs)), (min(0.0, *ys), max(ys)))
     for k, points in enumerate(series.values()):
         line = " ".join(f"{frame.x(x):.1f},{frame.y(y):.1f}" for x, y in points)
         frame.add(f'<polyline points="{line}" fill="none" stroke="{_colour(k)}" stroke-width="2"/>')
