@@ -161,7 +161,8 @@ def test_another_process_is_told(tmp_path):
 
 
 PROGRAM = """
-import sys, time, torch
+import signal, sys, time, torch
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a background job is started without
 from tensordict import TensorDict
 from penstock.rollouts import storage as module
 original = module.write_rollout

@@ -28,7 +28,7 @@ def test_the_tour(tmp_path, capfd, monkeypatch):
         *("info", "convert", "doctor", "train", "train", "evaluate", "info", "export", "advise"),
         "doctor",
     ]
-    assert "^C" in said
+    assert "^C" in said or "kill -TERM" in said  # where Ctrl-C is ignored
     assert "warning: fell back to" in said
     page = report.read_text()
     assert page.count("<svg") >= 3

@@ -91,20 +91,23 @@ class Stage:
         return json.loads(printed)
 
     def interrupt(self, *words: object, when: Callable[[], bool]) -> None:
-        """Run `penstock words`, and send it the signal of Ctrl-C as soon as it is time."""
+        """Run `penstock words`, and press Ctrl-C, so to speak, as soon as it is time."""
         self.tell(f"$ {_shell(words)}")
+        # A shell starts what is to run in the background with Ctrl-C ignored, children included.
+        deaf = signal.getsignal(signal.SIGINT) is signal.SIG_IGN
+        number = signal.SIGTERM if deaf else signal.SIGINT
         with _penstock(words) as child:
             try:
                 while child.poll() is None and not when():
                     time.sleep(_LOOK_S)
-                self.tell("^C")
-                child.send_signal(signal.SIGINT)
+                self.tell("kill -TERM" if deaf else "^C")
+                child.send_signal(number)
                 printed, _ = child.communicate()
             except BaseException:
                 child.kill()
                 raise
         self.tell(printed)
-        _check(words, child.returncode, 128 + signal.SIGINT)
+        _check(words, child.returncode, 128 + number)
 
     def python(self, function: Callable[..., T], *arguments: object) -> T:
         """Print the source of a function and the call, then make it."""
