@@ -2,12 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
-import os
 import runpy
-import subprocess
 import threading
-from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -15,6 +11,7 @@ import numpy as np
 import pyarrow.parquet as pq
 import pytest
 
+from harness import small_disk
 from penstock.errors import CorruptFile, DataError, StorageError, UsageError
 from penstock.lerobot.episode import EpisodeWriter, StagedEpisode
 from penstock.lerobot.layout import Feature
@@ -23,18 +20,6 @@ from penstock.lerobot.video import VideoSettings, read_video
 
 s = SimpleNamespace(**runpy.run_path(str(Path(__file__).with_name("staging.py"))))
 PICTURE = Feature("image", (3, s.HEIGHT, s.WIDTH), ["channels", "height", "width"])
-
-
-@contextlib.contextmanager
-def small_disk(folder: Path, size: str) -> Iterator[Path]:
-    folder.mkdir()
-    command = ["mount", "-t", "tmpfs", "-o", f"size={size}", "tmpfs", str(folder)]
-    if os.geteuid() != 0 or subprocess.run(command, capture_output=True).returncode != 0:
-        pytest.skip("no tmpfs can be mounted here")
-    try:
-        yield folder
-    finally:
-        subprocess.run(["umount", "-l", str(folder)], check=True)
 
 
 def test_what_is_staged_can_be_opened_again(tmp_path: Path) -> None:
@@ -189,7 +174,10 @@ def test_a_full_disk_is_a_storage_error_and_leaves_nothing(
     data = s.jpeg(noise)
     camera = PICTURE if codec == "png" else s.FEATURES[s.CAMERA]
     features = {"x": Feature("float32", (64,)), "cam": camera}
-    with small_disk(tmp_path / "disk", size) as disk:
+    disk = tmp_path / "disk"
+    with small_disk(disk, f"size={size}") as mounted:
+        if not mounted:
+            pytest.skip("no tmpfs can be mounted here")
         writer = EpisodeWriter(disk / "e", features, s.FPS, 500, {"cam": VideoSettings(codec)})
         with pytest.raises(StorageError, match="No space left"):
             sink = writer.video("cam")

@@ -16,6 +16,7 @@ import numpy as np
 import pyarrow.parquet as pq
 import pytest
 
+from harness import remount, small_disk
 from penstock.errors import CorruptFile, LockHeld, SaverClosed, StorageError, UsageError
 from penstock.lerobot import commit, layout, packing, swap
 from penstock.lerobot import writer as writing
@@ -498,11 +499,9 @@ def test_every_failing_step_of_the_packing_leaves_the_dataset_as_it_was(
 @pytest.mark.parametrize("size_kb", [40, 60, 80, 100, 120, 160])
 def test_a_full_disk_stops_a_commit_and_loses_nothing(tmp_path: Path, size_kb: int) -> None:
     disk = tmp_path / "disk"
-    disk.mkdir()
-    command = ["mount", "-t", "tmpfs", "-o", f"size={size_kb}k", "tmpfs", str(disk)]
-    if os.geteuid() != 0 or subprocess.run(command, capture_output=True).returncode != 0:
-        pytest.skip("no tmpfs can be mounted here")
-    try:
+    with small_disk(disk, f"size={size_kb}k") as mounted:
+        if not mounted:
+            pytest.skip("no tmpfs can be mounted here")
         done = 0
         try:
             with open_writer(disk / "d") as writer:
@@ -514,11 +513,9 @@ def test_a_full_disk_stops_a_commit_and_loses_nothing(tmp_path: Path, size_kb: i
             assert "No space left" in str(error)
         assert done < 20
         assert (tmp_path / "e").exists()  # the episode that did not fit is still staged
-        subprocess.run(["mount", "-o", "remount,size=20m", str(disk)], check=True)
+        remount(disk, "size=20m")
         if done:
             check_v3(disk / "d", done)
         s.write_dataset(disk / "d", 6, mode="resume")
         check_v3(disk / "d", max(done, 6))
         assert [path.name for path in disk.iterdir()] == ["d"]
-    finally:
-        subprocess.run(["umount", "-l", str(disk)], check=True)

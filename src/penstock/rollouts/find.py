@@ -29,6 +29,8 @@ def find_rollouts(path: Path, iterations: Iterable[int] | None) -> list[Found]:
     Raises:
         UsageError: There is none, or not one of those asked for.
     """
+    if not path.exists():
+        raise UsageError(f"{path} does not exist; check the path")
     if path.is_file():
         match = _NAME.fullmatch(path.name)
         found = [Found(path, int(match[1]) if match else 0)]

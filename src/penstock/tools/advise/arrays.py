@@ -32,6 +32,9 @@ _BULK = 0.9  # of the bytes: what decides how a dict is meant
 _WEIGHTS = ("weight", "bias", "running_mean", "running_var", "exp_avg", "exp_avg_sq")
 _TAGS = {entry.tag: name for name, entry in DTYPES.items() if entry.tag}
 
+# What a damaged archive makes the readers of zip and npy raise.
+_DAMAGE = (zipfile.BadZipFile, zlib.error, EOFError, ValueError, NotImplementedError)
+
 
 @dataclass
 class OnDevice:
@@ -219,7 +222,7 @@ class NpzMember:
             with zipfile.ZipFile(self._path) as archive, archive.open(self._name) as file:
                 npy_header(file)
                 words = self._read(file, own or [slice(0, self.shape[0] if self.shape else 1)])
-        except (zipfile.BadZipFile, zlib.error, EOFError, ValueError, NotImplementedError) as error:
+        except _DAMAGE as error:
             raise CorruptFile(f"{self._path} is damaged: {self._name!r}: {error}") from error
         array = words.reshape(-1, *self.shape[1:]) if self.shape else words.reshape(())
         array = array.astype(self._stored.newbyteorder("="), copy=False)
@@ -292,7 +295,7 @@ def npz_leaves(path: Path, largest_bytes: int) -> Leaves:
                     found.append(((name,), Held(turned.take((), 0).T, member.dtype)))
                 else:
                     found.append(((name,), member))
-    except (zipfile.BadZipFile, zlib.error, EOFError, ValueError, NotImplementedError) as error:
+    except _DAMAGE as error:
         raise CorruptFile(f"{path} is damaged: {error}") from error
     except OSError as error:
         raise storage_error("read", path, error) from error

@@ -130,7 +130,7 @@ def open_source(data: Any, budget: int) -> Source:
 
 def _open_path(where: Path, budget: int) -> Source:
     if not where.exists():
-        raise UsageError(f"there is no file or folder {where}")
+        raise UsageError(f"{where} does not exist; check the path")
     if inspect_dataset.is_dataset(where):
         from penstock.tools.advise.recorded import dataset_source
 
