@@ -4,12 +4,12 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: setup demo test lint bench bench-peers stress test-peers peers format clean
+.PHONY: setup demo test test-versions smoke lint bench bench-peers stress test-peers peers beside integrations format clean
 
 setup: $(STAMP)
 
 $(STAMP): pyproject.toml constraints.txt
-	@$(PYTHON) -c 'import sys; sys.exit("penstock needs Python 3.11 or newer, this is " + sys.version.split()[0]) if sys.version_info < (3, 11) else None'
+	@$(PYTHON) -c 'import sys; sys.exit("penstock needs Python 3.10 or newer, this is " + sys.version.split()[0]) if sys.version_info < (3, 10) else None'
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt torch
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[rl,dev]'
@@ -20,6 +20,13 @@ demo: setup
 
 test: setup
 	$(BIN)/python -m pytest -m "not stress and not peers" -n 2 --dist worksteal
+
+# The wheel on every Python from 3.10 to 3.13 that is found, and on 3.10 with torch 2.0.1 (4 GB, once).
+test-versions: setup
+	$(BIN)/python .ci/versions.py test
+
+smoke: setup
+	$(BIN)/python .ci/versions.py smoke
 
 lint: setup
 	$(BIN)/ruff format --check .
@@ -43,7 +50,27 @@ $(PEERS)/.installed:
 	$(PEERS)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps --target $(PEERS)/v21 lerobot==0.3.3 datasets==3.6.0
 	@touch $@
 
-test-peers: setup peers
+# lerobot 0.6.1 and penstock in one environment: about 6 GB, once; penstock is installed anew each time.
+BESIDE := .venv-peers-312
+beside: $(BESIDE)/.installed
+	$(BESIDE)/bin/python -m pip install --quiet --disable-pip-version-check .
+
+$(BESIDE)/.installed:
+	test -x $(BESIDE)/bin/python || python3.12 -m venv $(BESIDE)
+	$(BESIDE)/bin/python -m pip install --quiet --disable-pip-version-check 'lerobot[dataset]==0.6.1'
+	@touch $@
+
+# The real Lightning and transformers, beside the same torch.
+INTEGRATIONS := .venv-integrations
+integrations: $(INTEGRATIONS)/.installed
+
+$(INTEGRATIONS)/.installed: pyproject.toml constraints.txt
+	test -x $(INTEGRATIONS)/bin/python || $(PYTHON) -m venv $(INTEGRATIONS)
+	$(INTEGRATIONS)/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt torch
+	$(INTEGRATIONS)/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[lightning,transformers]'
+	@touch $@
+
+test-peers: setup peers beside integrations
 	$(BIN)/python -m pytest -m peers --timeout 1200
 
 bench-peers: setup peers

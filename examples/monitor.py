@@ -10,7 +10,7 @@ import time
 from pathlib import Path
 
 from penstock import PerformanceMonitor
-from penstock.core.monitor import JsonlSink
+from penstock.ui.monitor import JsonlSink
 
 sink = JsonlSink("perf.jsonl")
 monitor = PerformanceMonitor(history=1000, sinks=[sink])  # memory stays bounded

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import shutil
 import signal
 import struct
 import subprocess
@@ -13,6 +14,11 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
+
+
+def told(error: BaseException, caplog: Any) -> str:
+    """Return what was told beside an error: as its notes, or before Python 3.11 in the log."""
+    return "\n".join([*getattr(error, "__notes__", ()), caplog.text])
 
 
 def run_and_kill(victim: Callable[[Callable[[int], None]], None], delay_s: float) -> list[int]:
@@ -45,9 +51,12 @@ def run_and_kill(victim: Callable[[Callable[[int], None]], None], delay_s: float
     return [number for (number,) in struct.iter_unpack("<q", first + rest)]
 
 
-def run_campaign(script: Path, *words: object, timeout_s: float) -> dict[str, Any]:
-    """Run a campaign of kills in a process of its own; return the figures it prints last."""
-    environment = os.environ | {"PYTHONPATH": str(Path(__file__).parent)}
+def run_campaign(
+    script: Path, *words: object, timeout_s: float, **variables: str
+) -> dict[str, Any]:
+    """Run a campaign of faults in a process of its own; return the figures it prints last."""
+    paths = [str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")]
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, paths))} | variables
     result = subprocess.run(
         [sys.executable, str(script), *map(str, words)],
         capture_output=True,
@@ -58,6 +67,16 @@ def run_campaign(script: Path, *words: object, timeout_s: float) -> dict[str, An
     )
     assert result.returncode == 0, result.stdout + result.stderr
     return json.loads(result.stdout.splitlines()[-1])
+
+
+def compile_faulty_disk(folder: Path) -> Path | None:
+    """Compile the library that lets calls fail (see faulty_disk.c); None where there is no gcc."""
+    library = folder / "faulty_disk.so"
+    source = Path(__file__).with_name("faulty_disk.c")
+    if shutil.which("gcc") is None:
+        return None
+    subprocess.run(["gcc", "-shared", "-fPIC", "-o", library, source, "-ldl"], check=True)
+    return library
 
 
 @contextlib.contextmanager

@@ -10,9 +10,8 @@ import time
 from pathlib import Path
 
 import pytest
-import torch
 
-from penstock import AsyncCheckpointSaver, cli
+from penstock import cli
 from penstock.errors import SnapshotDiscarded
 
 SNAPSHOTS = Path(__file__).parent / "snapshots"
@@ -21,6 +20,9 @@ UPDATE = "PENSTOCK_UPDATE_SNAPSHOTS"  # set it to write the snapshots anew
 
 @pytest.fixture
 def checkpoint(tmp_path):
+    torch = pytest.importorskip("torch", reason="writes a checkpoint")
+    from penstock import AsyncCheckpointSaver
+
     with AsyncCheckpointSaver(tmp_path / "run") as saver:
         state = {"model": {"weight": torch.arange(5000.0)}, "step": 3}
         return saver.save_async(state, "a.pt", metadata={"note": "first"}).wait()

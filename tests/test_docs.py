@@ -14,6 +14,7 @@ import pytest
 
 from penstock import cli
 from penstock.conversion import kuavo
+from penstock.errors import MissingExtra
 from penstock.nav.training.config import load_config
 from penstock.tools.samples import write_sample
 
@@ -205,7 +206,10 @@ def test_files_and_imports(page: Path) -> None:
         for name in re.findall(r"(?<![\w/])(?:examples|src/penstock)/[\w/.]+\w", line):
             assert (ROOT / name).exists(), name
         for module, names in re.findall(r"from (penstock[.\w]*) import ([\w, ]+)", line):
-            home = importlib.import_module(module)
+            try:
+                home = importlib.import_module(module)
+            except MissingExtra:  # of other libraries: tests/peers has these
+                continue
             assert [
                 name for name in re.split(r", *", names.strip()) if not hasattr(home, name)
             ] == []
@@ -270,7 +274,7 @@ def test_commands(page: Path, helps: dict[str, str]) -> None:
         (" ".join(words), bad) for words in commands_in(text) if (bad := wrong_words(words, helps))
     ]
     assert wrong == []
-    alone = [span.split()[0].split("=")[0] for span in code_in(text) if span.startswith("--")]
+    alone = [span.split()[0].split("=")[0] for span in code_in(text) if re.match(r"--\w", span)]
     assert [flag for flag in alone if not any(flag in help_ for help_ in helps.values())] == []
 
 

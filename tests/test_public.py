@@ -44,7 +44,7 @@ def test_missing_torch_names_the_extra():
     )
     said = _python(code)
     assert said.startswith(MissingExtra.__name__)
-    assert 'pip install "penstock[rl]"' in said
+    assert 'pip install "penstock[torch]"' in said
 
 
 def _python(code):

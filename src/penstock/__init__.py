@@ -10,12 +10,17 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from penstock.checkpoints.convert import to_safetensors, to_torch
     from penstock.checkpoints.load import load_checkpoint, load_metadata
-    from penstock.checkpoints.model import format_checkpoint_name, get_model_size, print_model_info
-    from penstock.checkpoints.rng import rng_state, set_rng_state
+    from penstock.checkpoints.model import (
+        format_checkpoint_name,
+        get_model_size,
+        print_model_info,
+        rng_state,
+        set_rng_state,
+    )
     from penstock.checkpoints.saver import AsyncCheckpointSaver
     from penstock.conversion.run import convert
-    from penstock.core.monitor import PerformanceMonitor
     from penstock.errors import PenstockError
     from penstock.replay.buffer import DictReplayBuffer
     from penstock.replay.images import (
@@ -33,6 +38,7 @@ if TYPE_CHECKING:
     from penstock.rollouts.storage import RolloutStorage
     from penstock.rollouts.transform import CompressedLidarTransform
     from penstock.tools.advise import advise
+    from penstock.ui.monitor import PerformanceMonitor
 
 __version__ = "0.1.0"
 
@@ -63,6 +69,8 @@ __all__ = [
     "print_model_info",
     "rng_state",
     "set_rng_state",
+    "to_safetensors",
+    "to_torch",
 ]
 
 _HOMES = {
@@ -72,7 +80,7 @@ _HOMES = {
     "CompressedStorage": "penstock.replay.torchrl",
     "DictReplayBuffer": "penstock.replay.buffer",
     "PenstockError": "penstock.errors",
-    "PerformanceMonitor": "penstock.core.monitor",
+    "PerformanceMonitor": "penstock.ui.monitor",
     "PipelinedDataCollector": "penstock.rollouts.collect",
     "PrefixSum": "penstock.replay.index",
     "PrioritySampler": "penstock.replay.torchrl_sampler",
@@ -89,16 +97,19 @@ _HOMES = {
     "load_checkpoint": "penstock.checkpoints.load",
     "load_metadata": "penstock.checkpoints.load",
     "print_model_info": "penstock.checkpoints.model",
-    "rng_state": "penstock.checkpoints.rng",
-    "set_rng_state": "penstock.checkpoints.rng",
+    "rng_state": "penstock.checkpoints.model",
+    "set_rng_state": "penstock.checkpoints.model",
+    "to_safetensors": "penstock.checkpoints.convert",
+    "to_torch": "penstock.checkpoints.convert",
 }
+_TORCH_ALONE = ("penstock.checkpoints.", "penstock.rollouts.storage")
 
 
 def __getattr__(name: str) -> Any:
     """Import a public name on first use.
 
     Raises:
-        MissingExtra: The name needs a package of the extra `rl`, which is not installed.
+        MissingExtra: The name needs a package of the extra `torch` or `rl`, which is not installed.
     """
     if name not in _HOMES:
         raise AttributeError(f"module 'penstock' has no attribute {name!r}")
@@ -109,7 +120,8 @@ def __getattr__(name: str) -> Any:
             raise
         from penstock.errors import MissingExtra
 
-        raise MissingExtra(error.name, "rl") from error
+        torch_alone = error.name == "torch" and _HOMES[name].startswith(_TORCH_ALONE)
+        raise MissingExtra(error.name, "torch" if torch_alone else "rl") from error
     globals()[name] = value  # the next look-up does not come here
     return value
 

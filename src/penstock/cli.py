@@ -16,8 +16,8 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NoReturn
 
 from penstock.arguments import build_parser
-from penstock.core.words import did_you_mean
 from penstock.errors import MissingExtra, PenstockError, UsageError
+from penstock.ui.suggestions import did_you_mean
 
 EXIT_FINDING = 1
 EXIT_STORAGE = 4

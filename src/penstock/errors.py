@@ -73,12 +73,19 @@ class PeerLost(PenstockError):
 
 
 class MissingExtra(PenstockError):
-    """An optional dependency is not installed."""
+    """An optional dependency is not installed, or not in a version that will do.
+
+    Args:
+        package: Its name.
+        extra: What brings it.
+        problem: What is wrong, if it is not just missing.
+    """
 
     exit_code = 5
 
-    def __init__(self, package: str, extra: str) -> None:
-        super().__init__(f'{package} is not installed: pip install "penstock[{extra}]"')
+    def __init__(self, package: str, extra: str, problem: str | None = None) -> None:
+        problem = problem or f"{package} is not installed"
+        super().__init__(f'{problem}: pip install "penstock[{extra}]"')
 
 
 class SnapshotDiscarded(PenstockError):

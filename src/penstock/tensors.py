@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import math
 import mmap
 import sys
 from typing import Any
@@ -11,62 +12,103 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from penstock.core.extras import version_of
 from penstock.core.pack import DTYPES
 from penstock.core.tree import TAG, Json
-from penstock.errors import CorruptFile, UnsupportedValue
+from penstock.errors import CorruptFile, UnknownFormat, UnsupportedValue, UsageError
 
-NAMES: dict[torch.dtype, str] = {
+if version_of(torch.__version__) < (2, 3) and version_of(np.__version__) >= (2, 0):
+    raise UsageError(
+        f"torch {torch.__version__} works with numpy 1 only, numpy {np.__version__} is installed: "
+        'pip install "numpy<2"'
+    )
+
+DTYPE_NAMES: dict[torch.dtype, str] = {
     getattr(torch, name): name for name in DTYPES if hasattr(torch, name)
 }
-_TYPES = {name: dtype for dtype, name in NAMES.items()}
+_TYPES = {name: dtype for dtype, name in DTYPE_NAMES.items()}
 _LARGE_BYTES = 4 << 20
 _madvise = ctypes.CDLL(None).madvise
 _madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
-_PLAIN_CLASSES = (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer)
+PLAIN_CLASSES = frozenset(
+    {torch.Tensor, torch.nn.Parameter, getattr(torch.nn, "Buffer", torch.Tensor)}  # from torch 2.5
+)
+
+
+def tensor_bytes(tensor: torch.Tensor) -> int:
+    """Count the bytes of a tensor's elements; `Tensor.nbytes` is there from torch 2.1."""
+    return tensor.numel() * tensor.element_size()
 
 
 def check_storable(path: str, tensor: torch.Tensor) -> None:
     """Refuse, by its path, a tensor whose bytes alone do not say what it is."""
-    if type(tensor) not in _PLAIN_CLASSES:
+    plain = type(tensor) in PLAIN_CLASSES and tensor.layout is torch.strided
+    if plain and tensor.dtype in DTYPE_NAMES and not tensor.is_meta:
+        return
+    if type(tensor) not in PLAIN_CLASSES:
         problem = f"a {type(tensor).__module__}.{type(tensor).__qualname__}"
     elif tensor.layout is not torch.strided:
         problem = f"a {tensor.layout} tensor"
-    elif tensor.dtype not in NAMES:
+    elif tensor.dtype not in DTYPE_NAMES:
         problem = f"a tensor of {tensor.dtype}"
-    elif tensor.device.type == "meta":
-        problem = "a tensor without data (device meta)"
     else:
-        return
+        problem = "a tensor without data (device meta)"
     raise UnsupportedValue(f"{path} is {problem}, which cannot be stored; convert it first")
 
 
 def flat_words(tensor: torch.Tensor) -> NDArray[Any]:
     """View a contiguous CPU tensor as a flat numpy array of its pack words."""
     if not tensor.numel():
-        return np.empty(0, DTYPES[NAMES[tensor.dtype]].words)
+        return np.empty(0, DTYPES[DTYPE_NAMES[tensor.dtype]].words)
     flat = tensor.detach().reshape(-1)
     if tensor.dtype is torch.bool:
         flat = flat.view(torch.uint8)
-    elif NAMES[tensor.dtype] not in np.sctypeDict:
+    elif DTYPE_NAMES[tensor.dtype] not in np.sctypeDict:
         flat = flat.view(torch.int16 if tensor.element_size() == 2 else torch.uint8)
-    words: NDArray[Any] = flat.numpy().view(DTYPES[NAMES[tensor.dtype]].words)
+    words: NDArray[Any] = flat.numpy().view(DTYPES[DTYPE_NAMES[tensor.dtype]].words)
     return words
 
 
 def tensor_over(words: NDArray[Any], dtype: str) -> torch.Tensor:
     """Make a tensor of a pack's dtype over an array of its words; they share memory."""
-    return torch.from_numpy(words).view(_TYPES[dtype])
+    if words.dtype.kind == "u" and words.itemsize > 1:  # numpy's are taken from torch 2.3
+        words = words.view(f"i{words.itemsize}")
+    return torch.from_numpy(words).view(torch_dtype(dtype))
+
+
+def torch_dtype(name: str) -> torch.dtype:
+    """Return torch's type of a pack's dtype.
+
+    Raises:
+        UnknownFormat: This torch has no such type.
+    """
+    try:
+        return _TYPES[name]
+    except KeyError:
+        raise UnknownFormat(
+            f"torch {torch.__version__} has no {name}: load it with a newer torch (float8 came "
+            "with 2.1, unsigned integers of 2 to 8 bytes with 2.3)"
+        ) from None
 
 
 def empty_tensor(dtype: str, shape: tuple[int, ...]) -> torch.Tensor:
     """Allocate a fresh CPU tensor for a pack entry, in huge pages where the system has them."""
-    tensor = torch.empty(shape, dtype=_TYPES[dtype])
-    if tensor.nbytes >= _LARGE_BYTES and sys.platform == "linux":
+    tensor = torch.empty(shape, dtype=torch_dtype(dtype))
+    nbytes = tensor_bytes(tensor)
+    if nbytes >= _LARGE_BYTES and sys.platform == "linux":
         # First use costs a fault per page: with pages of 4 kB that is a third of a load.
         start = -(-tensor.data_ptr() // mmap.PAGESIZE) * mmap.PAGESIZE
-        length = (tensor.data_ptr() + tensor.nbytes - start) // mmap.PAGESIZE * mmap.PAGESIZE
+        length = (tensor.data_ptr() + nbytes - start) // mmap.PAGESIZE * mmap.PAGESIZE
         _madvise(start, length, mmap.MADV_HUGEPAGE)  # advice only: a refusal does not matter
     return tensor
+
+
+def empty_array(dtype: str, shape: tuple[int, ...]) -> NDArray[Any]:
+    """Allocate a fresh array of a pack's words, in huge pages where the system has them."""
+    words = DTYPES[dtype].words
+    memory = empty_tensor("uint8", (math.prod(shape) * words.itemsize,))
+    array: NDArray[Any] = memory.numpy().view(words).reshape(shape)
+    return array
 
 
 def store_torch_value(value: Any) -> Json | None:
@@ -87,8 +129,7 @@ def fetch_torch_value(record: dict[str, Json]) -> Any:
         return torch.Size(value)
     if kind == "torch.dtype":
         dtype = getattr(torch, str(value), None)
-        if isinstance(dtype, torch.dtype):
-            return dtype
+        return dtype if isinstance(dtype, torch.dtype) else torch_dtype(str(value))
     if kind == "torch.device":
         return torch.device(value)
     raise CorruptFile(f"unknown kind of value {kind!r}; a newer penstock may have written it")

@@ -178,6 +178,10 @@ def test_a_message_above_the_limit_is_not_read(make: Make) -> None:
     database.close()
     with open_bag(facts.path) as bag, pytest.raises(LimitExceeded):
         messages(bag)
+    with open_bag(facts.path, salvage=True) as bag:
+        assert bag.salvage is not None
+        assert bag.salvage.damaged_chunks == 1
+        assert len(messages(bag)) == bag.salvage.messages > 0
 
 
 def write_mcap(

@@ -1,9 +1,20 @@
 """A small network in training, and savers that are always shut down."""
 
+import numpy as np
 import pytest
 import torch
 
 from penstock.checkpoints.saver import AsyncCheckpointSaver
+from penstock.core.extras import version_of
+
+
+def needs_torch(version, what):
+    """Mark what older versions of torch cannot do."""
+    old = version_of(torch.__version__) < version_of(version)
+    return pytest.mark.skipif(old, reason=f"{what} needs torch {version}")
+
+
+FUSED = needs_torch("2.4", "fused Adam on the CPU")
 
 
 class Training:
@@ -56,6 +67,9 @@ def assert_equal(one, other):
         assert (one.dtype, one.shape) == (other.dtype, other.shape)
         flat = [t.detach().contiguous().reshape(-1).view(torch.uint8) for t in (one, other)]
         assert torch.equal(*flat) if one.numel() else True
+    elif isinstance(one, np.ndarray):
+        assert (type(other), other.dtype, other.shape) == (np.ndarray, one.dtype, one.shape)
+        assert one.tobytes() == other.tobytes()
     elif isinstance(one, dict):
         assert list(one) == list(other)
         for key in one:
@@ -80,7 +94,11 @@ def training():
 @pytest.fixture
 def saver(tmp_path, training):
     made = AsyncCheckpointSaver(
-        tmp_path, optimizers=[training.optimizer], modules=[training.net], handle_signals=False
+        tmp_path,
+        optimizers=[training.optimizer],
+        modules=[training.net],
+        lazy=True,
+        handle_signals=False,
     )
     yield made
     made.shutdown()

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from harness import run_campaign, small_disk
+from harness import compile_faulty_disk, run_campaign, small_disk
 from penstock import errors
 from penstock.checkpoints.load import load_checkpoint
 from penstock.checkpoints.saver import AsyncCheckpointSaver
@@ -23,7 +23,7 @@ pytestmark = pytest.mark.timeout(500)
 
 
 def leftovers(path):
-    return [p.name for p in path.iterdir() if p.name.startswith(".")]
+    return [p.name for p in path.iterdir() if p.name.startswith(".") and p.name != ".penstock.lock"]
 
 
 @pytest.mark.parametrize("call", ["fsync", "replace", "symlink"])
@@ -106,7 +106,7 @@ def run_on_full_disk(path, how):
     assert result.returncode == 0, result.stderr
     message, number = result.stdout.splitlines()
     assert number == "3"
-    assert sorted(p.name for p in path.iterdir()) == ["1.pt", "3.pt", "latest"]
+    assert sorted(p.name for p in path.iterdir()) == [".penstock.lock", "1.pt", "3.pt", "latest"]
     return message
 
 
@@ -164,7 +164,7 @@ def test_a_thousand_damages_none_silent(tmp_path, delta_every):
 
 def kill(path, kills):
     script = Path(__file__).with_name("kill_campaign.py")
-    figures = run_campaign(script, path, kills, timeout_s=1500)
+    figures = run_campaign(script, path, kills, timeout_s=2900)
     assert figures["kills"] == kills
     assert figures["acknowledged"] >= kills
     assert (figures["lost"], figures["unreadable"]) == (0, 0)
@@ -175,5 +175,43 @@ def test_kill_9(tmp_path):
 
 
 @pytest.mark.stress
+@pytest.mark.timeout(3000)
 def test_kill_9_two_hundred_times(tmp_path):
     kill(tmp_path, 200)
+
+
+def let_calls_fail(tmp_path, size):
+    library = compile_faulty_disk(tmp_path)
+    if library is None:
+        pytest.skip("needs gcc, for a library that lets system calls fail")
+    figures = run_campaign(
+        Path(__file__).with_name("disk_campaign.py"),
+        tmp_path,
+        size,
+        timeout_s=3000,
+        LD_PRELOAD=str(library),
+        FAULTY_DISK=str(tmp_path / "disk"),
+    )
+    sys.stdout.write(f"{figures}\n")
+    assert figures["wrong"] == []
+    assert figures["reported"] > 50
+    return figures["faults"]
+
+
+def test_every_call_fails_once(tmp_path):
+    """EIO or ENOSPC at the n-th write, fsync, rename, …, for every n; and short writes."""
+    assert let_calls_fail(tmp_path, "small") > 150
+
+
+@pytest.mark.stress
+@pytest.mark.timeout(3000)
+def test_every_call_fails_in_every_way(tmp_path):
+    assert let_calls_fail(tmp_path, "large") > 1000
+
+
+def test_saves_at_the_strangest_moments(tmp_path):
+    """In `atexit`, in a signal handler, without threads, …: written, or refused by name."""
+    script = Path(__file__).with_name("exit_campaign.py")
+    figures = run_campaign(script, tmp_path, timeout_s=480)
+    assert figures["wrong"] == []
+    assert len(figures["cases"]) > 20

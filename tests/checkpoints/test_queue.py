@@ -16,13 +16,13 @@ from penstock.checkpoints.saver import AsyncCheckpointSaver
 def gate(monkeypatch):
     """Hold the writer thread until the gate opens."""
     opened = threading.Event()
-    write = publish.Publisher.write
+    write = publish.Publisher.publish
 
     def held(self, job):
         assert opened.wait(60)
         return write(self, job)
 
-    monkeypatch.setattr(publish.Publisher, "write", held)
+    monkeypatch.setattr(publish.Publisher, "publish", held)
     yield opened
     opened.set()
 
@@ -115,7 +115,7 @@ def test_closed_savers_say_so(tmp_path):
     saver = make(tmp_path)
     saver.shutdown()
     assert saver.shutdown() is True
-    with pytest.raises(errors.SaverClosed, match="shut down"):
+    with pytest.raises(errors.SaverClosed, match="closed"):
         saver.save_async(state(0), "0.pt")
 
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from penstock.checkpoints.load import load_checkpoint
-from penstock.checkpoints.rng import rng_state, set_rng_state
+from penstock.checkpoints.model import rng_state, set_rng_state
 from penstock.checkpoints.saver import AsyncCheckpointSaver
 
 from .conftest import assert_equal

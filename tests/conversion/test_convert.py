@@ -236,7 +236,7 @@ def test_two_writers(samples, tmp_path):
 
     out = tmp_path / "out"
     penstock.convert(samples(seconds=2).path, out, **QUIET)
-    with FolderLock(out), pytest.raises(LockHeld, match="is being written by process"):
+    with FolderLock(out), pytest.raises(LockHeld, match="is being written by"):
         penstock.convert(samples(seconds=2, seed=1).path, out, append=True, **QUIET)
 
 

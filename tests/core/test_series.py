@@ -3,6 +3,7 @@
 import contextlib
 import struct
 import zlib
+from importlib.util import find_spec
 
 import numpy as np
 import pytest
@@ -10,10 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
-from penstock.core import series
-from penstock.core.codecs import from_config
-from penstock.core.planes import UNSIGNED
-from penstock.core.series import Series
+from penstock.core.codecs import Series, from_config, series
+from penstock.core.codecs.base import UNSIGNED
 from penstock.errors import CorruptFile, UsageError
 
 DTYPES = [np.uint8, np.int16, np.float16, np.float32, np.int64, np.float64, np.complex64, bool]
@@ -55,12 +54,12 @@ def test_every_type_comes_back(level, dtype, count):
     )
 )
 def test_kernel_and_numpy_write_the_same_bytes(words):
-    marks, planes = series.take_apart(words)
-    slow_marks, slow_planes = series.slow_take_apart(words)
+    marks, planes = series.split_gaps(words)
+    slow_marks, slow_planes = series.slow_split_gaps(words)
     assert (marks == slow_marks).all()
     assert all((a == b).all() for a, b in zip(planes, slow_planes, strict=True))
     out = np.full_like(words, 77)
-    assert series.slow_put_together(slow_marks, slow_planes, out)
+    assert series.slow_join_gaps(slow_marks, slow_planes, out)
     assert (out == words).all()
 
 
@@ -108,6 +107,7 @@ def test_any_bytes_decode_alike_with_and_without_kernels(data):
     assert found[0] == found[1]
 
 
+@pytest.mark.skipif(find_spec("numba") is None, reason="numba compiles this call")
 @pytest.mark.parametrize("level", [1, 2])
 @pytest.mark.parametrize("dtype", [np.uint16, np.float32, np.float64])
 def test_blocks_are_decoded_turned_and_checked_in_one_call(level, dtype):

@@ -5,8 +5,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from penstock.core.kernels import frames as kernels
 from penstock.errors import StorageError, UsageError
+from penstock.replay import kernels
 from penstock.replay.arena import Arena
 
 

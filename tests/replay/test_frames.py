@@ -165,4 +165,4 @@ def test_settings_from_a_file_are_checked(config):
 
 
 def test_names_are_complete():
-    assert set(module.NAMES) == {"auto", *module._KINDS}
+    assert set(module.CODEC_NAMES) == {"auto", *module._KINDS}

@@ -9,7 +9,8 @@ import pytest
 import torch
 from tensordict import TensorDict
 
-from penstock.core.memory import MemoryWatch, rss_bytes
+from penstock.conversion.budget import MemoryWatch
+from penstock.core.memory import rss_bytes
 from penstock.errors import DataError, UnknownFormat, UsageError
 from penstock.lerobot.batch import EpisodeBatch
 from penstock.lerobot.episode import EpisodeWriter

@@ -13,7 +13,7 @@ from torchrl.data import (
 from penstock import errors
 from penstock.replay.columns import CompressedColumns
 from penstock.replay.torchrl import CompressedStorage
-from penstock.tensors import NAMES
+from penstock.tensors import DTYPE_NAMES
 
 from .torchrl_items import assert_same, items, pair, trajectories
 
@@ -196,7 +196,7 @@ def test_more_than_it_holds_at_once():
         assert torch.equal(found["action"], wanted["action"][rows])
 
 
-@pytest.mark.parametrize("dtype", list(NAMES), ids=str)
+@pytest.mark.parametrize("dtype", list(DTYPE_NAMES), ids=str)
 @pytest.mark.parametrize("codec", ["auto", "lz4", "zstd", "raw", "sparse", "bits"])
 def test_every_bit_of_every_type(dtype, codec):
     raw = np.random.default_rng(0).integers(0, 256, (12, 80 * 16), dtype=np.uint8)

@@ -1,5 +1,6 @@
 """Batches as simulators make them, and exact equality."""
 
+import contextlib
 import gc
 import threading
 import time
@@ -10,11 +11,16 @@ import pytest
 import torch
 from tensordict import NonTensorData, NonTensorStack, TensorDict, TensorDictBase
 
-with warnings.catch_warnings():  # TorchRL warns of its own deprecated classes when it is imported
+with (
+    warnings.catch_warnings(),  # TorchRL warns of its own deprecated classes when it is imported
+    contextlib.suppress(ModuleNotFoundError),
+):
     warnings.simplefilter("ignore")
     import torchrl.collectors
     import torchrl.data
     import torchrl.envs  # noqa: F401
+
+from penstock.core.extras import installed, version_of
 
 
 def make_batch(envs=6, steps=8, seed=0, names=None):
@@ -90,7 +96,8 @@ def no_thread_survives():
 
 def same_values(one, other):
     assert one.batch_size == other.batch_size
-    assert one.names == other.names
+    if version_of(installed("tensordict")) >= (0, 14):  # before, a mask took the names away
+        assert one.names == other.names
     assert set(one.keys(True, True)) == set(other.keys(True, True))
     for key in one.keys(True, True):
         same(one[key], other[key])

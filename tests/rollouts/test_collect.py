@@ -11,6 +11,7 @@ import weakref
 import pytest
 import torch
 
+from harness import told
 from penstock import errors
 from penstock.rollouts.collect import PipelinedDataCollector
 
@@ -154,7 +155,7 @@ def test_shutdown_returns_from_a_blocked_step(caplog):
     assert len(base.shutdowns) == 1
 
 
-def test_an_error_of_the_base_shutdown_is_told_once():
+def test_an_error_of_the_base_shutdown_is_told_once(caplog):
     class Bad(Fresh):
         def shutdown(self):
             raise OSError("simulator gone")
@@ -166,7 +167,7 @@ def test_an_error_of_the_base_shutdown_is_told_once():
     assert collector.shutdown()
     with pytest.raises(KeyError, match="mine") as raised, PipelinedDataCollector(Bad()):
         raise KeyError("mine")
-    assert "simulator gone" in raised.value.__notes__[0]
+    assert "simulator gone" in told(raised.value, caplog)
 
 
 def test_a_forgotten_collector_stops_its_thread_and_leaves_the_base():

@@ -9,14 +9,12 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tensordict import NonTensorData, NonTensorStack, TensorDict
-from torchrl.collectors import Collector
 
 from penstock import errors
 from penstock.rollouts.collect import PipelinedDataCollector
 from penstock.rollouts.compressed import CompressedDataCollector
 
 from .conftest import make_batch, same
-from .toys import Counting
 
 LIDAR = ("agents", "observation", "lidar")
 
@@ -268,6 +266,9 @@ def test_threads_share_a_batch():
 
 
 def test_a_torchrl_collector_compressed_in_the_background():
+    Collector = pytest.importorskip("torchrl.collectors").Collector
+    from .toy_env import Counting
+
     def make():
         return Collector(
             Counting(), None, frames_per_batch=30, total_frames=120, return_same_td=True

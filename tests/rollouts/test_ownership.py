@@ -6,12 +6,11 @@ import weakref
 import pytest
 import torch
 from tensordict import TensorDict
-from torchrl.collectors import Collector
 
 from penstock import errors
 from penstock.rollouts.collect import PipelinedDataCollector
 
-from .toys import Counting, Fresh, number
+from .toys import Fresh, number
 
 pytestmark = pytest.mark.usefixtures("no_thread_survives")
 
@@ -119,6 +118,9 @@ def test_the_learner_owns_its_batch():
 
 @pytest.mark.parametrize("return_same_td", [True, False])
 def test_a_torchrl_collector(return_same_td):
+    Collector = pytest.importorskip("torchrl.collectors").Collector
+    from .toy_env import Counting
+
     def make():
         return Collector(
             Counting(),

@@ -1,6 +1,8 @@
 """RolloutStorage: what was saved comes back, whole and in part, and nothing else is touched."""
 
 import os
+import subprocess
+import sys
 import threading
 
 import numpy as np
@@ -362,3 +364,25 @@ def test_threads_may_read_the_same_rollout(tmp_path):
     for thread in threads:
         thread.join()
     assert not problems
+
+
+def test_dicts_need_no_tensordict(tmp_path, batch):
+    """NavRL's environment has one of 2023, others have none."""
+    RolloutStorage(tmp_path).save(batch, 0)
+    code = f"""
+import sys
+sys.modules["tensordict"] = None
+import torch
+from penstock import PenstockError, RolloutStorage
+storage = RolloutStorage({str(tmp_path)!r})
+storage.save({{"a": torch.arange(6).reshape(2, 3), "next": {{"b": 1}}}}, 1)
+print(storage.load(1, envs=1))
+try:
+    storage.load(0)
+except PenstockError as error:
+    print(error)
+"""
+    said = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    loaded, refused = said.stdout.splitlines()
+    assert loaded == "{'a': tensor([3, 4, 5]), 'next': {'b': 1}}"
+    assert refused.startswith("tensordict is not installed")

@@ -5,6 +5,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tensordict import NonTensorData, NonTensorStack, TensorDict
+
+pytest.importorskip("torchrl", reason="CompressedLidarTransform is a plug-in of TorchRL")
 from torchrl.data import LazyStackStorage, ListStorage, ReplayBuffer, TensorDictReplayBuffer
 from torchrl.envs import Compose, TransformedEnv
 
@@ -12,7 +14,7 @@ from penstock import errors
 from penstock.rollouts.transform import CompressedLidarTransform
 
 from .conftest import make_batch, same
-from .toys import Counting
+from .toy_env import Counting
 
 LIDAR = ("agents", "observation", "lidar")
 PACKED = ("agents", "observation", "lidar_compressed")

@@ -40,7 +40,7 @@ def result(tmp_path_factory):
 
 def test_every_quantity_is_measured(result):
     rows = result["cases"][0]["rows"]
-    for word in ("blocked", "tight", "iteration", "lost", "memory", "size", "speed", "load"):
+    for word in ("blocked", "small", "iteration", "lost", "memory", "size", "speed", "load"):
         assert any(word in row["what"] for row in rows), word
     assert sum(row["n"] for row in rows if "silently" in row["what"] and row["bar"]) == 30
     peers = [row for row in rows if "silently" in row["what"] and not row["bar"]]

@@ -10,7 +10,6 @@ import numpy as np
 import pytest
 import torch
 
-from penstock.core.monitor import PerformanceMonitor
 from penstock.replay.index import PrefixSum
 from penstock.tools.bench import Row, Settings
 from penstock.tools.bench.checkpoint import claims as checkpoint_claims
@@ -23,6 +22,7 @@ from penstock.tools.bench.monitor.case import SeedMonitor
 from penstock.tools.bench.pipeline import collecting
 from penstock.tools.bench.replay.modes import FrameBuffer, SeedPrefixSum
 from penstock.tools.bench.rollout import claims as rollout_claims
+from penstock.ui.monitor import PerformanceMonitor
 
 
 @pytest.fixture(autouse=True)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import socket
 from pathlib import Path
 
 import lz4.frame
@@ -11,6 +10,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
+import penstock
 from penstock import AsyncCheckpointSaver
 from penstock.core.files import process_owner
 from penstock.errors import CorruptFile, UnknownFormat, UsageError
@@ -78,6 +78,39 @@ def test_metadata_of_every_kind_is_shown(tmp_path):
         saver.save_async({}, "a.pt", metadata={"pair": (1, 2), "raw": b"x", "inf": float("inf")})
     text = inspect.describe_text(inspect.describe(tmp_path / "a.pt"))
     assert "{'pair': (1, 2), 'raw': b'x', 'inf': inf}" in text
+
+
+def lines_of(path: Path) -> dict[str, str]:
+    text = inspect.describe_text(inspect.describe(path))
+    pairs = (line.split(":", 1) for line in text.splitlines() if ":" in line)
+    return {name.strip(): value.strip() for name, value in pairs}
+
+
+def test_info_says_how_to_load_each_file(run, tmp_path, monkeypatch):
+    """What it says is typed here, and works."""
+    monkeypatch.chdir(tmp_path)
+    torch.save({"x": torch.ones(2)}, "plain torch.pt")
+    save_file({"x": torch.ones(2)}, "flat.safetensors")
+    for name in ("plain torch.pt", "flat.safetensors"):
+        call = lines_of(Path(name))["load"]
+        assert call == f'penstock.load_checkpoint("{name}")'
+        assert eval(call, {"penstock": penstock})["x"].tolist() == [1, 1]
+    lines = lines_of(Path("run/2.pt"))
+    assert eval(lines["load"], {"penstock": penstock})["step"] == 2
+    out = eval(lines["for torch.load"], {"penstock": penstock})
+    assert torch.load(out, weights_only=True)["step"] == 2
+    assert eval(lines_of(Path("run"))["load"], {"penstock": penstock})["step"] == 2
+
+
+def test_figures_have_few_digits(tmp_path):
+    with AsyncCheckpointSaver(tmp_path) as saver:
+        notes = {"loss": 0.1 + 0.2, "curve": [1 / 3]}
+        saver.save_async({}, "a.pt", metadata=notes, metric=2 / 3).wait()
+    lines = lines_of(tmp_path / "a.pt")
+    assert lines["metric"] == "0.666667"
+    assert lines["metadata"] == "{'loss': 0.3, 'curve': [0.333333]}"
+    assert "0.666667 " in inspect.describe_text(inspect.describe(tmp_path))
+    assert inspect.describe(tmp_path / "a.pt")["metric"] == 2 / 3  # --json has them all
 
 
 def test_foreign_files_are_named_not_opened(tmp_path):
@@ -157,8 +190,8 @@ def test_doctor_finds_a_dangling_latest(run):
 
 
 def test_doctor_tells_dead_temporaries_from_live_ones(run):
-    host = "".join(c for c in socket.gethostname() if c.isalnum())[:32] or "host"
-    dead = run / f".penstock-tmp-{host}-4194304-12345-abcdef"
+    host, _, _, namespace = process_owner().split("-")
+    dead = run / f".penstock-tmp-{host}-4194304-12345-{namespace}-abcdef"
     live = run / f".penstock-tmp-{process_owner()}-abcdef"
     dead.touch()
     live.touch()

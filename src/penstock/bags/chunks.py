@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from abc import abstractmethod
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -16,7 +15,7 @@ from numpy.typing import NDArray
 from penstock.bags.limits import BadRecord, expect
 from penstock.bags.reader import Bag, Message, Topic, Wanted, join_topics
 from penstock.bags.source import Source
-from penstock.core.flow import Flow
+from penstock.core.threads import CORES, parallel_map
 from penstock.errors import CorruptFile
 
 # Connection, position and length of the index entries of one connection in one chunk.
@@ -179,15 +178,14 @@ class ChunkedBag(Bag):
             for item in todo:
                 yield item, self._load(item[0])
             return
-        workers = min(_MOST_WORKERS, len(os.sched_getaffinity(0)))
-        with Flow("bag", limit_bytes=AHEAD_BYTES) as flow:
-            yield from flow.map(
-                lambda item: (item, self._load(item[0])),
-                todo,
-                workers=workers,
-                name="decompress",
-                size=lambda item: self._memory_bytes(item[0]),
-            )
+        yield from parallel_map(
+            lambda item: (item, self._load(item[0])),
+            todo,
+            name="bag",
+            helpers=min(_MOST_WORKERS, CORES),
+            size=lambda item: self._memory_bytes(item[0]),
+            limit_bytes=AHEAD_BYTES,
+        )
 
     def _chunk_entries(
         self, chunk: Chunk, ids: dict[int, str], data: bytes | None, count: int

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from penstock.bags.find import METADATA, open_any, parts_of
 from penstock.bags.limits import Limits
 from penstock.bags.reader import Bag, Message, SalvageReport, Wanted, join_topics
-from penstock.bags.source import zstd
+from penstock.core.codecs import zstd
 from penstock.core.files import storage_error
 from penstock.errors import CorruptFile, DataError, LimitExceeded
 

@@ -4,21 +4,15 @@ from __future__ import annotations
 
 import bz2
 import os
-import sys
 from pathlib import Path
 from typing import Any, Final
 
 import lz4.frame
 
 from penstock.bags.limits import Limits, expect
+from penstock.core.codecs import zstd
 from penstock.core.files import storage_error
 from penstock.errors import CorruptFile, DataError, UnknownFormat, UsageError
-
-# The zstd of Python itself (3.14, backported before): its output can be bounded as it grows.
-if sys.version_info >= (3, 14):
-    from compression import zstd as zstd
-else:
-    from backports import zstd as zstd
 
 PLAIN: Final = ("none", "")
 DECOMPRESSION_ERRORS: Final = (

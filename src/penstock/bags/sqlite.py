@@ -7,6 +7,7 @@ were compressed one by one (zstd) are recognised by their first bytes: CDR data 
 from __future__ import annotations
 
 import sqlite3
+import sys
 from collections.abc import Iterator, Sequence
 from contextlib import closing, contextmanager
 from pathlib import Path
@@ -28,6 +29,11 @@ _NEEDED: Final = {
     "topics": {"id", "name", "type", "serialization_format"},
     "messages": {"id", "topic_id", "timestamp", "data"},
 }
+
+
+def data_column(limits: Limits) -> str:
+    """Return the column of the messages in SQL; one above the limit is "too big", and not read."""
+    return f"CASE WHEN length(data) > {limits.record_bytes} THEN zeroblob(1 << 31) ELSE data END"
 
 
 class SqliteBag(Bag):
@@ -90,7 +96,8 @@ class SqliteBag(Bag):
         ordinals = dict.fromkeys(topics, 0)
         turns = {topic: iter(chosen.tolist()) for topic, chosen in wanted.items()}
         due = {topic: next(turn, -1) for topic, turn in turns.items()}
-        for rows in self._rows("topic_id, timestamp, data", topics, batch=16):
+        columns = f"topic_id, timestamp, {data_column(self.limits)}"
+        for rows in self._rows(columns, topics, batch=16):
             for key, t_ns, data in rows:
                 topic = self._names[key]
                 ordinal = ordinals[topic]
@@ -144,7 +151,8 @@ class SqliteBag(Bag):
                 check_same_thread=False,
             )
             database.text_factory = lambda data: data.decode("utf-8", "replace")
-            database.setlimit(sqlite3.SQLITE_LIMIT_LENGTH, self.limits.record_bytes)
+            if sys.version_info >= (3, 11):  # before, only messages are limited: see data_column
+                database.setlimit(sqlite3.SQLITE_LIMIT_LENGTH, self.limits.record_bytes)
             settings = ["trusted_schema=OFF", "cell_size_check=ON", "mmap_size=0"]
             if self._salvaging:
                 settings.append("writable_schema=ON")  # otherwise a cut file is refused as a whole
@@ -270,7 +278,8 @@ class SqliteBag(Bag):
         return np.array(values, np.int64)
 
     def _detect_compression(self) -> None:
-        for rows in self._rows("data", list(self.topics), batch=1) if self.message_count else ():
+        column = data_column(self.limits)
+        for rows in self._rows(column, list(self.topics), batch=1) if self.message_count else ():
             data = rows[0][0]
             if isinstance(data, bytes) and data.startswith(ZSTD_MAGIC):
                 self.compression = "zstd"
@@ -304,7 +313,7 @@ class SqliteBag(Bag):
         """Read every row; keep to those that can be read, unless that is all of them."""
         from penstock.bags.sqlite_salvage import find_runs
 
-        found = find_runs(database, self._is_message)
+        found = find_runs(database, self._is_message, data_column(self.limits))
         if not reason and found.holes == 0 and found.counts == counts:
             return counts
         reason = reason.removeprefix(f"{self.path}: ").partition("; pass")[0]

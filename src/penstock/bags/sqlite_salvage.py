@@ -13,9 +13,6 @@ _FIRST_ID: Final = -(2**63)
 _LAST_ID: Final = 2**63 - 1
 _MOST_HOLES: Final = 1000
 _MOST_EMPTY_IDS: Final = 1 << 40
-_QUERY: Final = (
-    "SELECT id, topic_id, timestamp, data FROM messages WHERE id >= ? ORDER BY id LIMIT ?"
-)
 
 # Tells whether the topic, time and data of a row are a message.
 IsMessage = Callable[[object, object, object], bool]
@@ -39,31 +36,35 @@ class Found:
         self.start_ns, self.end_ns = min(self.start_ns, t_ns), max(self.end_ns, t_ns)
 
 
-def find_runs(database: sqlite3.Connection, is_message: IsMessage) -> Found:
+def find_runs(database: sqlite3.Connection, is_message: IsMessage, data_column: str) -> Found:
     """Read all rows once and return the runs of those that are whole.
 
     Where rows cannot be read, ids further and further on are tried, and then the first readable
     one is found by bisection.
     """
+    query = (
+        f"SELECT id, topic_id, timestamp, {data_column} FROM messages "  # noqa: S608
+        "WHERE id >= ? ORDER BY id LIMIT ?"
+    )
     found = Found()
     start: int | None = _FIRST_ID
     while start is not None and found.holes < _MOST_HOLES:
-        last = _read_on(database, is_message, start, found)
+        last = _read_on(database, query, is_message, start, found)
         if last is None:  # the end of the table
             break
         found.holes += 1
-        start = _after_hole(database, last)
+        start = _after_hole(database, query, last)
     return found
 
 
 def _read_on(
-    database: sqlite3.Connection, is_message: IsMessage, start: int, found: Found
+    database: sqlite3.Connection, query: str, is_message: IsMessage, start: int, found: Found
 ) -> int | None:
     """Take in rows until they cannot be read; return the last id, or None at the end."""
     last = max(start - 1, _FIRST_ID)
     in_run = False
     try:
-        for row_id, topic_id, t_ns, data in database.execute(_QUERY, [start, -1]):
+        for row_id, topic_id, t_ns, data in database.execute(query, [start, -1]):
             if type(row_id) is not int or row_id < last:
                 return last  # the table is out of order
             last = row_id
@@ -82,12 +83,12 @@ def _read_on(
     return None
 
 
-def _after_hole(database: sqlite3.Connection, last: int) -> int | None:
+def _after_hole(database: sqlite3.Connection, query: str, last: int) -> int | None:
     """Return the first id after `last` from which rows can be read again; None if there is none."""
     low = max(last, 0)  # recorders number from 1
     step = 1
     while step <= _MOST_EMPTY_IDS and low + step < _LAST_ID:
-        state = _try(database, low + step + 1)
+        state = _try(database, query, low + step + 1)
         if state == "end":
             return None
         if state == "row":
@@ -98,16 +99,16 @@ def _after_hole(database: sqlite3.Connection, last: int) -> int | None:
     bad, good = low + step // 2, low + step + 1
     while good - bad > 1:
         middle = (bad + good) // 2
-        if _try(database, middle) == "row":
+        if _try(database, query, middle) == "row":
             good = middle
         else:
             bad = middle
     return good
 
 
-def _try(database: sqlite3.Connection, row_id: int) -> str:
+def _try(database: sqlite3.Connection, query: str, row_id: int) -> str:
     try:
-        row = database.execute(_QUERY, [row_id, 1]).fetchone()
+        row = database.execute(query, [row_id, 1]).fetchone()
     except READ_ERRORS:
         return "error"
     return "end" if row is None else "row"

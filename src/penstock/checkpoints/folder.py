@@ -1,8 +1,10 @@
 """A folder of checkpoints: which is the newest, which may go, where the base of a delta lies.
 
-`latest` is a link to the newest durable checkpoint. The base of a delta is named in its header; if
-that name has been written again since, the old content lives on under a hidden name, because the
-checkpoints that build on it must stay readable.
+`latest` is a link to the newest durable checkpoint. Each checkpoint notes the run it belongs to and
+its own name: what was copied here from elsewhere, or renamed, belongs to whoever did that and is
+never removed. The base of a delta is named in its header; if that name has been written again
+since, the old content lives on under a hidden name, because the checkpoints that build on it must
+stay readable.
 """
 
 from __future__ import annotations
@@ -13,15 +15,27 @@ import secrets
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
-from penstock.core.files import publish_bytes, storage_error, sync_folder
-from penstock.core.pack import PackReader, is_pack
+from penstock.core.files import (
+    FolderLock,
+    link_or_copy,
+    publish_bytes,
+    storage_error,
+    sweep,
+    sync_folder,
+    temporary_path,
+)
+from penstock.core.pack import Index, is_pack, read_summary
 from penstock.errors import DataError
 
 LATEST = "latest"
 KIND = "checkpoint"
 BASE_SUFFIX = ".base"
+_NAME_BYTES = 256
+
+Direction = Literal["max", "min"]
+_Stamp = tuple[int, int, int]
 
 
 @dataclass(frozen=True)
@@ -29,38 +43,58 @@ class Saved:
     """What a folder knows of one checkpoint, read from its header."""
 
     path: Path
+    managed: bool
+    run: str | None
+    name: str | None
     sequence: int
     metric: float | None
-    managed: bool
+    better: Direction
     base: str | None
     digest: str
 
 
 def read_saved(path: Path) -> Saved | None:
-    """Read the header of a checkpoint; None for any other or damaged file."""
+    """Read the header of a checkpoint; None for any other, damaged or unreadable file."""
     try:
-        if path.is_symlink() or not path.is_file() or not is_pack(path):
-            return None
-        with PackReader(path) as pack:
-            if pack.index.kind != KIND:
-                return None
-            meta, base = pack.index.meta, pack.index.base
-            return Saved(
-                path=path,
-                sequence=int(meta.get("sequence", 0)),
-                metric=meta.get("metric"),
-                managed=bool(meta.get("managed")),
-                base=base["digest"] if base else None,
-                digest=pack.index.digest,
-            )
-    except (OSError, DataError, ValueError, TypeError):
+        return _read_saved(path)
+    except OSError:
         return None
 
 
+def _read_saved(path: Path) -> Saved | None:
+    """Read a header. A disk that cannot be read now raises: that says nothing of the file."""
+    try:
+        if path.is_symlink() or not path.is_file() or not is_pack(path):
+            return None
+        summary = read_summary(path)
+        return _saved(path, summary) if summary.kind == KIND else None
+    except (FileNotFoundError, PermissionError, DataError, ValueError, TypeError):
+        return None
+
+
+def _saved(path: Path, summary: Index) -> Saved:
+    meta: dict[str, Any] = summary.meta
+    metric = meta.get("metric")
+    return Saved(
+        path=path,
+        managed=bool(meta.get("managed")),
+        run=meta.get("run"),
+        name=meta.get("name"),
+        sequence=int(meta.get("sequence", 0)),
+        metric=float(metric) if metric is not None else None,
+        better="min" if meta.get("better") == "min" else "max",
+        base=summary.base["digest"] if summary.base else None,
+        digest=summary.digest,
+    )
+
+
 def list_saved(folder: Path) -> list[Saved]:
-    """List the checkpoints of a folder, newest first."""
+    """List the checkpoints of a folder, newest first; those of `latest`'s run before others."""
     found = (read_saved(path) for path in folder.iterdir() if not path.name.startswith("."))
-    return sorted((s for s in found if s), key=lambda s: (s.sequence, s.path.name), reverse=True)
+    saved = [s for s in found if s]
+    newest = latest(folder)
+    run = next((s.run for s in saved if s.path == newest), None)
+    return sorted(saved, key=lambda s: (s.run == run, s.sequence, s.path.name), reverse=True)
 
 
 def latest(folder: Path) -> Path | None:
@@ -69,18 +103,21 @@ def latest(folder: Path) -> Path | None:
     try:
         if pointer.is_symlink():
             target = folder / os.readlink(pointer)
-        else:  # a file system without links: the pointer is a small text file
-            target = folder / pointer.read_text().strip()
+        elif pointer.is_file():  # a file system without links: the pointer is a small text file
+            with pointer.open("rb") as file:
+                target = folder / file.read(_NAME_BYTES).decode().strip()
+        else:
+            return None
+        inside = target.parent == folder and target.name not in ("", LATEST)
+        return target if inside and target.is_file() else None
     except (OSError, ValueError):
         return None
-    inside = target.parent == folder and target.name not in ("", LATEST)
-    return target if inside and target.is_file() else None
 
 
 def move_latest(target: Path) -> None:
     """Point `latest` at a checkpoint that is durable already."""
     folder = target.parent
-    temporary = folder / f".{LATEST}-{secrets.token_hex(4)}"
+    temporary = temporary_path(folder)
     try:
         try:
             os.symlink(target.name, temporary)
@@ -96,14 +133,20 @@ def move_latest(target: Path) -> None:
 
 
 def candidates(folder: Path) -> Iterator[Path]:
-    """Yield the files from which a run may go on, the best first."""
+    """Yield the files from which a run may go on, the newest first."""
     newest = latest(folder)
     if newest is not None:
         yield newest
-    seen = {newest}
     for saved in list_saved(folder):
-        if saved.path not in seen:
+        if saved.path != newest:
             yield saved.path
+
+
+def rated(folder: Path) -> Iterator[Path]:
+    """Yield the checkpoints that were saved with a metric, the best first."""
+    saved = [s for s in list_saved(folder) if s.metric is not None]
+    for one in _best_first(saved, saved[0].better if saved else "max"):
+        yield one.path
 
 
 def find_base(path: Path, link: dict[str, str]) -> Path:
@@ -112,54 +155,129 @@ def find_base(path: Path, link: dict[str, str]) -> Path:
     return kept if kept.exists() else path.parent / link["file"]
 
 
-def keep_base(path: Path) -> None:
-    """Before `path` is written again, keep its content if other checkpoints build on it."""
-    saved = read_saved(path) if path.exists() else None
-    if saved and any(s.base == saved.digest and s.path != path for s in list_saved(path.parent)):
-        with contextlib.suppress(FileExistsError):
-            os.link(path, _kept_name(path.parent, path.name, saved.digest))
-            sync_folder(path.parent)
+class RunFolder:
+    """A folder as the one saver sees that writes it: locked, its own checkpoints known.
 
+    Headers are read once and then known by their file's identity, so that a save costs the same
+    however many checkpoints there are.
 
-def prune(
-    folder: Path, keep_last: int | None, keep_best: tuple[int, Literal["max", "min"]] | None
-) -> list[Path]:
-    """Remove the managed checkpoints that no rule keeps; return what was removed.
+    Args:
+        path: The folder, which is there.
+        keep_last: Newest checkpoints to keep; None keeps all.
+        keep_best: How many of the best by metric to keep besides, and which way is better.
 
-    Kept are the newest, the best, the bases of what is kept, and everything that was not written
-    by a saver with such rules.
+    Raises:
+        LockHeld: Another saver writes this folder.
     """
-    everything = list_saved(folder)
-    removed = []
-    if keep_last is not None or keep_best is not None:
-        keep = _kept(everything, keep_last, keep_best)
-        for saved in everything:
-            if saved.managed and saved.digest not in keep:
+
+    def __init__(
+        self, path: Path, keep_last: int | None, keep_best: tuple[int, Direction] | None
+    ) -> None:
+        self.path = path
+        self._keep_last = keep_last
+        self._keep_best = keep_best
+        self._headers: dict[str, tuple[_Stamp, Saved | None]] = {}
+        self._sequence: int | None = None
+        self._unsaved: set[int] = set()  # whose save failed, though its file may be there
+        self._run = secrets.token_hex(8)
+        self._lock = FolderLock(path)
+        self._lock.acquire()
+
+    def next_meta(self, name: str) -> dict[str, Any]:
+        """Return what the next checkpoint must note; goes on with the run that is there."""
+        self._lock.acquire()  # again, if somebody removed its file
+        if self._sequence is None:
+            sweep(self.path)
+            newest = latest(self.path)
+            saved = read_saved(newest) if newest else None
+            everything = [saved] if saved else self._scan()
+            self._sequence = max((s.sequence for s in everything), default=0)
+            if saved and saved.run:
+                self._run = saved.run
+        self._sequence += 1
+        self._unsaved.add(self._sequence)
+        better = self._keep_best[1] if self._keep_best else "max"
+        return {
+            "managed": self._keep_last is not None or self._keep_best is not None,
+            "run": self._run,
+            "name": name,
+            "sequence": self._sequence,
+            "better": better,
+        }
+
+    def keep_base(self, path: Path) -> None:
+        """Before `path` is written again, keep its content if other checkpoints build on it."""
+        saved = _read_saved(path)
+        if saved is None:
+            return
+        try:
+            needed = any(s.base == saved.digest and s.path != path for s in self._scan())
+        except OSError:
+            needed = True  # nobody can tell
+        if needed:
+            link_or_copy(path, _kept_name(path.parent, path.name, saved.digest))
+
+    def prune(self, published: Path) -> None:
+        """Remove this run's own checkpoints, written under such rules, that none of them keeps.
+
+        Kept in any case: what was just published, what `latest` names, and the bases of whatever
+        stays, be it ours or not. A save that failed does not count among the newest.
+        """
+        self._unsaved.discard(self._sequence or 0)
+        if self._keep_last is None and self._keep_best is None:
+            if any(name.endswith(BASE_SUFFIX) for name in os.listdir(self.path)):
+                self._remove_unneeded_bases(self._scan())
+            return
+        everything = self._scan()
+        own = [s for s in everything if s.managed and (s.run, s.name) == (self._run, s.path.name)]
+        own.sort(key=lambda s: s.sequence, reverse=True)
+        keep = {published, latest(self.path)}
+        counted = [s for s in own if s.sequence not in self._unsaved]
+        keep |= {s.path for s in counted[: self._keep_last if self._keep_last is not None else 1]}
+        if self._keep_best:
+            count, better = self._keep_best
+            keep |= {s.path for s in _best_first(counted, better)[:count]}
+        going = [s for s in own if s.path not in keep]
+        needed = {s.base for s in everything if s not in going}
+        going = [s for s in going if s.digest not in needed]
+        for saved in going:
+            # Read once more: somebody may have put another file there.
+            if read_saved(saved.path) == saved:
                 saved.path.unlink(missing_ok=True)
-                removed.append(saved.path)
-        everything = [saved for saved in everything if saved.path not in removed]
-    needed = {saved.base for saved in everything}
-    for kept in folder.glob(f".*{BASE_SUFFIX}"):
-        if not any(digest and kept.name.endswith(_kept_tail(digest)) for digest in needed):
-            kept.unlink(missing_ok=True)
-            removed.append(kept)
-    return removed
+        self._remove_unneeded_bases([s for s in everything if s not in going])
+
+    def close(self) -> None:
+        """Let the next writer in."""
+        self._lock.release()
+
+    def _scan(self) -> list[Saved]:
+        """Return all checkpoints, reading only the headers that are new."""
+        known, self._headers = self._headers, {}
+        with os.scandir(self.path) as entries:
+            for entry in entries:
+                if entry.name.startswith(".") or not entry.is_file(follow_symlinks=False):
+                    continue
+                status = entry.stat(follow_symlinks=False)
+                stamp = (status.st_ino, status.st_mtime_ns, status.st_size)
+                before = known.get(entry.name)
+                if before is None or before[0] != stamp:
+                    before = (stamp, _read_saved(self.path / entry.name))
+                self._headers[entry.name] = before
+        return [saved for _, saved in self._headers.values() if saved is not None]
+
+    def _remove_unneeded_bases(self, staying: list[Saved]) -> None:
+        needed = tuple(_kept_tail(s.base) for s in staying if s.base)
+        for kept in self.path.glob(f".*{BASE_SUFFIX}"):
+            saved = None if kept.name.endswith(needed) else _read_saved(kept)
+            if saved and kept == _kept_name(self.path, saved.name or "", saved.digest):
+                kept.unlink(missing_ok=True)
 
 
-def _kept(
-    everything: list[Saved],
-    keep_last: int | None,
-    keep_best: tuple[int, Literal["max", "min"]] | None,
-) -> set[str | None]:
-    keep = everything[: keep_last if keep_last is not None else 1]
-    if keep_best:
-        count, direction = keep_best
-        rated = [s for s in everything if s.metric is not None]
-        # Of equal ones the newest is kept: `everything` starts with it, and sorting is stable.
-        rated.sort(key=lambda s: s.metric or 0.0, reverse=direction == "max")
-        keep = keep + rated[:count]
-    digests: set[str | None] = {s.digest for s in keep}
-    return digests | {s.base for s in keep}
+def _best_first(saved: list[Saved], better: Direction) -> list[Saved]:
+    """Sort those that have a metric; of equal ones the newest comes first."""
+    found = [s for s in saved if s.metric is not None]
+    found.sort(key=lambda s: s.sequence, reverse=True)
+    return sorted(found, key=lambda s: s.metric or 0.0, reverse=better == "max")
 
 
 def _kept_tail(digest: str) -> str:

@@ -2,51 +2,64 @@
 
 from __future__ import annotations
 
+import importlib
 import io
 import os
+import re
+import struct
+import sys
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
 
 import lz4.frame
+import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from penstock.checkpoints import folder
 from penstock.core import tree
 from penstock.core.files import storage_error
-from penstock.core.pack import PackReader, is_pack
+from penstock.core.pack import Limits, PackReader, is_pack
+from penstock.core.pack.format import DIGEST_KEY, INDEX_KEY
 from penstock.errors import (
     CorruptFile,
     DataError,
     LimitExceeded,
     PenstockWarning,
+    StorageError,
     UnknownFormat,
     UsageError,
 )
-from penstock.tensors import empty_tensor, fetch_torch_value, flat_words
+from penstock.tensors import empty_array, empty_tensor, fetch_torch_value, flat_words
 
 _LZ4_MAGIC = b"\x04\x22\x4d\x18"
 _ZIP_MAGIC = b"PK\x03\x04"
 _PICKLE_MAGIC = b"\x80"  # of torch.save before version 1.6
-_LZ4_MAX_RATIO = 255  # what the LZ4 format can reach at most
+_LZ4_MAX_RATIO = 20  # trained states stay below 4; zeros reach 255
+_LZ4_FREE_BYTES = 64 << 20
 
 
 def load_checkpoint(
     path: str | os.PathLike[str],
     device: str | torch.device = "cpu",
     only: str | None = None,
+    best: bool = False,
 ) -> Any:
     """Load a checkpoint, every byte verified.
 
-    Reads penstock's files, plain `torch.save` files and LZ4-compressed ones (`foo.pt` finds
-    `foo.pt.lz4`); the latter two through torch's restricted unpickler, and without checksums. Every
-    tensor is fresh memory, so that it may be handed to `load_state_dict`.
+    Reads penstock's files; and, without checksums, safetensors files, plain `torch.save` files and
+    LZ4-compressed ones (`foo.pt` finds `foo.pt.lz4`), the latter two through torch's restricted
+    unpickler. Every tensor is fresh memory, so that it may be handed to `load_state_dict`.
 
     Args:
         path: A file, or a folder: then the newest checkpoint that verifies.
         device: Where the tensors go.
         only: A pattern such as "model.actor.*"; only what matches is read and returned.
+        best: Of a folder, the best by the `metric` it was saved with (the highest, or the lowest if
+            the saver's `keep_best` said "min").
 
     Returns:
         The state, as it was handed to `save_async`.
@@ -57,9 +70,10 @@ def load_checkpoint(
     """
     where = Path(path)
     if where.is_dir():
-        return from_newest(where, lambda file: _load_file(file, device, only))
-    found = resolve(where)
-    return _load_file(found, device, only)
+        return from_newest(where, lambda file: _load_file(file, device, only), best=best)
+    if best:
+        raise UsageError(f"best=True looks for the best of a folder; {where} is none")
+    return _load_file(resolve(where), device, only)
 
 
 def load_metadata(path: str | os.PathLike[str]) -> Any:
@@ -83,13 +97,16 @@ def resolve(path: Path) -> Path:
     raise UsageError(f"there is no checkpoint {path}: {hint}")
 
 
-def from_newest(where: Path, load: Callable[[Path], Any]) -> Any:
-    """Apply `load` to the newest checkpoint of a folder that verifies; say what was passed over."""
+def from_newest(where: Path, load: Callable[[Path], Any], *, best: bool = False) -> Any:
+    """Apply `load` to the newest (or best) checkpoint of a folder that can be read.
+
+    What was passed over is told in a warning.
+    """
     damaged: list[str] = []
-    for candidate in folder.candidates(where):
+    for candidate in folder.rated(where) if best else folder.candidates(where):
         try:
             result = load(candidate)
-        except CorruptFile as error:
+        except (CorruptFile, StorageError) as error:
             damaged.append(str(error))
             continue
         if damaged:
@@ -101,7 +118,8 @@ def from_newest(where: Path, load: Callable[[Path], Any]) -> Any:
         return result
     if damaged:
         raise CorruptFile(f"no checkpoint in {where} can be read: {'; '.join(damaged)}")
-    raise UsageError(f"there is no checkpoint in {where}")
+    which = "checkpoint that was saved with a metric" if best else "checkpoint"
+    raise UsageError(f"there is no {which} in {where}")
 
 
 def _load_file(path: Path, device: str | torch.device, only: str | None) -> Any:
@@ -110,7 +128,10 @@ def _load_file(path: Path, device: str | torch.device, only: str | None) -> Any:
             with PackReader(path, find_base=folder.find_base) as pack:
                 return _load_pack(pack, torch.device(device), only)
         with path.open("rb") as file:
-            magic = file.read(4)
+            magic = file.read(9)
+        if magic[8:] == b"{":
+            return _filtered(_safetensors_load(path, device), only)
+        magic = magic[:4]
         if magic == _LZ4_MAGIC:
             return _filtered(_torch_load(_unlz4(path), path, device), only)
         if magic == _ZIP_MAGIC or magic[:1] == _PICKLE_MAGIC:
@@ -123,7 +144,9 @@ def _load_file(path: Path, device: str | torch.device, only: str | None) -> Any:
 def _not_a_checkpoint(path: Path) -> DataError:
     if folder.latest(path.parent) == path:
         return CorruptFile(f"{path} is damaged: its first bytes are not those of a checkpoint")
-    return UnknownFormat(f"{path} is no checkpoint: neither penstock, torch.save nor LZ4")
+    return UnknownFormat(
+        f"{path} is no checkpoint: neither penstock, safetensors, torch.save nor LZ4"
+    )
 
 
 def _load_pack(pack: PackReader, device: torch.device, only: str | None) -> Any:
@@ -132,45 +155,60 @@ def _load_pack(pack: PackReader, device: torch.device, only: str | None) -> Any:
         description = tree.select(description, only)
         if description is None:
             raise UsageError(f"{pack.path}: nothing matches only={only!r}")
-    wanted: dict[str, torch.Tensor] = {}
-    _collect(description, pack, wanted)
-    pack.read_into((name, flat_words(tensor)) for name, tensor in wanted.items())
-    moved = {name: tensor.to(device) for name, tensor in wanted.items()}
+    tensors, arrays = _allocate(description, pack)
+    pack.read_into(
+        [
+            *((name, flat_words(tensor)) for name, tensor in tensors.items()),
+            *((name, array.reshape(-1)) for name, array in arrays.items()),
+        ]
+    )
+    moved = {name: tensor.to(device) for name, tensor in tensors.items()}
 
     def fetch(record: dict[str, Any]) -> Any:
         match record[tree.TAG]:
             case "tensor":
                 return moved[record["v"]]
             case "ndarray":
-                return wanted[record["v"]].numpy()
+                return arrays[record["v"]]
         return fetch_torch_value(record)
 
     return tree.unflatten(description, fetch)
 
 
-def _collect(node: tree.Json, pack: PackReader, found: dict[str, torch.Tensor]) -> None:
-    """Allocate a tensor for every one that the description names, once."""
-    names = list(_names(node))
-    for name in names:
+def _allocate(
+    node: tree.Json, pack: PackReader
+) -> tuple[dict[str, torch.Tensor], dict[str, NDArray[Any]]]:
+    """Allocate every tensor and every array that the description names, once."""
+    named: dict[str, str] = {}
+    for name, kind in _named(node):
         if name not in pack.index.entries:
             raise CorruptFile(f"{pack.path} is damaged: tensor {name!r} is missing")
-    pack.check_memory(sum(pack.entry(name).nbytes for name in set(names)))
-    for name in names:
-        if name not in found:
-            entry = pack.entry(name)
-            found[name] = empty_tensor(entry.dtype, entry.shape)
+        if named.setdefault(name, kind) != kind:
+            raise CorruptFile(f"{pack.path} is damaged: {name!r} is both tensor and array")
+    pack.check_memory(sum(pack.entry(name).nbytes for name in named))
+    tensors: dict[str, torch.Tensor] = {}
+    arrays: dict[str, NDArray[Any]] = {}
+    for name, kind in named.items():
+        entry = pack.entry(name)
+        if kind == "tensor":
+            tensors[name] = empty_tensor(entry.dtype, entry.shape)
+        else:  # not by way of torch: it may lack a type that numpy has
+            arrays[name] = empty_array(entry.dtype, entry.shape)
+    return tensors, arrays
 
 
-def _names(node: tree.Json) -> Any:
+def _named(node: tree.Json) -> Iterator[tuple[str, str]]:
+    """Yield what the description takes from the pack: its name, and "tensor" or "ndarray"."""
     if isinstance(node, list):
         for item in node:
-            yield from _names(item)
+            yield from _named(item)
     elif isinstance(node, dict):
-        if node.get(tree.TAG) in ("tensor", "ndarray"):
-            yield str(node["v"])
+        kind = node.get(tree.TAG)
+        if kind in ("tensor", "ndarray"):
+            yield str(node["v"]), kind
         else:
             for child in node.values():
-                yield from _names(child)
+                yield from _named(child)
 
 
 def _metadata(path: Path) -> Any:
@@ -182,23 +220,78 @@ def _metadata(path: Path) -> Any:
 
 def _torch_load(source: Path | io.BytesIO, path: Path, device: str | torch.device) -> Any:
     try:
-        return torch.load(source, map_location=device, weights_only=True)
+        with _safe_globals():
+            return torch.load(source, map_location=device, weights_only=True)
     except Exception as error:  # torch raises many kinds for a damaged or a hostile file
+        refused = re.search(r"(?:GLOBAL|global|class|type) '?([\w.]+\.[\w.]+)", str(error))
+        if refused and refused[1].startswith("tensordict.") and _import_tensordict():
+            if isinstance(source, io.BytesIO):
+                source.seek(0)
+            return _torch_load(source, path, device)
+        if refused and "PytorchStreamReader" not in str(error):
+            raise UnknownFormat(
+                f"{path} holds a {refused[1]}, which torch does not load without running code; "
+                "save tensors, numbers, strings, lists and dicts only"
+            ) from error
         reason = str(error).strip().splitlines()[0] if str(error).strip() else repr(error)
-        raise CorruptFile(
-            f"{path} cannot be loaded by torch without running code: {reason[:200]}"
-        ) from error
+        raise CorruptFile(f"{path} cannot be loaded by torch: {reason[:200]}") from error
+
+
+def _safe_globals() -> AbstractContextManager[Any]:
+    """Let torch's restricted unpickler build numpy arrays and TensorDicts: plain data, no code."""
+    if not hasattr(torch.serialization, "safe_globals"):  # from torch 2.5
+        return nullcontext()
+    core = np._core if hasattr(np, "_core") else np.core
+    kinds: list[Any] = [core.multiarray._reconstruct, core.multiarray.scalar, np.ndarray, np.dtype]
+    kinds += {type(np.dtype(code)) for code in "?bhilqBHILQefdFD"}
+    tensordict = sys.modules.get("tensordict")
+    if tensordict is not None:
+        kinds += [tensordict.TensorDict, tensordict.LazyStackedTensorDict, torch.Size, torch.device]
+        make = getattr(sys.modules.get("tensordict._reductions"), "_make_td", None)
+        kinds += [make] if make is not None else []  # sets the attributes of one of these two
+    context: AbstractContextManager[Any] = torch.serialization.safe_globals(kinds)
+    return context
+
+
+def _import_tensordict() -> bool:
+    """Import what a file of TensorDicts needs; tell whether that is new."""
+    if "tensordict" in sys.modules:
+        return False
+    try:
+        importlib.import_module("tensordict")
+    except ImportError:
+        return False
+    return True
+
+
+def _safetensors_load(path: Path, device: str | torch.device) -> dict[str, torch.Tensor]:
+    from safetensors import SafetensorError
+    from safetensors.torch import load_file
+
+    with path.open("rb") as file:
+        (length,) = struct.unpack("<Q", file.read(8))
+        header = file.read(min(length, Limits.header_bytes))
+        if any(f'"{key}":'.encode() in header for key in (INDEX_KEY, DIGEST_KEY)):  # one of ours
+            raise CorruptFile(f"{path} is damaged: unreadable header")
+    try:
+        tensors: dict[str, torch.Tensor] = load_file(path, str(device))
+        return tensors
+    except SafetensorError as error:
+        raise CorruptFile(f"{path} is no whole safetensors file: {error}") from error
 
 
 def _unlz4(path: Path) -> io.BytesIO:
-    limit = path.stat().st_size * _LZ4_MAX_RATIO
+    limit = max(_LZ4_FREE_BYTES, path.stat().st_size * _LZ4_MAX_RATIO)
     content = io.BytesIO()
     try:
         with lz4.frame.open(path) as stream:
             while chunk := stream.read(1 << 22):
                 content.write(chunk)
-                if content.tell() > limit:
-                    raise LimitExceeded(f"{path} unpacks to more than {limit} bytes")
+                if content.tell() > limit:  # before the next chunk is unpacked
+                    raise LimitExceeded(
+                        f"{path} unpacks to more than {_LZ4_MAX_RATIO} times its size; if you "
+                        "trust it, unpack it with `lz4 -d` and load the result"
+                    )
     except (RuntimeError, EOFError, ValueError) as error:
         raise CorruptFile(f"{path} is damaged: {error}") from error
     content.seek(0)

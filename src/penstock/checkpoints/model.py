@@ -1,11 +1,15 @@
-"""Small helpers around models: file names and sizes."""
+"""Small helpers around a training state: file names, sizes of models, random generators."""
 
 from __future__ import annotations
 
+import random
 import sys
 from typing import Any
 
+import numpy as np
 import torch
+
+from penstock.tensors import tensor_bytes
 
 
 def format_checkpoint_name(
@@ -30,7 +34,7 @@ def get_model_size(model: torch.nn.Module) -> dict[str, Any]:
     """Count the parameters and bytes of a model; shared tensors count once."""
     parameters = list(model.parameters())
     buffers = list(model.buffers())
-    size_bytes = sum(tensor.nbytes for tensor in parameters + buffers)
+    size_bytes = sum(tensor_bytes(tensor) for tensor in parameters + buffers)
     return {
         "parameters": sum(tensor.numel() for tensor in parameters),
         "trainable": sum(tensor.numel() for tensor in parameters if tensor.requires_grad),
@@ -49,3 +53,24 @@ def print_model_info(model: torch.nn.Module, name: str = "model") -> None:
             f"{label:<24}: {size['parameters']:>12,} parameters "
             f"({size['trainable']:,} trainable), {size['size_mb']:.2f} MB\n"
         )
+
+
+def rng_state() -> dict[str, Any]:
+    """Return the states of Python's, numpy's and torch's global generators."""
+    state: dict[str, Any] = {
+        "python": random.getstate(),
+        "numpy": np.random.get_state(),
+        "torch": torch.get_rng_state(),
+    }
+    if torch.cuda.is_available():
+        state["cuda"] = torch.cuda.get_rng_state_all()
+    return state
+
+
+def set_rng_state(state: dict[str, Any]) -> None:
+    """Put back what `rng_state` returned, so that every generator goes on as it would have."""
+    random.setstate(state["python"])
+    np.random.set_state(state["numpy"])
+    torch.set_rng_state(state["torch"].cpu())
+    if "cuda" in state and torch.cuda.is_available():
+        torch.cuda.set_rng_state_all([device.cpu() for device in state["cuda"]])

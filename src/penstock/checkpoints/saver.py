@@ -1,11 +1,12 @@
 """AsyncCheckpointSaver: what the training thread sees of saving.
 
-    training thread                  copier thread            writer thread (pipeline.py)
-    save_async: freeze (freeze.py),
-    copy what is not owned  ───────► copies lazy tensors ───► waits for the copy, encodes, fsyncs
-    optimizer.step: barrier (helps, verifies; capture.py) ──► publishes, moves `latest`, prunes
+    training thread                              writer thread
+    save_async: walk the state, copy every
+    tensor into staging memory (snapshot.py) ──► encode, fsync, rename, move `latest`, prune
+    goes on training                             (publish.py, folder.py)
 
-Nothing is published before the barrier has verified the copy.
+With `lazy=True` the tensors of the given optimizers are copied later, until their next step; then
+nothing is published before that step's barrier has verified the copy (lazy.py).
 """
 
 from __future__ import annotations
@@ -14,67 +15,73 @@ import logging
 import math
 import os
 import sys
-import threading
 import time
 import warnings
-import weakref
 from collections import deque
 from collections.abc import Iterable
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Literal, Self
+from typing import Any
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
+from typing_extensions import Self
 
-from penstock.checkpoints import folder, hooks
-from penstock.checkpoints.capture import Capture, staging_bytes
-from penstock.checkpoints.freeze import Owned, freeze
-from penstock.checkpoints.pipeline import Pipeline
-from penstock.checkpoints.publish import Job, Publisher
-from penstock.checkpoints.queue import OnFull, SaveQueue
+from penstock.checkpoints import folder
+from penstock.checkpoints.folder import Direction, RunFolder
+from penstock.checkpoints.lazy import LazyCapture, OwnedTensors, install_hooks
+from penstock.checkpoints.publish import NICE, Job, Publisher, what_tore
+from penstock.checkpoints.snapshot import Snapshot
 from penstock.core import tree
 from penstock.core.codecs import Planes
-from penstock.core.files import storage_error
-from penstock.core.handle import SaveHandle, close_after, poll
-from penstock.core.monitor import PerformanceMonitor
-from penstock.core.signals import SignalGuard
-from penstock.errors import PenstockWarning, SaverClosed, UsageError
+from penstock.core.files import make_folder
+from penstock.core.memory import format_bytes
+from penstock.core.reuse import ReusedMemory
+from penstock.core.writes import OnFull, SaveHandle, Write, WriteQueue, close_after
+from penstock.errors import PenstockWarning, UsageError
+from penstock.ui.monitor import PerformanceMonitor
 
-KeepBest = int | tuple[int, Literal["max", "min"]]
+KeepBest = int | tuple[int, Direction]
 
-_LOG = logging.getLogger("penstock")
-_SIGNAL_LIMIT_S = 30.0
 _HISTORY = 2000
+_LOG = logging.getLogger("penstock")
 
 
 class AsyncCheckpointSaver:
     """Save whole training states without stopping the training.
 
-    Tensors owned by the given optimizers are copied in the background until the next step of one of
-    them; everything else in a state is copied when `save_async` is called. Hand over *every*
-    optimizer that trains the saved tensors, and change these only through their steps (or call
-    `barrier` before); anything else is noticed, and costs that checkpoint.
+    When `save_async` returns, everything has been copied: whatever runs afterwards, the file holds
+    the state of the call. Only one saver at a time writes a folder.
+
+    With `lazy=True` the call takes well under a millisecond whatever the size: tensors of the given
+    `optimizers` are copied in the background until the next step of one of them. That is right only
+    if nothing but these steps (and `load_state_dict`) writes these tensors between a save and the
+    next step. Code that swaps weights (EMA), clips or resets them, or writes through `.data`, numpy
+    or DLPack aliases in between must keep the default, or call `barrier` first. Guards notice most
+    violations, and cost that checkpoint; not all of them can be noticed.
 
     Args:
         directory: Relative paths start here; created if missing.
         max_queue_size: Saves that may be pending.
-        optimizers: Whose parameters and state are captured lazily.
-        modules: Whose `load_state_dict` waits for a capture to finish.
+        optimizers: With `lazy`: all that train the saved tensors.
+        modules: With `lazy`: whose `load_state_dict` waits for a copy to finish.
         compress: Compress by default (lossless byte planes and zstd).
         compression_level: 1 is fastest, 2 balanced, 3 and above smallest.
         delta_every: Every so many saves a full checkpoint, differences to it between; 0 or 1 means
             full ones only. A difference needs its full checkpoint beside it to be loaded.
-        keep_last: Keep so many of the newest; None keeps all.
+        keep_last: Keep so many of the newest of this run; None keeps all.
         keep_best: Keep so many of the best by `metric`, besides; (k, "min") if less is better.
         on_full: What `save_async` does when the queue is full: "wait", "skip" the new save, or
             "drop_oldest" pending one (if none can be dropped, it waits). All are counted.
         verbose: Say each save on stderr.
+        lazy: Copy the optimizers' tensors in the background; see above.
         max_staging_bytes: Memory for the copies of pending saves; by default one copy of the state
             (at least 64 MB). A second save waits for the first when both do not fit.
         handle_signals: Finish pending saves on SIGINT and SIGTERM, then let them take their course.
 
     Example:
-        with AsyncCheckpointSaver("runs/x", optimizers=[optimizer]) as saver:
+        with AsyncCheckpointSaver("runs/x") as saver:
             saver.save_async({"model": net.state_dict(), "step": step}, "ckpt_100.pt")
     """
 
@@ -92,6 +99,7 @@ class AsyncCheckpointSaver:
         on_full: OnFull = "wait",
         verbose: bool = False,
         *,
+        lazy: bool = False,
         max_staging_bytes: int | None = None,
         handle_signals: bool = True,
     ) -> None:
@@ -101,32 +109,35 @@ class AsyncCheckpointSaver:
             _check_natural("keep_last", keep_last, 1)
         if on_full not in ("wait", "skip", "drop_oldest"):
             raise UsageError(f"on_full={on_full!r}: use 'wait', 'skip' or 'drop_oldest'")
-        Planes(level=compression_level)  # refuses a wrong level here, not in the background
-        self.directory = Path(directory).absolute()
-        try:
-            self.directory.mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            raise storage_error("create", self.directory, error) from error
-        self._where = str(self.directory)
-        self._compress = compress
-        self._pid = os.getpid()
-        self._closed = False
-        self._flushing = False
-        self._calls = threading.Lock()  # one save_async at a time
-        self._active: Capture | None = None
-        self._queue = SaveQueue(max_queue_size, max_staging_bytes, on_full)
-        self._blocked: deque[tuple[str, float]] = deque(maxlen=_HISTORY)
         owners = [optimizers] if isinstance(optimizers, torch.optim.Optimizer) else [*optimizers]
         nets = [modules] if isinstance(modules, torch.nn.Module) else [*modules]
-        self._owned = Owned(owners)
-        self._eager: set[str] = set()  # tensors found changed past their optimizer
-        self._hooks = hooks.install(self.barrier, self._owned.forget, owners, nets)
-        this = weakref.ref(self)
-        self._signals = SignalGuard(lambda: _flush(this), install=handle_signals)
-        publisher = Publisher(compression_level, delta_every, keep_last, _checked_best(keep_best))
-        self._pipeline = Pipeline(
-            self._queue, publisher, self._note_torn, self._signals.nudge, verbose=verbose
+        if lazy and not owners:
+            raise UsageError("lazy=True needs optimizers=[…]: only their tensors are copied later")
+        Planes(level=compression_level)  # refuses a wrong level here, not in the background
+        self.directory = make_folder(directory)
+        self._where = str(self.directory)
+        self._compress = compress
+        self._verbose = verbose
+        self._keep_last, self._keep_best = keep_last, _checked_best(keep_best)
+        self._folders: dict[str, RunFolder] = {}
+        self._memory = ReusedMemory(max_staging_bytes or 0, allocate=_staging)
+        self._max_staging_bytes = max_staging_bytes
+        self._publisher = Publisher(compression_level, delta_every)
+        self._queue = WriteQueue(
+            "penstock-writer",
+            max_staging_bytes,
+            max_queue_size,
+            on_full,
+            "checkpoint(s)",
+            handle_signals=handle_signals,
+            nice=NICE,
         )
+        self._blocked: deque[tuple[str, float]] = deque(maxlen=_HISTORY)
+        self._last_path: str | None = None
+        self._active: LazyCapture | None = None
+        self._eager: set[str] = set()  # tensors found changed past their optimizer
+        self._owned = OwnedTensors(owners) if lazy else None
+        self._hooks = install_hooks(self.barrier, owners, nets) if lazy else []
 
     def save_async(
         self,
@@ -136,7 +147,7 @@ class AsyncCheckpointSaver:
         metadata: dict[str, Any] | None = None,
         metric: float | None = None,
     ) -> SaveHandle:
-        """Ask for a checkpoint and return at once.
+        """Copy a state and return; it is written in the background.
 
         Args:
             checkpoint: Nested dicts, lists, tuples, numbers, strings, numpy arrays and tensors.
@@ -150,45 +161,46 @@ class AsyncCheckpointSaver:
 
         Raises:
             UnsupportedValue: Something cannot be stored; nothing was written.
+            LockHeld: Another saver writes that folder; nothing was written.
+            SnapshotDiscarded: Another thread wrote the tensors while they were copied.
             StorageError: An earlier save failed in the background (raised once); this one was not
                 started.
         """
         begin = time.perf_counter()
-        self._check_usable()
+        self._queue.check_usable()
         self.barrier()
-        self._raise_failure()
-        handle = SaveHandle(self._resolve(path), self.barrier)
-        with self._calls:
-            frozen = freeze(checkpoint, self._owned)
-            notes = tree.flatten(metadata, lambda path, value: None)
-            size_bytes = staging_bytes(frozen)
-            if not self._queue.admit(size_bytes, handle):
-                return handle
-            with self._signals:
-                capture = Capture(frozen, self._queue.staging(size_bytes), size_bytes)
-                squeeze = self._compress if compress is None else compress
-                score = float(metric) if metric is not None and math.isfinite(metric) else None
-                self._active = capture
-                self._pipeline.submit(Job(capture, handle, squeeze, notes, score))
-                self._blocked.append(("call", time.perf_counter() - begin))
-        return handle
+        snapshot = Snapshot(checkpoint, self._owned.by_address() if self._owned else None)
+        notes = tree.flatten(metadata, lambda path, value: None)
+        target, file = self._resolve(path)
+        score = float(metric) if metric is not None and math.isfinite(metric) else None
+
+        def prepare() -> Write:
+            capture = self._copy(snapshot)
+            squeeze = self._compress if compress is None else compress
+            place = target.path / os.path.basename(file)
+            job = Job(snapshot, capture, target, place, squeeze, notes, score)
+            self._blocked.append(("call", time.perf_counter() - begin))
+            return lambda: self._publish(job)
+
+        barrier = self.barrier if snapshot.lazy else None
+        return self._queue.put(file, snapshot.size_bytes, prepare, barrier)
 
     def barrier(self) -> None:
-        """Finish the capture in flight, helping with the copy; then tensors may be changed.
+        """Finish a lazy copy in flight, helping; then tensors may be changed.
 
         Runs by itself before each step of a hooked optimizer and each `load_state_dict`.
         """
         capture = self._active
-        if capture is None or os.getpid() != self._pid:
+        if capture is None or not self._queue.mine:
             return
         begin = time.perf_counter()
-        with self._signals:
-            capture.finish()
+        with self._queue.signals:  # the writer, too, takes the lock that `_note_torn` takes
+            capture.barrier()
             self._active = None
             self._blocked.append(("barrier", time.perf_counter() - begin))
             problem = self._note_torn(capture)
         if problem:
-            warnings.warn(problem, PenstockWarning, stacklevel=2)
+            warnings.warn(f"checkpoint discarded: {problem}", PenstockWarning, stacklevel=2)
 
     def wait(self, timeout: float | None = None) -> bool:
         """Return True when all saves are durable, False after `timeout` seconds.
@@ -196,11 +208,7 @@ class AsyncCheckpointSaver:
         Raises:
             PenstockError: A save failed (each failure is raised once).
         """
-        self._check_owner()
-        self.barrier()
-        done = poll(lambda: not len(self._queue), timeout)
-        self._raise_failure()
-        return done
+        return self._queue.wait(timeout)
 
     def shutdown(self, timeout: float | None = None) -> bool:
         """Finish all saves and release everything; safe to call twice.
@@ -212,22 +220,16 @@ class AsyncCheckpointSaver:
         Raises:
             PenstockError: A save failed and nobody has been told yet.
         """
-        if os.getpid() != self._pid:
-            return True
-        self.barrier()
-        self._closed = True
-        done = poll(lambda: not len(self._queue), timeout)
-        for hook in self._hooks:
-            hook.remove()
-        self._hooks = []
-        if done:
-            self._pipeline.close()
-            self._signals.close()
-            self._queue.clear_memory()
-        else:
-            _LOG.warning("%d checkpoint(s) still being written; they go on", len(self._queue))
-        self._raise_failure()
-        return done
+        try:
+            return self._queue.close(timeout)
+        finally:
+            if self._queue.mine and not len(self._queue):
+                for hook in self._hooks:
+                    hook.remove()
+                self._hooks = []
+                self._memory.clear()
+                for target in self._folders.values():
+                    target.close()
 
     close = shutdown
 
@@ -239,7 +241,7 @@ class AsyncCheckpointSaver:
         """Return counts, sizes and times.
 
         `blocked` holds, in seconds, how long the training thread was held up: "call" in
-        `save_async`, "barrier" before a step. What the copy costs the cores is not in it: compare
+        `save_async`, "barrier" before a step. What saving costs the cores is not in it: compare
         iteration times with and without saving for that.
         """
         counts = self._queue.counts()
@@ -257,13 +259,13 @@ class AsyncCheckpointSaver:
             "total_deltas": counts["deltas"],
             "queue_full": counts["queue_full"],
             "queue_size": len(self._queue),
-            "staged_bytes": self._queue.staged_bytes,
+            "staged_bytes": self._queue.held_bytes,
             "raw_bytes": raw,
             "stored_bytes": stored,
             "compression_ratio": raw / stored if stored else 1.0,
             "write_mb_per_s": raw / 1e6 / seconds if seconds else 0.0,
             "eager_tensors": sorted(self._eager),
-            "last_path": self._pipeline.last_path,
+            "last_path": self._last_path,
             "blocked": blocked.get_stats(),
         }
 
@@ -281,62 +283,82 @@ class AsyncCheckpointSaver:
     def __reduce__(self) -> Any:
         raise UsageError("a saver belongs to its process; make a new one in the other process")
 
-    def _note_torn(self, capture: Capture) -> str | None:
-        """Remember torn tensors; return what to say of those that were not named before."""
-        names = [name for name in capture.torn if name not in self._eager]
-        if not names:
-            return None
-        self._eager.update(names)
-        self._owned.exclude(capture.torn_addresses)
-        shown = ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
-        return (
-            f"checkpoint discarded: {shown} changed outside the optimizer's step while being "
-            "copied; copied at once from now on (or call saver.barrier() before changing it)"
+    def _copy(self, snapshot: Snapshot) -> LazyCapture | None:
+        """Copy a snapshot into staging memory; return what is left to be copied."""
+        if self._max_staging_bytes is None:
+            self._memory.limit_bytes = max(self._memory.limit_bytes, snapshot.size_bytes)
+        memory = self._memory.array((max(snapshot.size_bytes, 1),), np.uint8)
+        capture = LazyCapture(snapshot, memory.ctypes.data) if snapshot.lazy else None
+        snapshot.copy(memory)
+        self._active = capture
+        return capture
+
+    def _publish(self, job: Job) -> dict[str, Any]:
+        """Write a job, in the background; return its sizes and times."""
+        try:
+            stats = self._publisher.publish(job)
+        finally:
+            if job.capture is not None:
+                self._note_torn(job.capture)
+        self._last_path = str(job.path)
+        self._queue.count(
+            deltas=int(stats["delta"]),
+            raw_bytes=stats["raw_bytes"],
+            stored_bytes=stats["stored_bytes"],
+            write_us=int(stats["write_s"] * 1e6),
         )
+        text = (
+            f"[penstock] saved {job.path.name}: {format_bytes(stats['stored_bytes'])} of "
+            f"{format_bytes(stats['raw_bytes'])}{' (delta)' if stats['delta'] else ''} in "
+            f"{stats['write_s']:.2f} s\n"
+        )
+        complaint, verbose = stats.pop("complaint"), self._verbose
 
-    def _raise_failure(self) -> None:
-        failure = self._pipeline.take_failure()
-        if failure is not None:
-            raise failure
+        def report() -> None:
+            if complaint:
+                _LOG.warning(complaint)
+            if verbose:
+                sys.stderr.write(text)
 
-    def _resolve(self, path: str | os.PathLike[str]) -> str:
+        return stats | {"report": report}
+
+    def _note_torn(self, capture: LazyCapture) -> str | None:
+        """Remember torn tensors; return what to say of those that were not named before."""
+        if not capture.torn or self._owned is None:
+            return None
+        self._owned.exclude(owner for _, owner in capture.torn)
+        names = {staged.name for staged, _ in capture.torn}
+        if names <= self._eager:
+            return None
+        self._eager |= names
+        return what_tore(capture)
+
+    def _resolve(self, path: str | os.PathLike[str]) -> tuple[RunFolder, str]:
+        """Return the folder, locked for this saver, and the path of a file."""
         # Strings and os.path: pathlib takes ten times as long, and the training waits.
-        target = os.path.join(self._where, path)
-        where, name = os.path.split(target)
+        file = os.path.join(self._where, path)
+        where, name = os.path.split(file)
         if name in ("", ".", "..", folder.LATEST):
             raise UsageError(f"path={str(path)!r} is no name for a checkpoint; give a file name")
-        if where != self._where:
-            try:
-                os.makedirs(where, exist_ok=True)
-            except OSError as error:
-                raise storage_error("create", where, error) from error
-        return target
-
-    def _check_owner(self) -> None:
-        if os.getpid() != self._pid:
-            raise SaverClosed(
-                f"this saver belongs to process {self._pid}; make a new one in process "
-                f"{os.getpid()}"
-            )
-
-    def _check_usable(self) -> None:
-        self._check_owner()
-        if self._closed:
-            raise SaverClosed("this saver was shut down; make a new one")
+        target = self._folders.get(where)
+        if target is None:
+            made = self.directory if where == self._where else make_folder(where)
+            place = os.path.realpath(made)  # one folder may go by several names
+            target = self._folders.get(place)
+            if target is None:
+                target = RunFolder(Path(place), self._keep_last, self._keep_best)
+            self._folders[where] = self._folders[place] = target
+        return target, file
 
 
-def _flush(reference: weakref.ref[AsyncCheckpointSaver]) -> None:
-    """Finish what is pending, on a signal; a second signal does not wait again."""
-    saver = reference()
-    if saver is None or saver._flushing or (not len(saver._queue) and saver._active is None):
-        return
-    saver._flushing = True
-    try:
-        sys.stderr.write(f"[penstock] finishing {len(saver._queue)} checkpoint(s) before the end\n")
-        saver.barrier()
-        poll(lambda: not len(saver._queue), _SIGNAL_LIMIT_S)
-    finally:
-        saver._flushing = False
+def _staging(nbytes: int) -> NDArray[np.uint8]:
+    """Allocate staging memory: page-locked where a GPU copies into it."""
+    memory: NDArray[np.uint8]
+    if torch.cuda.is_available():
+        memory = torch.empty(nbytes, dtype=torch.uint8, pin_memory=True).numpy()
+    else:
+        memory = np.empty(nbytes, np.uint8)
+    return memory
 
 
 def _check_natural(name: str, value: Any, least: int) -> None:
@@ -344,7 +366,7 @@ def _check_natural(name: str, value: Any, least: int) -> None:
         raise UsageError(f"{name}={value!r}: give a whole number, at least {least}")
 
 
-def _checked_best(value: KeepBest | None) -> tuple[int, Literal["max", "min"]] | None:
+def _checked_best(value: KeepBest | None) -> tuple[int, Direction] | None:
     if value is None:
         return None
     count, direction = value if isinstance(value, tuple) else (value, "max")

@@ -42,8 +42,8 @@ from penstock.conversion.mapping import (
     Vector,
 )
 from penstock.conversion.settings import load_yaml, parse_value
-from penstock.core.words import did_you_mean
 from penstock.errors import UsageError
+from penstock.ui.suggestions import did_you_mean
 
 _ARMS_AT: Final = {"4pro": 12, "5": 13, "5w": 4}
 _COLOR: Final = {

@@ -22,8 +22,8 @@ from dataclasses import asdict, dataclass
 from typing import Any, Final, Literal
 
 from penstock.conversion.align import Align
-from penstock.core.words import did_you_mean
 from penstock.errors import UsageError
+from penstock.ui.suggestions import did_you_mean
 
 Clock = Literal["bag", "header"]
 GapPolicy = Literal["drop", "split", "hold", "flag"]

@@ -23,12 +23,12 @@ from penstock.conversion import mapping as maps
 from penstock.conversion import settings
 from penstock.conversion.account import Account
 from penstock.conversion.align import Times
+from penstock.conversion.budget import MemoryWatch
 from penstock.conversion.features import describe
+from penstock.conversion.lanes import Lanes
 from penstock.conversion.pictures import Pictures, Shown
 from penstock.conversion.plan import Plan, plan_bag, summary
 from penstock.conversion.rows import Rows
-from penstock.core.lanes import Lanes
-from penstock.core.memory import MemoryWatch
 from penstock.errors import DataError
 from penstock.lerobot.episode import EpisodeWriter
 from penstock.lerobot.layout import Feature

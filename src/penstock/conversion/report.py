@@ -10,8 +10,8 @@ from penstock.conversion.account import Account
 from penstock.conversion.mapping import Mapping
 from penstock.conversion.one_bag import Converted
 from penstock.core.memory import format_bytes
-from penstock.core.report import Report as Page
 from penstock.lerobot.findings import Finding
+from penstock.ui.report import Report as Page
 
 
 @dataclass(slots=True)

@@ -14,6 +14,7 @@ from typing import Any, Final, Literal
 
 from penstock.bags import find_bags, open_bag
 from penstock.conversion import kuavo
+from penstock.conversion.budget import MemoryWatch
 from penstock.conversion.features import describe
 from penstock.conversion.guess import guess_mapping
 from penstock.conversion.mapping import Mapping
@@ -23,13 +24,13 @@ from penstock.conversion.report import BagReport, Report
 from penstock.conversion.settings import from_json, load_map, parse_value
 from penstock.conversion.workers import Outcome, run_jobs
 from penstock.core.files import storage_error
-from penstock.core.memory import MemoryWatch, parse_bytes, rss_bytes
-from penstock.core.progress import Mode, Progress
-from penstock.core.words import did_you_mean
+from penstock.core.memory import parse_bytes, rss_bytes
 from penstock.errors import DataError, PenstockError, StorageError, UsageError
 from penstock.lerobot import doctor
 from penstock.lerobot.layout import VERSIONS, Feature, Version
 from penstock.lerobot.writer import DatasetWriter
+from penstock.ui.progress import Mode, Progress
+from penstock.ui.suggestions import did_you_mean
 
 DEFAULT_MEMORY: Final = "512MB"
 # What one worker needs beside its queue: the interpreter, the codecs, the parquet writer.

@@ -16,8 +16,8 @@ from penstock.conversion.mapping import (
     Vector,
 )
 from penstock.core.files import storage_error
-from penstock.core.words import did_you_mean
 from penstock.errors import UsageError
+from penstock.ui.suggestions import did_you_mean
 
 _MAX_YAML_BYTES: Final = 4 * 2**20
 

@@ -29,8 +29,8 @@ from penstock.conversion.mapping import (
     Mapping,
     Source,
 )
-from penstock.core.words import did_you_mean
 from penstock.errors import DataError
+from penstock.ui.suggestions import did_you_mean
 
 Mask = NDArray[np.bool_]
 Choice = tuple[Source | Camera, str]  # what is taken, from which topic

@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import fcntl
+import itertools
 import json
 import os
 import secrets
@@ -17,13 +18,15 @@ import shutil
 import socket
 import sys
 import time
+import warnings
 import weakref
-from collections.abc import Iterator
 from pathlib import Path
 from types import TracebackType
-from typing import BinaryIO, Self
+from typing import BinaryIO
 
-from penstock.errors import LockHeld, StorageError, UsageError
+from typing_extensions import Self
+
+from penstock.errors import LockHeld, PenstockWarning, StorageError, UsageError
 
 TEMPORARY_PREFIX = ".penstock-tmp-"
 _HINTS = {
@@ -40,7 +43,7 @@ _HINTS = {
 }
 
 
-def storage_error(action: str, path: Path | str, error: OSError) -> StorageError:
+def storage_error(action: str, path: str | os.PathLike[str], error: OSError) -> StorageError:
     """Say an OS error in one line: what, where, why, what to do."""
     reason = error.strerror or type(error).__name__
     hint = _HINTS.get(error.errno or 0, "check the disk and the folder")
@@ -48,24 +51,55 @@ def storage_error(action: str, path: Path | str, error: OSError) -> StorageError
 
 
 def sync_folder(folder: Path) -> None:
-    """Make the names in a folder durable."""
+    """Make the names in a folder durable, where the file system can do that."""
     descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
     try:
         os.fsync(descriptor)
+    except OSError as error:
+        if error.errno not in (errno.EINVAL, errno.ENOTSUP, errno.ENOSYS):  # exFAT, SMB, FUSE
+            raise
     finally:
         os.close(descriptor)
 
 
+def make_folder(path: str | os.PathLike[str]) -> Path:
+    """Create a folder and its missing parents, each of their names durable."""
+    folder = Path(path).absolute()
+    missing = itertools.takewhile(lambda parent: not parent.exists(), folder.parents)
+    try:
+        # From the top, so that the parents of whatever is there are durable, even after a kill.
+        for made in reversed([folder, *missing]):
+            made.mkdir(exist_ok=True)
+            with contextlib.suppress(PermissionError):
+                sync_folder(made.parent)
+    except OSError as error:
+        raise storage_error("create", path, error) from error
+    return folder
+
+
+def link_or_copy(source: Path, target: Path) -> None:
+    """Give a file a second name, durably; where there are no links, a second copy."""
+    try:
+        with contextlib.suppress(FileExistsError):
+            os.link(source, target)
+    except OSError:
+        with NewFile(target) as new, source.open("rb") as file:
+            while chunk := file.read(8 << 20):
+                write_all(new.file, chunk)
+    sync_folder(target.parent)
+
+
 def process_owner() -> str:
-    """Name this process so that no later one is taken for it: host, pid, start time."""
-    return f"{_host()}-{os.getpid()}-{_start_ticks(os.getpid())}"
+    """Name this process so that no other is taken for it: host, pid, start time, container."""
+    return f"{_host()}-{os.getpid()}-{_start_ticks(os.getpid())}-{_pid_namespace()}"
 
 
 def owner_is_dead(owner: str) -> bool:
     """Tell whether a process named by `process_owner` is certainly gone (never guessed)."""
     try:
-        host, pid, start = owner.split("-")
-        if host != _host():
+        host, pid, start, *namespace = owner.split("-")
+        # Pids of another container say nothing here. (Older versions did not note theirs.)
+        if host != _host() or namespace != [_pid_namespace()]:
             return False
         with contextlib.suppress(PermissionError):
             os.kill(int(pid), 0)
@@ -80,13 +114,21 @@ def _host() -> str:
     return "".join(c for c in socket.gethostname() if c.isalnum())[:32] or "host"
 
 
+def _pid_namespace() -> str:
+    try:
+        return str(os.stat("/proc/self/ns/pid").st_ino)
+    except OSError:
+        return "0"
+
+
 def _start_ticks(pid: int) -> int:
     """Return when a process started, in ticks since boot: setting the clock does not change it."""
     stat = Path(f"/proc/{pid}/stat").read_bytes()
     return int(stat.rpartition(b")")[2].split()[19])
 
 
-def _temporary_path(folder: Path) -> Path:
+def temporary_path(folder: Path) -> Path:
+    """Return a name that nobody has, and that `sweep` removes once this process is dead."""
     return folder / f"{TEMPORARY_PREFIX}{process_owner()}-{secrets.token_hex(6)}"
 
 
@@ -124,7 +166,7 @@ class NewFile:
         try:
             if self.path.is_dir():
                 raise UsageError(f"cannot write {self.path}: it is a folder; give a file name")
-            self.temporary = _temporary_path(self.path.parent)
+            self.temporary = temporary_path(self.path.parent)
             # Not tempfile: the file must get the permissions that open() would have given it.
             descriptor = os.open(self.temporary, os.O_CREAT | os.O_EXCL | os.O_RDWR, 0o666)
         except OSError as error:
@@ -190,7 +232,7 @@ class NewFile:
             raise storage_error("write", self.path, error) from error
 
 
-def publish_bytes(path: Path | str, data: bytes) -> None:
+def publish_bytes(path: Path | str, data: bytes | memoryview) -> None:
     """Publish a small file in one call."""
     with NewFile(path) as new:
         write_all(new.file, data)
@@ -202,36 +244,6 @@ def write_all(file: BinaryIO, data: bytes | bytearray | memoryview) -> None:
     while view:
         written = file.write(view)
         view = view[written:]
-
-
-@contextlib.contextmanager
-def new_folder(path: Path | str) -> Iterator[Path]:
-    """Fill a temporary folder, then publish it under its name; refuse a name that is taken.
-
-    Args:
-        path: The final name. It must not exist: nothing is ever replaced.
-
-    Yields:
-        The temporary folder to fill, beside the final one.
-    """
-    target = Path(path)
-    temporary = _temporary_path(target.parent)
-    try:
-        if target.exists() or target.is_symlink():
-            raise UsageError(f"{target} exists already; remove it or choose another name")
-        temporary.mkdir()
-        yield temporary
-        for folder, _, names in os.walk(temporary):
-            for name in names:
-                with open(os.path.join(folder, name), "rb") as file:
-                    os.fsync(file.fileno())
-            sync_folder(Path(folder))
-        os.rename(temporary, target)
-        sync_folder(target.parent)
-    except OSError as error:
-        raise storage_error("write", target, error) from error
-    finally:
-        shutil.rmtree(temporary, ignore_errors=True)
 
 
 class FolderLock:
@@ -249,7 +261,15 @@ class FolderLock:
         self._descriptor: int | None = None
 
     def acquire(self) -> None:
-        """Take the lock, or raise LockHeld at once with the holder's name."""
+        """Take the lock, or raise LockHeld at once with the holder's name.
+
+        Called again, it makes sure that the lock is still in force: its file may have been removed.
+        """
+        if self._descriptor is not None:
+            with contextlib.suppress(OSError):
+                if os.path.samestat(os.fstat(self._descriptor), os.stat(self.path)):
+                    return
+            self.release()
         try:
             descriptor = os.open(self.path, os.O_CREAT | os.O_RDWR, 0o666)
         except OSError as error:
@@ -257,16 +277,25 @@ class FolderLock:
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:
-            holder = _describe_holder(os.pread(descriptor, 4096, 0))
-            os.close(descriptor)
-            if error.errno not in (errno.EAGAIN, errno.EACCES):
+            if error.errno in (errno.EAGAIN, errno.EACCES):
+                holder = _describe_holder(os.pread(descriptor, 4096, 0))
+                os.close(descriptor)
+                raise LockHeld(
+                    f"{self.path.parent} is being written by {holder}; wait for it, or stop it"
+                ) from error
+            if error.errno not in (errno.ENOLCK, errno.ENOSYS, errno.ENOTSUP, errno.EINVAL):
+                os.close(descriptor)
                 raise storage_error("lock", self.path.parent, error) from error
-            raise LockHeld(
-                f"{self.path.parent} is being written by {holder}; wait for it, or stop it"
-            ) from error
+            warnings.warn(
+                f"{self.path.parent} lies on a file system without locks ({error.strerror}): "
+                "nothing keeps a second writer out; let only one process write there",
+                PenstockWarning,
+                stacklevel=3,
+            )
         holder_json = json.dumps(
             {
                 "pid": os.getpid(),
+                "rank": f" (rank {os.environ['RANK']})" if "RANK" in os.environ else "",
                 "host": socket.gethostname(),
                 "since": time.strftime("%Y-%m-%d %H:%M:%S"),
                 "command": " ".join(sys.argv)[:200],
@@ -276,6 +305,8 @@ class FolderLock:
             os.ftruncate(descriptor, 0)
             os.pwrite(descriptor, holder_json.encode(), 0)
         self._descriptor = descriptor
+        self._closing = weakref.finalize(self, os.close, descriptor)  # whoever forgets `release`
+        self._closing.atexit = False  # at exit the kernel lets go, after all work is done
         # A forked child shares the open file, and would keep the lock after our death.
         this = weakref.ref(self)
         os.register_at_fork(after_in_child=lambda: _drop_in_child(this))
@@ -283,7 +314,7 @@ class FolderLock:
     def release(self) -> None:
         """Give the lock back; safe to call twice."""
         if self._descriptor is not None:
-            os.close(self._descriptor)
+            self._closing()
             self._descriptor = None
 
     def __enter__(self) -> Self:
@@ -304,9 +335,11 @@ def _describe_holder(content: bytes) -> str:
     try:
         holder = json.loads(content)
         text = (
-            f"process {holder['pid']} on {holder['host']} since {holder['since']} "
-            f"({holder['command']})"
+            f"process {holder['pid']}{holder.get('rank', '')} on {holder['host']} since "
+            f"{holder['since']} ({holder['command']})"
         )
+        if holder["pid"] == os.getpid() and holder["host"] == socket.gethostname():
+            text = f"this very process, by another writer; close that one first: {text}"
         return " ".join(text.split())
     except (ValueError, KeyError, TypeError, RecursionError):
         return "another process"

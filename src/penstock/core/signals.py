@@ -35,7 +35,7 @@ class SignalGuard:
         self._main = threading.main_thread().ident
         self._previous: dict[int, Any] = {}
         self._depth = 0
-        self._waiting: tuple[int, FrameType | None] | None = None
+        self._waiting: list[tuple[int, FrameType | None]] = []
         self._closed = False
         self._handled = self._handled_before = 0
         self._arrivals: _Arrivals | None = None
@@ -72,9 +72,8 @@ class SignalGuard:
         if threading.get_ident() != self._main:
             return
         self._depth -= 1
-        if self._depth == 0 and self._waiting is not None:
-            (number, frame), self._waiting = self._waiting, None
-            self._handle(number, frame)
+        while self._depth == 0 and self._waiting:
+            self._handle(*self._waiting.pop(0))
 
     def close(self) -> None:
         """Put the previous handlers back, where ours are still the installed ones."""
@@ -92,12 +91,14 @@ class SignalGuard:
     def _handle(self, number: int, frame: FrameType | None) -> None:
         self._handled += 1
         if self._depth:
-            self._waiting = (number, frame)
+            self._waiting.append((number, frame))
             return
         if not self._closed and os.getpid() == self._pid:
             self._flush()
         previous = self._previous[number]
-        if callable(previous):
+        # While the interpreter waits for threads at its exit, an exception would be a traceback.
+        leaving = not threading.main_thread().is_alive()
+        if callable(previous) and not (leaving and previous is signal.default_int_handler):
             previous(number, frame)
         else:
             signal.signal(number, signal.SIG_DFL)

@@ -63,7 +63,10 @@ def _flatten(value: Any, path: str, depth: int, store: Store) -> Json:
         return _flatten_dict(value, path, depth, store)
     if kind is list or kind in _SEQUENCES:
         prefix = f"{path}." if path else ""
-        items = [_flatten(v, f"{prefix}{i}", depth + 1, store) for i, v in enumerate(value)]
+        if len(value) > 8 and set(map(type, value)) == {int} and _fits(value):
+            items = list(value)  # a generator's state is a long tuple of numbers
+        else:
+            items = [_flatten(v, f"{prefix}{i}", depth + 1, store) for i, v in enumerate(value)]
         return items if kind is list else {TAG: _SEQUENCES[kind], "v": items}
     record = _flatten_scalar(value, kind)
     if record is None:
@@ -77,6 +80,10 @@ def _flatten(value: Any, path: str, depth: int, store: Store) -> Json:
     return record
 
 
+def _fits(numbers: Iterable[int]) -> bool:
+    return min(numbers) >= -(2**63) and max(numbers) < 2**64
+
+
 def _flatten_dict(value: dict[Any, Any], path: str, depth: int, store: Store) -> Json:
     prefix = f"{path}." if path else ""
     children = [_flatten(child, f"{prefix}{k}", depth + 1, store) for k, child in value.items()]
@@ -84,7 +91,11 @@ def _flatten_dict(value: dict[Any, Any], path: str, depth: int, store: Store) ->
         return dict(zip(value, children, strict=True))
     keys = [_flatten(key, f"{prefix}<key>", depth + 1, _refuse) for key in value]
     kind = "dict" if type(value) is dict else "odict"
-    return {TAG: kind, "v": [list(pair) for pair in zip(keys, children, strict=True)]}
+    record = {TAG: kind, "v": [list(pair) for pair in zip(keys, children, strict=True)]}
+    versions = getattr(value, "_metadata", None)  # what a module's state dict knows of its parts
+    if versions is not None:
+        record["metadata"] = _flatten(versions, f"{prefix}_metadata", depth + 1, store)
+    return record
 
 
 def _flatten_scalar(value: Any, kind: type) -> Json | None:
@@ -127,7 +138,10 @@ def _unflatten(node: Json, fetch: Fetch) -> Any:
             return {_unflatten(key, fetch): _unflatten(child, fetch) for key, child in value}
         case "odict":
             pairs = ((_unflatten(key, fetch), _unflatten(child, fetch)) for key, child in value)
-            return OrderedDict(pairs)
+            ordered = OrderedDict(pairs)
+            if "metadata" in node:
+                ordered._metadata = _unflatten(node["metadata"], fetch)  # type: ignore[attr-defined]
+            return ordered
         case "tuple" | "set" | "frozenset":
             return _BUILDERS[kind](_unflatten(item, fetch) for item in value)
         case "int":

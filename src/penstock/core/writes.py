@@ -1,4 +1,4 @@
-"""Files written in the background: bounded in bytes, in order, and told when they fail."""
+"""Files written in the background: in order, bounded in number and bytes, failures told."""
 
 from __future__ import annotations
 
@@ -7,30 +7,112 @@ import os
 import sys
 import threading
 import weakref
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable
-from dataclasses import dataclass
+from contextlib import suppress
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
-from penstock.core.background import Background
 from penstock.core.files import storage_error
-from penstock.core.handle import SaveHandle, poll
 from penstock.core.signals import SignalGuard
-from penstock.errors import PenstockError, SaverClosed, StorageError
+from penstock.core.threads import BackgroundThread, poll
+from penstock.errors import PenstockError, SaverClosed, SnapshotDiscarded, StorageError, UsageError
+
+Status = Literal["pending", "saved", "failed", "skipped", "dropped", "discarded"]
+OnFull = Literal["wait", "skip", "drop_oldest"]
+Write = Callable[[], dict[str, Any]]
+"""Writes one file, durably, and returns its sizes and times.
+
+A function under "report" among them is called at the very end. It may print or log, which may have
+to wait for the main thread; nobody waits for this file any more then.
+"""
 
 _LOG = logging.getLogger("penstock")
 _SIGNAL_LIMIT_S = 30.0
-
-Write = Callable[[], dict[str, Any]]
-"""Writes one file, durably, and returns its sizes and times."""
+_SMALLEST_LIMIT_BYTES = 64 << 20
 
 
-@dataclass
+def close_after(close: Callable[[], object], error: BaseException | None) -> None:
+    """Close at the end of a `with` block, never hiding what the user's code raised in it."""
+    try:
+        close()
+    except Exception as failure:
+        if error is None:
+            raise
+        if hasattr(error, "add_note"):  # from Python 3.11
+            error.add_note(f"penstock: {failure}")
+        else:
+            _LOG.error("%s", failure)
+
+
+class SaveHandle:
+    """One save.
+
+    Attributes:
+        path: Where the file is, or will be.
+        status: "pending" until it is "saved" (durable), "failed", "skipped" or "dropped" (the queue
+            was full), or "discarded" (its tensors were changed while they were copied lazily).
+        stats: Sizes and times, when it is saved.
+    """
+
+    def __init__(self, path: Path | str, barrier: Callable[[], None] | None = None) -> None:
+        self._path = path
+        self.status: Status = "pending"
+        self.stats: dict[str, Any] = {}
+        self.error: PenstockError | None = None
+        self.reported = False
+        self.barrier = barrier
+
+    @property
+    def path(self) -> Path:
+        """Where the file is, or will be."""
+        return Path(self._path)
+
+    def done(self) -> bool:
+        """Tell whether the fate of this save is known."""
+        return self.status != "pending"
+
+    def wait(self, timeout: float | None = None) -> Path:
+        """Return the path once the file is durable.
+
+        Raises:
+            PenstockError: It was not saved; why is in the message.
+        """
+        if self.barrier is not None:
+            self.barrier()
+        if not poll(self.done, timeout):
+            raise UsageError(f"{self.path} is not saved after {timeout} s; wait longer")
+        if self.error is not None:
+            self.reported = True
+            raise self.error
+        if self.status != "saved":
+            raise UsageError(f"{self.path} was {self.status}: see on_full and get_stats()")
+        return self.path
+
+    def finish(self, status: Status, error: PenstockError | None = None) -> None:
+        """Settle the fate of this save; the status comes last, for it is what others look at."""
+        self.error = error
+        self.status = status
+
+    def __repr__(self) -> str:
+        return f"SaveHandle({str(self.path)!r}, {self.status})"
+
+
+@dataclass(eq=False)
 class _Job:
     handle: SaveHandle
     write: Write | None
     size_bytes: int
+    started: bool = False
+    ticket: list[None] = field(default_factory=lambda: [None])
+
+    def claim(self) -> bool:
+        """Tell whether the caller, and nobody else, may write or drop this file."""
+        with suppress(IndexError):
+            self.ticket.pop()
+            return True
+        return False
 
 
 class WriteQueue:
@@ -41,9 +123,17 @@ class WriteQueue:
 
     Args:
         name: Of the thread.
-        max_bytes: What the waiting files may hold in memory; a larger one passes alone.
+        max_bytes: What the pending files may hold in memory; a larger one passes alone. None for as
+            much as the file at hand (at least 64 MB).
+        max_files: How many may be pending, the one being written included.
+        on_full: What `put` does when there is no room: "wait", "skip" the new file, or
+            "drop_oldest" that waits (if none can be dropped, `put` waits).
         what: What the files are, for messages.
         handle_signals: Finish pending files on SIGINT and SIGTERM.
+        nice: Added to the priority value of the thread.
+
+    Attributes:
+        signals: Postpones signals while it is entered.
 
     Example:
         queue = WriteQueue("writer", 64 << 20)
@@ -51,21 +141,33 @@ class WriteQueue:
     """
 
     def __init__(
-        self, name: str, max_bytes: int, what: str = "file(s)", *, handle_signals: bool = True
+        self,
+        name: str,
+        max_bytes: int | None,
+        max_files: int | None = None,
+        on_full: OnFull = "wait",
+        what: str = "file(s)",
+        *,
+        handle_signals: bool = True,
+        nice: int = 0,
     ) -> None:
         self._max_bytes = max_bytes
+        self._max_files = max_files
+        self._on_full = on_full
         self._what = what
         self._pid = os.getpid()
-        self._calls = threading.Lock()  # one `put` at a time
-        self._lock = threading.Lock()  # guards the jobs and what they hold
+        # One `put` at a time; a user's signal handler may save while `put` waits for room.
+        self._puts = threading.RLock()
+        # No lock guards these, only their own atomic calls: a signal handler may wait for the
+        # writer, which must not wait for a lock of the interrupted code.
         self._jobs: deque[_Job] = deque()
         self._failures: deque[SaveHandle] = deque()
-        self._held_bytes = 0
+        self._counts: dict[int, Counter[str]] = {}  # each thread has its own
         self._closed = False
         self._flushing = False
         this = weakref.ref(self)
-        self._signals = SignalGuard(lambda: _flush(this), install=handle_signals)
-        self._background = Background(name, self._write_one)
+        self.signals = SignalGuard(lambda: _flush(this), install=handle_signals)
+        self._thread = BackgroundThread(name, self._write_one, nice=nice)
 
     def __len__(self) -> int:
         return len(self._jobs)
@@ -73,37 +175,45 @@ class WriteQueue:
     @property
     def held_bytes(self) -> int:
         """What the pending files hold in memory."""
-        return self._held_bytes
+        return sum(job.size_bytes for job in list(self._jobs))
 
-    def put(self, path: Path, size_bytes: int, prepare: Callable[[], Write]) -> SaveHandle:
+    def put(
+        self,
+        path: Path | str,
+        size_bytes: int,
+        prepare: Callable[[], Write],
+        barrier: Callable[[], None] | None = None,
+    ) -> SaveHandle:
         """Wait for room, prepare a file (the copy of its data), and return before it is written.
 
         Args:
             path: Where it will be.
             size_bytes: What it holds in memory until it is written.
             prepare: Called here, once there is room; returns what the thread has to do.
+            barrier: What a wait for this file must call first.
 
         Raises:
             SaverClosed: The queue was closed, or belongs to another process.
             PenstockError: An earlier file failed (raised once); this one was not started.
         """
-        self._check_usable()
+        self.check_usable()
         self.raise_failure()
-        with self._calls:
-            # Polled, not a condition: a signal handler may run here, and must be able to wait, too.
-            poll(lambda: self._fits(size_bytes), None)
-            job = _Job(SaveHandle(str(path), _nothing), prepare(), size_bytes)
-            with self._signals:
-                with self._lock:
-                    self._jobs.append(job)
-                    self._held_bytes += size_bytes
-                self._background.poke()
-        return job.handle
+        handle = SaveHandle(path, barrier)
+        with self._puts:
+            if not self._make_room(size_bytes, handle):
+                return handle
+            with self.signals:
+                job = _Job(handle, prepare(), size_bytes)
+                self._jobs.append(job)
+                if self._closed and job.claim():  # by a signal handler, or another thread
+                    self._jobs.remove(job)
+                    self.check_usable()
+                self._thread.wake()
+        return handle
 
     def pending(self, path: Path) -> bool:
         """Tell whether a file waits to be written."""
-        with self._signals, self._lock:
-            return any(job.handle.path == path for job in self._jobs)
+        return any(job.handle.path == path for job in list(self._jobs))
 
     def wait(self, timeout: float | None = None) -> bool:
         """Return True when everything is written, False after `timeout` seconds.
@@ -111,7 +221,8 @@ class WriteQueue:
         Raises:
             PenstockError: A file failed (each failure is raised once).
         """
-        done = poll(lambda: not self._jobs, timeout)
+        self.check_owner()
+        done = self._drain(timeout)
         self.raise_failure()
         return done
 
@@ -124,13 +235,13 @@ class WriteQueue:
         Raises:
             PenstockError: A file failed and nobody has been told yet.
         """
-        if os.getpid() != self._pid:
+        if not self.mine:
             return True
         self._closed = True
-        done = poll(lambda: not self._jobs, timeout)
+        done = self._drain(timeout)
         if done:
-            self._background.close()
-            self._signals.close()
+            self._thread.close()
+            self.signals.close()
         else:
             _LOG.warning("%d %s still being written; they go on", len(self._jobs), self._what)
         self.raise_failure()
@@ -144,50 +255,113 @@ class WriteQueue:
                 handle.reported = True
                 raise handle.error
 
-    def _fits(self, size_bytes: int) -> bool:
-        return not self._jobs or self._held_bytes + size_bytes <= self._max_bytes
+    def count(self, **amounts: int) -> None:
+        """Add to the counts."""
+        self._counts.setdefault(threading.get_ident(), Counter()).update(amounts)
 
-    def _check_usable(self) -> None:
-        if os.getpid() != self._pid:
+    def counts(self) -> Counter[str]:
+        """Return how many files were saved, failed, and so on."""
+        return sum(list(self._counts.values()), Counter())
+
+    @property
+    def mine(self) -> bool:
+        """Whether this is the process that made the queue."""
+        return os.getpid() == self._pid
+
+    def check_owner(self) -> None:
+        """Refuse another process than the one that made the queue."""
+        if not self.mine:
             raise SaverClosed(
                 f"this writer belongs to process {self._pid}; make a new one in process "
                 f"{os.getpid()}"
             )
+
+    def check_usable(self) -> None:
+        """Refuse a closed queue, another process, and an interpreter that is nearly gone."""
+        self.check_owner()
         if self._closed:
             raise SaverClosed("this writer was closed; make a new one")
+        if sys.is_finalizing():  # after all `atexit` functions: modules are being taken apart
+            raise SaverClosed("it is too late to write a file: the interpreter is at its end")
 
-    def _write_one(self) -> bool:
-        self._signals.nudge()
-        with self._lock:
-            job = self._jobs[0] if self._jobs else None
+    def _make_room(self, size_bytes: int, handle: SaveHandle) -> bool:
+        """Make room, by the stated policy; False when this file is skipped."""
+        if not self._full(size_bytes):
+            return True
+        self.count(queue_full=1)
+        if self._on_full == "skip":
+            self._settle(handle, "skipped")
+            return False
+        while self._on_full == "drop_oldest" and self._full(size_bytes) and self._drop_oldest():
+            pass
+        # Polled, not a condition: a signal handler may run here, and must be able to wait, too.
+        return poll(lambda: not self._full(size_bytes), None)
+
+    def _full(self, size_bytes: int) -> bool:
+        limit = self._max_bytes
+        if limit is None:
+            limit = max(_SMALLEST_LIMIT_BYTES, size_bytes)
+        over = bool(self._jobs) and self.held_bytes + size_bytes > limit
+        return over or (self._max_files is not None and len(self._jobs) >= self._max_files)
+
+    def _drop_oldest(self) -> bool:
+        job = next((job for job in list(self._jobs) if job.claim()), None)
         if job is None:
             return False
-        error: PenstockError | None = None
+        self._jobs.remove(job)
+        self._settle(job.handle, "dropped")
+        return True
+
+    def _drain(self, timeout: float | None) -> bool:
+        """Wait until nothing is pending; a background error does not end the wait."""
+        for job in list(self._jobs):
+            if job.handle.barrier is not None:
+                job.handle.barrier()
+        return poll(lambda: not self._jobs, timeout)
+
+    def _settle(
+        self, handle: SaveHandle, status: Status, error: PenstockError | None = None
+    ) -> None:
+        self.count(**{status: 1})
+        handle.finish(status, error)
+
+    def _write_one(self) -> bool:
+        self.signals.nudge()
+        job = next((job for job in list(self._jobs) if job.claim()), None)
+        if job is None:
+            return False
+        job.started = True
+        status, error = self._write(job)
+        job.write = None  # lets go of the data before anyone is told
+        report = job.handle.stats.pop("report", None)
+        self._settle(job.handle, status, error)
+        if status == "failed":
+            self._failures.append(job.handle)  # last: whoever finds it must find the error in it
+        self._jobs.remove(job)
+        # Last: the main thread may be in a signal handler that waits for the queue, and may hold
+        # the lock of the log or of stderr. What goes wrong in them is none of our business.
+        with suppress(Exception):
+            if error is not None:
+                _LOG.log(logging.ERROR if status == "failed" else logging.WARNING, "%s", error)
+            if report is not None:
+                report()
+        return True
+
+    def _write(self, job: _Job) -> tuple[Status, PenstockError | None]:
         try:
             assert job.write is not None
             job.handle.stats = job.write()
+            return "saved", None
+        except SnapshotDiscarded as failure:
+            return "discarded", failure
         except PenstockError as failure:
-            error = failure
+            return "failed", failure
         except OSError as failure:
-            error = storage_error("write", job.handle.path, failure)
+            return "failed", storage_error("write", job.handle.path, failure)
         except Exception as failure:  # a defect of ours must reach the caller, too
-            _LOG.exception("saving %s failed", job.handle.path)
             error = StorageError(f"cannot save {job.handle.path}: {failure!r}")
             error.__cause__ = failure
-        job.write = None  # lets go of the data before anyone is told
-        if error is not None:
-            _LOG.error("%s", error)
-        job.handle.finish("saved" if error is None else "failed", error)
-        if error is not None:
-            self._failures.append(job.handle)
-        with self._lock:
-            self._jobs.remove(job)
-            self._held_bytes -= job.size_bytes
-        return True
-
-
-def _nothing() -> None:
-    """There is no capture to finish before a wait: the data was copied at the call."""
+            return "failed", error
 
 
 def _flush(reference: weakref.ref[WriteQueue]) -> None:
@@ -197,7 +371,17 @@ def _flush(reference: weakref.ref[WriteQueue]) -> None:
         return
     queue._flushing = True
     try:
-        sys.stderr.write(f"[penstock] finishing {len(queue)} {queue._what} before the end\n")
-        poll(lambda: not len(queue), _SIGNAL_LIMIT_S)
+        _say(f"finishing {len(queue)} {queue._what} before the end")
+        if not queue._drain(_SIGNAL_LIMIT_S):
+            _say(f"{len(queue)} {queue._what} not written after {_SIGNAL_LIMIT_S:.0f} s: given up")
+        for handle in list(queue._failures):
+            if not handle.reported:
+                _say(str(handle.error))
     finally:
         queue._flushing = False
+
+
+def _say(text: str) -> None:
+    """Write a line to stderr itself: the signal may have come in the middle of a `print` to it."""
+    with suppress(OSError):
+        os.write(2, f"[penstock] {text}\n".encode(errors="replace"))

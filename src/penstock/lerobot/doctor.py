@@ -40,7 +40,7 @@ _REMOVE = "remove it"
 
 
 class ProgressLike(Protocol):
-    """What `check` needs of a progress bar: `penstock.core.progress.Progress` has it."""
+    """What `check` needs of a progress bar: `penstock.ui.progress.Progress` has it."""
 
     def advance(self, n: int = 1) -> None:
         """Say that n more bytes are done."""

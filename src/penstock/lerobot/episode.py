@@ -18,12 +18,13 @@ from collections.abc import Mapping
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Self
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
 from isal import isal_zlib
 from numpy.typing import NDArray
+from typing_extensions import Self
 
 from penstock.core.codecs import Zstd
 from penstock.core.files import publish_bytes, storage_error

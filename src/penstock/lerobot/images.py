@@ -15,10 +15,17 @@ import av
 import numpy as np
 from av.codec.context import CodecContext
 from av.video.codeccontext import VideoCodecContext
-from av.video.reformatter import ColorRange, Colorspace, Interpolation, VideoReformatter
+from av.video.reformatter import ColorRange, Colorspace
 from numpy.typing import NDArray
 
 from penstock.errors import DataError, UsageError
+from penstock.lerobot.av_versions import (
+    ACCURATE_RND,
+    BILINEAR,
+    BITEXACT,
+    FULL_CHR_H_INT,
+    Reformatter,
+)
 from penstock.lerobot.headers import (
     MAX_PIXELS,
     Buffer,
@@ -49,12 +56,7 @@ __all__ = [
 _FULL_RANGE = 2  # AVCOL_RANGE_JPEG
 _BT709 = 1  # AVCOL_SPC_BT709
 # Without the last two FFmpeg is faster and rounds down: pictures become darker by 1 of 255.
-_EXACT = (
-    Interpolation.BILINEAR
-    | Interpolation.BITEXACT
-    | Interpolation.ACCURATE_RND
-    | Interpolation.FULL_CHR_H_INT
-)
+_EXACT = BILINEAR | BITEXACT | ACCURATE_RND | FULL_CHR_H_INT
 # Pixel formats of sensor_msgs/Image: FFmpeg's name, bytes per pixel, or both byte orders.
 _RAW_FORMATS: Mapping[str, tuple[str, int]] = MappingProxyType(
     {
@@ -93,7 +95,7 @@ class ImageDecoder:
 
     def __init__(self) -> None:
         self._jpegs: VideoCodecContext | None = None
-        self._reformatter = VideoReformatter()
+        self._reformatter = Reformatter()
 
     def jpeg(self, data: Buffer) -> av.VideoFrame:
         """Decode a JPEG into the planes it holds (YUV, full range)."""
@@ -152,10 +154,9 @@ class ImageDecoder:
                 frame,
                 width,
                 height,
-                interpolation=Interpolation.BILINEAR | Interpolation.BITEXACT,
+                interpolation=BILINEAR | BITEXACT,
                 src_color_range=full,
                 dst_color_range=full,
-                threads=1,
             )
         except (av.FFmpegError, ValueError) as error:
             raise DataError(f"cannot scale a {frame.format.name} picture ({error})") from error
@@ -209,7 +210,8 @@ class ImageDecoder:
         rows = _raw_rows(data, width, height, kind.itemsize, step)
         values = np.ascontiguousarray(rows).view(kind)
         if kind.kind == "u":
-            return values.astype(np.uint16)
+            native: NDArray[np.uint16] = values.astype(np.uint16)
+            return native
         metres = values.astype(np.float32)
         with np.errstate(invalid="ignore", over="ignore"):
             millimetres = np.rint(metres * np.float32(1000))
@@ -278,15 +280,15 @@ def thumbnail(frame: av.VideoFrame, width: int = 160) -> bytes:
     encoder.width, encoder.height, encoder.pix_fmt = width, height, "yuvj420p"
     encoder.time_base, encoder.thread_count = Fraction(1, 1), 1
     try:
-        small = VideoReformatter().reformat(frame, width, height, "rgb24", threads=1)
-        small = small.reformat(format="yuvj420p", dst_colorspace=Colorspace.ITU601, threads=1)
+        small = Reformatter().reformat(frame, width, height, "rgb24")
+        small = Reformatter().reformat(small, format="yuvj420p", dst_colorspace=Colorspace.ITU601)
         small.pts = 0
         return b"".join(bytes(packet) for packet in [*encoder.encode(small), *encoder.encode()])
     except (av.FFmpegError, ValueError) as error:
         raise DataError(f"cannot scale a {frame.format.name} picture ({error})") from error
 
 
-def to_rgb(frame: av.VideoFrame, reformatter: VideoReformatter | None = None) -> NDArray[np.uint8]:
+def to_rgb(frame: av.VideoFrame, reformatter: Reformatter | None = None) -> NDArray[np.uint8]:
     """Convert a decoded picture to HxWx3 RGB, by the colour matrix and range it says it has."""
     name = frame.format.name
     if name == "rgb24":
@@ -294,7 +296,7 @@ def to_rgb(frame: av.VideoFrame, reformatter: VideoReformatter | None = None) ->
     else:
         full = name.startswith(("yuvj", "gray")) or frame.color_range == _FULL_RANGE
         try:
-            rgb = (reformatter or VideoReformatter()).reformat(
+            rgb = (reformatter or Reformatter()).reformat(
                 frame,
                 format="rgb24",
                 src_colorspace=Colorspace.ITU709
@@ -304,7 +306,6 @@ def to_rgb(frame: av.VideoFrame, reformatter: VideoReformatter | None = None) ->
                 src_color_range=ColorRange.JPEG if full else ColorRange.MPEG,
                 dst_color_range=ColorRange.JPEG,
                 interpolation=_EXACT,
-                threads=1,
             )
         except (av.FFmpegError, ValueError) as error:
             raise DataError(f"cannot convert a {name} picture to RGB ({error})") from error

@@ -11,9 +11,10 @@ import os
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any, Self
+from typing import Any
 
 from isal import isal_zlib
+from typing_extensions import Self
 
 from penstock.core.files import publish_bytes, storage_error, write_all
 from penstock.errors import CorruptFile, DataError

@@ -18,9 +18,10 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import PurePosixPath
 from types import MappingProxyType
-from typing import Any, Literal, Self, get_args
+from typing import Any, Literal, get_args
 
 import pyarrow as pa
+from typing_extensions import Self
 
 from penstock.errors import DataError, UsageError
 

@@ -16,11 +16,11 @@ import numpy as np
 import pyarrow as pa
 from av.codec.context import CodecContext
 from av.video.codeccontext import VideoCodecContext
-from av.video.reformatter import VideoReformatter
 from numpy.typing import NDArray
 
 from penstock.core.files import storage_error
 from penstock.errors import DataError, PenstockError, UsageError
+from penstock.lerobot.av_versions import Reformatter
 from penstock.lerobot.images import ImageDecoder, plane_rows, to_rgb
 from penstock.lerobot.layout import IMAGE_TYPE, Feature
 from penstock.lerobot.parquet import new_parquet
@@ -49,7 +49,7 @@ class PictureSink(ABC):
         self._sampled = sample_indices(frames_expected)
         self._next_sample = 0
         self._decoder = ImageDecoder()
-        self._reformatter = VideoReformatter()
+        self._reformatter = Reformatter()
         self._last: Picture | bytes | None = None
 
     def add_frame(self, frame: Picture) -> None:

@@ -10,10 +10,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from typing import Any, Self
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
+from typing_extensions import Self
 
 from penstock.errors import CorruptFile, UsageError
 from penstock.lerobot.layout import QUANTILES, Feature
@@ -332,7 +333,8 @@ def _ordered_bits(values: NDArray[np.float64]) -> NDArray[np.uint32]:
     single = np.clip(single, -_LARGEST, _LARGEST) + np.float32(0)  # no infinity, no minus zero
     bits = single.view(np.uint32)
     negative = (bits >> np.uint32(31)).astype(bool)
-    return np.where(negative, ~bits, bits | np.uint32(1 << 31))
+    keys: NDArray[np.uint32] = np.where(negative, ~bits, bits | np.uint32(1 << 31))
+    return keys
 
 
 def _float_of(key: int) -> float:

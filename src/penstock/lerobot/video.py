@@ -13,15 +13,23 @@ from dataclasses import dataclass
 from fractions import Fraction
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, Literal, Self
+from typing import Any, Literal
 
 import av
 import numpy as np
-from av.video.reformatter import ColorRange, Colorspace, Interpolation, VideoReformatter
+from av.video.reformatter import ColorRange, Colorspace
 from numpy.typing import NDArray
+from typing_extensions import Self
 
 from penstock.core.files import storage_error
 from penstock.errors import CorruptFile, DataError, StorageError, UsageError
+from penstock.lerobot.av_versions import (
+    ANY_METADATA,
+    BILINEAR,
+    BITEXACT,
+    Reformatter,
+    add_jpeg_stream,
+)
 from penstock.lerobot.depth import DepthCoding
 from penstock.lerobot.headers import JpegSize, check_size, jpeg_size
 from penstock.lerobot.images import plane_rows, to_rgb
@@ -108,7 +116,7 @@ class VideoWriter:
         self._settings = settings
         self._fps = fps
         self._size = (width, height)
-        self._reformatter = VideoReformatter()
+        self._reformatter = Reformatter()
         self._jpeg: JpegSize | None = None
         self._last: tuple[Picture, av.VideoFrame] | None = None
         try:
@@ -201,9 +209,7 @@ class VideoWriter:
         width, height = self._size
         base = Fraction(1, self._fps * TICKS)
         if self._settings.codec == "copy":
-            stream: Any = self._container.add_mux_stream(
-                "mjpeg", rate=self._fps, width=width, height=height
-            )
+            stream: Any = add_jpeg_stream(self._container, self._fps, width, height)
             stream.time_base = base
             return stream
         encoder = _ENCODERS[self._settings.codec]
@@ -262,8 +268,7 @@ class VideoWriter:
                     dst_colorspace=Colorspace.ITU601,
                     src_color_range=ColorRange.JPEG if full else ColorRange.MPEG,
                     dst_color_range=ColorRange.JPEG if narrow else ColorRange.MPEG,
-                    interpolation=Interpolation.BILINEAR | Interpolation.BITEXACT,
-                    threads=1,
+                    interpolation=BILINEAR | BITEXACT,
                 )
         except (av.FFmpegError, ValueError) as error:
             raise DataError(f"a {name} picture cannot become a video frame ({error})") from error
@@ -379,7 +384,7 @@ def read_video(
         if start_frame:
             ticks = round(start_frame / rate / stream.time_base)
             container.seek(first_pts + ticks, stream=stream)
-        reformatter = VideoReformatter()
+        reformatter = Reformatter()
         coding = depth or DepthCoding()
         wanted = start_frame
         stop = None if count is None else start_frame + count
@@ -414,7 +419,7 @@ class open_video:  # noqa: N801 - used as a function
 
     def __enter__(self) -> tuple[Any, Any]:
         try:
-            self._container = av.open(str(self._path), metadata_errors="replace")
+            self._container = av.open(str(self._path), **ANY_METADATA)
         except (av.FFmpegError, OSError, ValueError) as error:
             raise self._corrupt(error) from error
         if not self._container.streams.video:

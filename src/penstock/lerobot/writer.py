@@ -12,9 +12,10 @@ import shutil
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, Self
+from typing import Any
 
 import pyarrow as pa
+from typing_extensions import Self
 
 from penstock.core.files import FolderLock, storage_error, sync_folder
 from penstock.errors import DataError, PenstockError, SaverClosed, StorageError, UsageError

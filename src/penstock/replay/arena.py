@@ -176,7 +176,7 @@ class Arena:
         if not dead or waste < (self.live_bytes + waste) // 4:
             return None
         moved = np.flatnonzero(np.isin(locations >> _OFFSET_BITS, dead))
-        table = locations.copy()
+        table: Longs = locations.copy()
         for at in moved.tolist():
             size = int(lengths[at])
             table[at] = self.put(self.read(int(locations[at]), size))

@@ -20,8 +20,8 @@ from penstock.replay.schema import Key, as_key, as_path, is_tensordict, read_epi
 from penstock.replay.settings import Settings, natural
 
 if TYPE_CHECKING:
-    from penstock.core.progress import Mode
     from penstock.lerobot.reader import Dataset
+    from penstock.ui.progress import Mode
 
 Ints = NDArray[np.int64]
 

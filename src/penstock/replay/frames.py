@@ -18,16 +18,15 @@ from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
 import numpy as np
-import zstandard
 from numpy.typing import NDArray
 
-from penstock.core.codecs import unzstd
-from penstock.core.planes import SCRATCH
-from penstock.core.words import did_you_mean
+from penstock.core.codecs import unzstd, zstd
+from penstock.core.reuse import SCRATCH
 from penstock.errors import CorruptFile, MissingExtra, UsageError
+from penstock.ui.suggestions import did_you_mean
 
 try:
-    from penstock.core.kernels import frames as kernels
+    from penstock.replay import kernels
 except ModuleNotFoundError as error:
     raise MissingExtra("numba", "rl") from error
 
@@ -35,7 +34,7 @@ Bytes = NDArray[np.uint8]
 Longs = NDArray[np.int64]
 Addresses = NDArray[np.uint64]
 
-NAMES = ("auto", "raw", "lz4", "bits", "sparse", "zstd")
+CODEC_NAMES = ("auto", "raw", "lz4", "bits", "sparse", "zstd")
 LARGEST_FRAME_BYTES = 0x7E000000  # what LZ4 takes
 _LEAST_RATIO = 1.1
 _LEAST_FRAME_BYTES = 256
@@ -184,8 +183,7 @@ class ZstdFrames(FrameCodec):
 
     def encode(self, frames: Bytes) -> tuple[Bytes, Longs]:
         """Compress."""
-        compressor = zstandard.ZstdCompressor(level=self.level)
-        packed = [compressor.compress(frame.data) for frame in frames]
+        packed = [zstd.compress(frame.data, self.level) for frame in frames]
         kept = [
             data if len(data) < self.size else frame.tobytes()
             for data, frame in zip(packed, frames, strict=True)
@@ -251,8 +249,10 @@ def choose_codec(
         if chosen.size != size:
             raise UsageError(f"{where}: frames of {size} bytes, the codec is for {chosen.size}")
         return chosen
-    if codec not in NAMES:
-        raise UsageError(f"{where}: there is no codec {codec!r}; {did_you_mean(codec, NAMES)}")
+    if codec not in CODEC_NAMES:
+        raise UsageError(
+            f"{where}: there is no codec {codec!r}; {did_you_mean(codec, CODEC_NAMES)}"
+        )
     if codec != "raw" and size > LARGEST_FRAME_BYTES:
         raise UsageError(f"{where}: a frame of {size} bytes is too large for {codec}; use raw")
     small = size < _LEAST_FRAME_BYTES or not len(sample)

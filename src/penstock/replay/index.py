@@ -343,7 +343,7 @@ class PrefixSum:
 
 
 def _read_only(values: Ints) -> Ints:
-    view = values.view()
+    view: Ints = values.view()
     view.flags.writeable = False
     return view
 

@@ -13,13 +13,13 @@ from typing import TYPE_CHECKING, Any, cast
 import numpy as np
 from numpy.typing import NDArray
 
-from penstock.core.progress import Mode, Progress
-from penstock.core.words import did_you_mean
 from penstock.errors import DataError, UsageError
 from penstock.lerobot.columns import Columns
 from penstock.lerobot.layout import AUTO_FEATURES
 from penstock.lerobot.reader import Dataset, Episode, Frame
 from penstock.replay.schema import Key, as_path, nested
+from penstock.ui.progress import Mode, Progress
+from penstock.ui.suggestions import did_you_mean
 
 if TYPE_CHECKING:
     from penstock.replay.buffer import DictReplayBuffer

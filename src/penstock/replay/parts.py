@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import threading
 from types import TracebackType
-from typing import Any, Self
+from typing import Any
+
+from typing_extensions import Self
 
 from penstock.errors import UsageError
 from penstock.replay.held import Held

@@ -70,7 +70,7 @@ class Column:
         Args:
             field: The key.
             frames: The episode's frames [T, *shape].
-            codec: A name of `frames.NAMES`.
+            codec: A name of `frames.CODEC_NAMES`.
             mode: One of `MODES`.
             block_frames: Frames of a block.
 

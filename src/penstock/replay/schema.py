@@ -14,13 +14,13 @@ import torch
 from numpy.typing import NDArray
 
 from penstock.core.pack import DTYPES
-from penstock.core.words import did_you_mean
 from penstock.errors import UnsupportedValue, UsageError
-from penstock.tensors import NAMES, check_storable, flat_words
+from penstock.tensors import DTYPE_NAMES, check_storable, flat_words
+from penstock.ui.suggestions import did_you_mean
 
 KeyPath = tuple[str, ...]
 Key = str | tuple[str, ...]
-TORCH_TYPES = {name: dtype for dtype, name in NAMES.items()}
+TORCH_TYPES = {name: dtype for dtype, name in DTYPE_NAMES.items()}
 
 
 @dataclass(frozen=True)
@@ -175,7 +175,7 @@ def _field(path: KeyPath, value: Any) -> tuple[Field, NDArray[Any]]:
     if isinstance(value, torch.Tensor):
         check_storable(show(path), value)
         tensor = value.detach().cpu().contiguous()
-        dtype, shape = NAMES[tensor.dtype], tuple(tensor.shape)
+        dtype, shape = DTYPE_NAMES[tensor.dtype], tuple(tensor.shape)
         array = flat_words(tensor).reshape(shape)
     else:
         try:

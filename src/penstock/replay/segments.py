@@ -13,11 +13,12 @@ import os
 import re
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple, Self
+from typing import Any, NamedTuple
 
 from numpy.typing import NDArray
+from typing_extensions import Self
 
-from penstock.core.files import TEMPORARY_PREFIX, FolderLock, storage_error, sweep
+from penstock.core.files import TEMPORARY_PREFIX, FolderLock, make_folder, storage_error, sweep
 from penstock.core.pack import Item, PackReader, PackWriter
 from penstock.errors import CorruptFile, DataError, StorageError, UnknownFormat, UsageError
 
@@ -166,7 +167,7 @@ class SegmentLog:
         """
         folder = Path(folder)
         try:
-            folder.mkdir(parents=True, exist_ok=True)
+            make_folder(folder)
             _refuse_strangers(folder)
         except OSError as error:
             raise storage_error("write", folder, error) from error

@@ -9,11 +9,11 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from penstock.core.memory import parse_bytes
-from penstock.core.words import did_you_mean
 from penstock.errors import CorruptFile, UsageError
-from penstock.replay.frames import NAMES
+from penstock.replay.frames import CODEC_NAMES
 from penstock.replay.records import MODES
 from penstock.replay.schema import Key, KeyPath, as_path, as_paths, known, show
+from penstock.ui.suggestions import did_you_mean
 
 _DEFAULT_ALPHA = 0.6
 _EVICTIONS = ("fifo", "lru")
@@ -80,7 +80,7 @@ class Settings:
             None if max_size is None else int(max_size),
             limit,
             tuple(paths),
-            _per_key("codecs", codecs, paths, NAMES, "auto" if img_compressed else "raw"),
+            _per_key("codecs", codecs, paths, CODEC_NAMES, "auto" if img_compressed else "raw"),
             _per_key("mode", mode, paths, MODES, "frame"),
             int(block_frames),
             eviction,

@@ -17,15 +17,14 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from penstock.core.extras import needs_torchrl
 from penstock.core.memory import parse_bytes
 from penstock.core.reuse import ReusedMemory
-from penstock.errors import MissingExtra, UnsupportedValue, UsageError
+from penstock.errors import UnsupportedValue, UsageError
 
-try:
+with needs_torchrl("CompressedStorage"):
     from tensordict import TensorDict
     from torchrl.data import LazyTensorStorage, TensorStorage
-except ModuleNotFoundError as error:
-    raise MissingExtra("torchrl", "rl") from error
 
 from penstock.replay.columns import CompressedColumns, Encoded
 from penstock.replay.frames import FrameCodec, choose_codec

@@ -18,7 +18,7 @@ from penstock.errors import CorruptFile, UsageError
 from penstock.replay.columns import CompressedColumns, Encoded
 from penstock.replay.frames import FrameCodec, frame_codec
 from penstock.replay.torchrl_keys import Key, KeyTree, as_rows, from_rows, key_from_json
-from penstock.tensors import NAMES, flat_words
+from penstock.tensors import DTYPE_NAMES, flat_words
 
 if TYPE_CHECKING:
     from penstock.replay.torchrl import CompressedStorage
@@ -248,7 +248,7 @@ def _names(tree: KeyTree) -> list[str]:
 
 
 def _rows_of(array: NDArray[Any], key: Key, count: int) -> NDArray[np.uint8]:
-    words = DTYPES[NAMES[key.dtype]].words
+    words = DTYPES[DTYPE_NAMES[key.dtype]].words
     if array.dtype != words or array.shape != (count, *key.shape):
         raise CorruptFile(f"{key.name} is {array.dtype} {list(array.shape)}: not {count} slots")
     rows: NDArray[np.uint8] = np.ascontiguousarray(array).reshape(-1).view(np.uint8)

@@ -80,7 +80,8 @@ def place(
             f"(ndim={ndim}); give one item per slot"
         )
     inner = np.arange(int(np.prod(dims[1:])), dtype=np.int64).reshape(dims[1:])
-    slots = np.asarray(rows[(..., *[None] * inner.ndim)] * inner.size + inner)
+    as_outer = (..., *[None] * inner.ndim)
+    slots = np.asarray(rows[as_outer] * inner.size + inner)
     return slots, cursor, data
 
 

@@ -17,15 +17,15 @@ from tensordict import TensorDict, TensorDictBase, is_tensor_collection
 from tensordict.utils import is_non_tensor
 
 from penstock.core.pack import DTYPES
-from penstock.core.words import did_you_mean
 from penstock.errors import CorruptFile, UnsupportedValue, UsageError
-from penstock.replay.frames import NAMES as CODEC_NAMES
-from penstock.tensors import NAMES, check_storable
+from penstock.replay.frames import CODEC_NAMES
+from penstock.tensors import DTYPE_NAMES, check_storable
+from penstock.ui.suggestions import did_you_mean
 
 Path = tuple[str, ...]
 Codecs = str | Mapping[Any, str]
 _SAMPLE_ITEMS = 64
-_TYPES = {name: dtype for dtype, name in NAMES.items()}
+_TYPES = {name: dtype for dtype, name in DTYPE_NAMES.items()}
 
 
 @dataclass
@@ -56,7 +56,11 @@ class Key:
 
     def to_json(self) -> dict[str, Any]:
         """Describe it for a file."""
-        return {"path": list(self.path), "dtype": NAMES[self.dtype], "shape": list(self.shape)}
+        return {
+            "path": list(self.path),
+            "dtype": DTYPE_NAMES[self.dtype],
+            "shape": list(self.shape),
+        }
 
 
 def key_from_json(record: Any) -> Key:
@@ -229,7 +233,7 @@ def as_rows(tensor: torch.Tensor, lead: int) -> NDArray[np.uint8]:
 
 def as_words(rows: NDArray[np.uint8], key: Key) -> NDArray[Any]:
     """View rows of bytes as the elements that they are."""
-    words = DTYPES[NAMES[key.dtype]].words
+    words = DTYPES[DTYPE_NAMES[key.dtype]].words
     return rows.view(words).reshape(len(rows), *key.shape)
 
 

@@ -15,16 +15,15 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from penstock.core.files import storage_error
+from penstock.core.extras import needs_torchrl
+from penstock.core.files import make_folder, storage_error
 from penstock.core.pack import Item, PackReader, PackWriter
-from penstock.errors import CorruptFile, MissingExtra, UnknownFormat, UsageError
+from penstock.errors import CorruptFile, UnknownFormat, UsageError
 from penstock.replay.priority import SumTree, importance_weights
 
-try:
+with needs_torchrl("PrioritySampler"):
     from torchrl.data.replay_buffers.samplers import PrioritizedSampler
     from torchrl.data.replay_buffers.storages import Storage
-except ModuleNotFoundError as error:
-    raise MissingExtra("torchrl", "rl") from error
 
 KIND = "replay-sampler"
 _FILE = "sampler.pack"
@@ -185,11 +184,7 @@ class PrioritySampler(PrioritizedSampler):  # type: ignore[misc]
 
     def dumps(self, path: str | PathLike[str]) -> None:
         """Save into a folder, atomically."""
-        folder = Path(path)
-        try:
-            folder.mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            raise storage_error("write", folder, error) from error
+        folder = make_folder(path)
         with PackWriter(folder / _FILE, kind=KIND, meta=self._settings()) as pack:
             pack.add(Item("priorities", self._priorities()))
 

@@ -31,7 +31,7 @@ from penstock.replay.torchrl_content import (
     part_of,
 )
 from penstock.replay.torchrl_keys import as_rows, as_words
-from penstock.tensors import NAMES
+from penstock.tensors import DTYPE_NAMES
 
 if TYPE_CHECKING:
     from penstock.replay.torchrl import CompressedStorage
@@ -139,7 +139,7 @@ class _Draft:
             kind, _, number = name.partition(".")
             if kind == "plain":
                 key = storage._tree.keys[int(number)]
-                items.append(Item(name, as_words(array, key), NAMES[key.dtype]))
+                items.append(Item(name, as_words(array, key), DTYPE_NAMES[key.dtype]))
             else:
                 items.append(Item(name, array))
         return items

@@ -13,6 +13,7 @@ import torch
 
 from penstock.errors import SaverClosed
 from penstock.rollouts.ownership import Owner, tensors_in
+from penstock.tensors import tensor_bytes
 
 _POLL_S = 0.1
 
@@ -269,7 +270,7 @@ class Ahead:
         finally:
             self._collect_s += perf_counter() - begin
         batch = self._owner.own(batch, self._device)
-        ready = Ready(batch, sum(tensor.nbytes for tensor in tensors_in(batch)), version)
+        ready = Ready(batch, sum(map(tensor_bytes, tensors_in(batch))), version)
         if not ready.nbytes:
             ready.nbytes = int(getattr(batch, "nbytes", 0) or 0)
         del batch

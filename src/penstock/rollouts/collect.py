@@ -6,11 +6,12 @@ import logging
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from types import TracebackType
-from typing import Any, Self
+from typing import Any
 
 import torch
+from typing_extensions import Self
 
-from penstock.core.handle import close_after
+from penstock.core.writes import close_after
 from penstock.errors import SaverClosed, UsageError
 from penstock.rollouts.ahead import Ahead, Ready
 

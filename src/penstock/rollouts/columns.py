@@ -11,11 +11,11 @@ from numpy.typing import NDArray
 
 from penstock.core.codecs import Codec
 from penstock.core.pack import DTYPES
-from penstock.core.parallel import each
 from penstock.core.reuse import ReusedMemory
+from penstock.core.threads import parallel_list
 from penstock.rollouts.files import codec_for
 from penstock.rollouts.structure import Key, Leaf
-from penstock.tensors import empty_tensor, flat_words
+from penstock.tensors import empty_tensor, flat_words, tensor_bytes
 
 _GROUP_BYTES = 256 * 1024  # half of it takes half as long again, measured
 _SMALLEST_BYTES = 64 * 1024  # of a key that is worth the trouble
@@ -58,11 +58,11 @@ class CompressedColumn:
 
     def encode(self, values: NDArray[Any]) -> None:
         """Compress the tensor, given as words in its own shape."""
-        self._blobs = each(
-            "compress",
+        self._blobs = parallel_list(
             lambda group: self._encode(values, group),
             range(self.groups),
-            self.shape[0] * self.row_bytes,
+            name="compress",
+            nbytes=self.shape[0] * self.row_bytes,
         )
 
     def decode(self, group: int, out: NDArray[Any]) -> None:
@@ -78,11 +78,11 @@ class CompressedColumn:
         """Decode everything."""
         tensor = empty_tensor(self.dtype, self.shape)
         out = flat_words(tensor).reshape(self.shape)
-        each(
-            "decompress",
+        parallel_list(
             lambda group: self.decode(group, out[slice(*self.span(group))]),
             range(self.groups),
-            tensor.nbytes,
+            name="decompress",
+            nbytes=tensor_bytes(tensor),
         )
         return tensor
 
@@ -189,7 +189,7 @@ class DecodedGroups:
         self._group_in[slots] = -1
         pairs = list(zip(missing.tolist(), slots.tolist(), strict=True))
         nbytes = missing.size * self._column.rows * self._column.row_bytes
-        each("decompress", self._decode_one, pairs, nbytes)
+        parallel_list(self._decode_one, pairs, name="decompress", nbytes=nbytes)
         self._slot_of[missing] = slots
         self._group_in[slots] = missing
         self._used[slots] = self._clock

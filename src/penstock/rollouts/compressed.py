@@ -8,20 +8,22 @@ import weakref
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from types import TracebackType
-from typing import Any, Literal, Self
+from typing import Any, Literal
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from tensordict import TensorDict, TensorDictBase
+from typing_extensions import Self
 
 from penstock.core.reuse import ReusedMemory
-from penstock.core.words import did_you_mean
 from penstock.errors import UsageError
 from penstock.rollouts.columns import DecodedGroups, compress_columns
 from penstock.rollouts.files import Picked, check_level
 from penstock.rollouts.ownership import cloned
 from penstock.rollouts.structure import Key, Part, choose, put_together, stack_of, take_apart
+from penstock.rollouts.tensordicts import TensorDict, TensorDictBase
+from penstock.tensors import tensor_bytes
+from penstock.ui.suggestions import did_you_mean
 
 Keys = Literal["auto"] | Sequence[Any]
 
@@ -152,7 +154,7 @@ class CompressedBatch:
     def nbytes(self) -> int:
         """Memory held, without the cache."""
         packed = sum(column.nbytes for column in self._columns.values())
-        return packed + sum(int(tensor.nbytes) for tensor in self._plain.values())
+        return packed + sum(map(tensor_bytes, self._plain.values()))
 
     @property
     def ratio(self) -> float:

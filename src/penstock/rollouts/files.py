@@ -13,11 +13,10 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from penstock.core.codecs import Codec, Layout, Planes, Zstd
+from penstock.core.codecs import Codec, Layout, Planes, Series, Zstd
 from penstock.core.files import storage_error
 from penstock.core.pack import Entry, Item, PackReader, PackWriter
 from penstock.core.reuse import ReusedMemory
-from penstock.core.series import Series
 from penstock.core.tree import Json
 from penstock.errors import CorruptFile, UnknownFormat, UsageError
 from penstock.rollouts.structure import (
@@ -32,7 +31,7 @@ from penstock.rollouts.structure import (
     put_together,
     stack_of,
 )
-from penstock.tensors import empty_tensor, flat_words, tensor_over
+from penstock.tensors import empty_array, tensor_over
 
 KIND = "rollout"
 Index = int | slice | list[int] | NDArray[Any] | torch.Tensor
@@ -214,9 +213,13 @@ class RolloutFile:
             for key, item in self._items.items()
             if item is not None and (chosen is None or key in chosen)
         ]
-        tensors = self._read(names, part)
+        words = self._read(names, part)
+
+        def fetch(name: str) -> torch.Tensor:
+            return tensor_over(words[name], self._pack.entry(name).dtype)
+
         try:
-            return put_together(self.node, tensors.__getitem__, device, chosen, part)
+            return put_together(self.node, fetch, device, chosen, part, arrays=words)
         except (CorruptFile, *NONSENSE) as error:
             raise CorruptFile(
                 f"{self._pack.path} is damaged: its description makes no sense ({error!r})"
@@ -231,34 +234,35 @@ class RolloutFile:
             raise UsageError(f"{name}: this rollout of batch size {shape} has no such axis")
         return Picked.of(name, index, self.axes.batch[axis])
 
-    def _read(self, names: list[str], part: _Part) -> dict[str, torch.Tensor]:
-        tensors: dict[str, torch.Tensor] = {}
+    def _read(self, names: list[str], part: _Part) -> dict[str, NDArray[Any]]:
+        """Read tensors, as the words that they are stored as."""
+        arrays: dict[str, NDArray[Any]] = {}
         whole: list[str] = []
         for name in names:
             entry = self._pack.entry(name)
             if part.whole or not self.axes.cover(entry.shape):
                 whole.append(name)
             else:
-                tensors[name] = self._read_part(entry, part)
-        tensors.update(self._read_whole(whole))
-        return tensors
+                arrays[name] = self._read_part(entry, part)
+        arrays.update(self._read_whole(whole))
+        return arrays
 
-    def _read_whole(self, names: list[str]) -> dict[str, torch.Tensor]:
+    def _read_whole(self, names: list[str]) -> dict[str, NDArray[Any]]:
         entries = [self._pack.entry(name) for name in names]
         self._pack.check_memory(sum(entry.nbytes for entry in entries))
-        targets, tensors = [], {}
+        targets, arrays = [], {}
         for entry in entries:
             # Whoever goes through rollouts one by one gets the same memory for each.
             words = self._memory.array(entry.shape, entry.words)
-            tensors[entry.name] = tensor_over(words, entry.dtype)
+            arrays[entry.name] = words
             if entry.layout is None or entry.whole_rows:
                 targets.append((entry.name, words))
             else:
                 np.copyto(words, self._pack.read(entry.name))
         self._pack.read_into(targets)
-        return tensors
+        return arrays
 
-    def _read_part(self, entry: Entry, part: _Part) -> torch.Tensor:
+    def _read_part(self, entry: Entry, part: _Part) -> NDArray[Any]:
         stored_axes = list(entry.layout.order) if entry.layout else list(range(len(entry.shape)))
         first = stored_axes[0]
         picked = part.on(first)
@@ -269,9 +273,9 @@ class RolloutFile:
             other = part.on(axis)
             if other is not None and axis != first:
                 values = values.take(other.positions, axis)
-        tensor = empty_tensor(entry.dtype, values.shape)
-        np.copyto(flat_words(tensor).reshape(values.shape), values)
-        return tensor.reshape(part.shape(entry.shape))
+        array = empty_array(entry.dtype, values.shape)
+        np.copyto(array, values)
+        return array.reshape(part.shape(entry.shape))
 
     def _read_rows(self, entry: Entry, rows: NDArray[np.int64]) -> NDArray[Any]:
         """Read rows of the first axis on disk, each block of them once."""

@@ -16,12 +16,9 @@ from typing import Any
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from tensordict import TensorDict
 
 from penstock.core.pack import PackReader
-from penstock.core.progress import Mode, Progress
 from penstock.core.reuse import ReusedMemory
-from penstock.core.words import did_you_mean
 from penstock.errors import DataError, UsageError
 from penstock.lerobot.batch import EpisodeBatch
 from penstock.lerobot.layout import VERSIONS, Feature, Version
@@ -33,7 +30,10 @@ from penstock.rollouts.find import Found, find_rollouts
 from penstock.rollouts.lerobot_keys import DONE, Leaf, dotted, make_plan
 from penstock.rollouts.lerobot_report import ExportReport
 from penstock.rollouts.structure import Key
-from penstock.tensors import NAMES
+from penstock.rollouts.tensordicts import TensorDict
+from penstock.tensors import DTYPE_NAMES
+from penstock.ui.progress import Mode, Progress
+from penstock.ui.suggestions import did_you_mean
 
 _MODES: tuple[OpenMode, ...] = ("create", "resume", "overwrite")
 _BLOCK_BYTES = 16 << 20
@@ -297,7 +297,9 @@ def _look(file: RolloutFile, path: Path) -> tuple[dict[Key, Leaf], dict[Key, str
         elif value.ndim < 2 or value.shape[axes.env] or value.shape[axes.time] != _steps(file):
             odd[key] = f"its shape {list(value.shape)} does not begin with [environments, steps]"
         else:
-            dtype = NAMES[value.dtype] if isinstance(value, torch.Tensor) else value.dtype.name
+            dtype = (
+                DTYPE_NAMES[value.dtype] if isinstance(value, torch.Tensor) else value.dtype.name
+            )
             leaves[key] = Leaf(dtype, tuple(value.shape[2:]))
     return leaves, odd
 

@@ -15,10 +15,10 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from penstock.core.words import did_you_mean
 from penstock.errors import UsageError
 from penstock.lerobot.layout import AUTO_FEATURES, DTYPES, Feature
 from penstock.rollouts.structure import Key
+from penstock.ui.suggestions import did_you_mean
 
 DONE = "next.done"
 FLAGS = ("done", "terminated", "truncated")

@@ -8,9 +8,9 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
-from tensordict import LazyStackedTensorDict, is_tensor_collection
 
 from penstock.errors import UsageError
+from penstock.rollouts.tensordicts import LazyStackedTensorDict, is_tensor_collection
 
 
 def tensors_in(value: Any) -> Iterator[torch.Tensor]:

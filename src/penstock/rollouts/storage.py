@@ -12,17 +12,18 @@ from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self
+from typing import Any
 
 import numpy as np
 import torch
+from typing_extensions import Self
 
-from penstock.core.files import storage_error, sweep
-from penstock.core.handle import SaveHandle, close_after, poll
+from penstock.core.files import make_folder, storage_error, sweep
 from penstock.core.memory import format_bytes
 from penstock.core.pack import PackReader
 from penstock.core.reuse import ReusedMemory
-from penstock.core.writes import Write, WriteQueue
+from penstock.core.threads import poll
+from penstock.core.writes import SaveHandle, Write, WriteQueue, close_after
 from penstock.errors import DataError, PenstockError, UnknownFormat, UsageError
 from penstock.rollouts.files import KIND, check_level, write_rollout
 from penstock.rollouts.opened import OpenRollouts
@@ -75,11 +76,7 @@ class RolloutStorage:
             raise UsageError(f"time_dim={time_dim!r}: time is axis 0 or axis 1")
         self._time_dim = time_dim
         self._verbose = verbose
-        self.save_dir = Path(save_dir).absolute()
-        try:
-            self.save_dir.mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            raise storage_error("create", self.save_dir, error) from error
+        self.save_dir = make_folder(save_dir)
         self._swept = False
         self._memory = ReusedMemory()
         self._open = OpenRollouts(self._memory)
@@ -89,7 +86,7 @@ class RolloutStorage:
             self._queue = WriteQueue(
                 "penstock-rollouts",
                 max_pending_bytes,
-                "rollout(s)",
+                what="rollout(s)",
                 handle_signals=handle_signals,
             )
 

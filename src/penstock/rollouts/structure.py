@@ -7,14 +7,19 @@ are only labels.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from tensordict import (
+
+from penstock.core import tree
+from penstock.core.pack import DTYPES
+from penstock.core.tree import Json
+from penstock.errors import CorruptFile, UnsupportedValue, UsageError
+from penstock.rollouts.tensordicts import (
     MemoryMappedTensor,
     NonTensorData,
     NonTensorStack,
@@ -22,13 +27,8 @@ from tensordict import (
     TensorDictBase,
     is_tensorclass,
 )
-
-from penstock.core import tree
-from penstock.core.pack import DTYPES
-from penstock.core.tree import Json
-from penstock.core.words import did_you_mean
-from penstock.errors import CorruptFile, UnsupportedValue, UsageError
-from penstock.tensors import NAMES, check_storable, flat_words
+from penstock.tensors import DTYPE_NAMES, check_storable, flat_words, tensor_bytes
+from penstock.ui.suggestions import did_you_mean
 
 Key = tuple[Any, ...]
 Fetch = Callable[[str], torch.Tensor]
@@ -54,7 +54,9 @@ class Leaf:
     @property
     def nbytes(self) -> int:
         """Bytes of its elements."""
-        return int(self.value.nbytes)
+        if isinstance(self.value, torch.Tensor):
+            return tensor_bytes(self.value)
+        return self.value.nbytes
 
     def words(self) -> NDArray[Any]:
         """View or copy it as an array of pack words, in its own shape, on the CPU."""
@@ -144,7 +146,7 @@ def _describe(value: Any, key: Key, leaves: list[Leaf], taken: set[str]) -> Json
         if isinstance(value, MemoryMappedTensor):
             value = value.as_subclass(torch.Tensor)
         check_storable(_dotted(key), value)
-        leaf = Leaf(_item_name(key, taken), key, NAMES[value.dtype], value)
+        leaf = Leaf(_item_name(key, taken), key, DTYPE_NAMES[value.dtype], value)
         leaves.append(leaf)
         return {"kind": "tensor", "item": leaf.item, "device": str(value.device)}
     if isinstance(value, np.ndarray):
@@ -317,6 +319,7 @@ def put_together(
     device: torch.device | None,
     chosen: set[Key] | None = None,
     part: Part | None = None,
+    arrays: Mapping[str, NDArray[Any]] | None = None,
 ) -> Any:
     """Rebuild a batch.
 
@@ -326,8 +329,9 @@ def put_together(
         device: Where tensors go, and TensorDicts say they are; None leaves them.
         chosen: Keys to rebuild; None for all.
         part: What the tensors are a part of.
+        arrays: The numpy arrays, by their names; torch may lack their types.
     """
-    return _Builder(fetch, device, chosen, part or Part()).build(node, ())
+    return _Builder(fetch, device, chosen, part or Part(), arrays or {}).build(node, ())
 
 
 @dataclass
@@ -336,6 +340,7 @@ class _Builder:
     device: torch.device | None
     chosen: set[Key] | None
     part: Part
+    arrays: Mapping[str, NDArray[Any]]
 
     def build(self, node: Json, key: Key) -> Any:
         match node["kind"]:
@@ -343,7 +348,7 @@ class _Builder:
                 tensor = self.fetch(node["item"])
                 return tensor if self.device is None else tensor.to(self.device)
             case "array":
-                return self.fetch(node["item"]).numpy()
+                return self.arrays[node["item"]]
             case "value":
                 return tree.unflatten(node["v"], _refuse)
             case "nontensor":

@@ -11,16 +11,19 @@ import numpy as np
 import torch
 from isal import isal_zlib
 from numpy.typing import NDArray
-from tensordict import NonTensorData, NonTensorStack, TensorDictBase
-from torchrl.envs import EnvBase
-from torchrl.envs.transforms import Transform
 
 from penstock.core.codecs import Codec, Quantize
+from penstock.core.extras import needs_torchrl
 from penstock.core.pack import DTYPES
 from penstock.errors import CorruptFile, UnsupportedValue, UsageError
 from penstock.rollouts.files import check_level, codec_for
 from penstock.rollouts.structure import Leaf
-from penstock.tensors import NAMES, check_storable, empty_tensor, flat_words
+from penstock.tensors import DTYPE_NAMES, check_storable, empty_tensor, flat_words
+
+with needs_torchrl("CompressedLidarTransform"):
+    from tensordict import NonTensorData, NonTensorStack, TensorDictBase
+    from torchrl.envs import EnvBase
+    from torchrl.envs.transforms import Transform
 
 _HEAD = struct.Struct("<BBBBI")  # coded or raw, dtype, axes, axes of the batch, CRC-32
 _CRC = struct.Struct("<I")
@@ -118,7 +121,7 @@ class CompressedLidarTransform(Transform):  # type: ignore[misc]
         self, tensor: torch.Tensor, batch: tuple[int, ...], key: Name
     ) -> NonTensorData | NonTensorStack:
         check_storable(str(key), tensor)
-        dtype = NAMES[tensor.dtype]
+        dtype = DTYPE_NAMES[tensor.dtype]
         words = Leaf("", (), dtype, tensor).words()
         if not batch:
             return NonTensorData(self._encode(words, dtype, 0, key))
@@ -145,14 +148,15 @@ class CompressedLidarTransform(Transform):  # type: ignore[misc]
 
     def _codec(self, flat: NDArray[Any], key: Name) -> Codec:
         width = flat.itemsize // 2 if flat.dtype.kind == "c" else flat.itemsize
-        codec = codec_for(width, self._level, time_last=True)
+        # The grid of `Quantize` is of 2 or 4 bytes, whatever the floats are.
+        exact = self._epsilon is None
+        codec = codec_for(width if exact else 4, self._level, time_last=True)
         assert codec is not None
         if self._epsilon is None:
             return codec
         if flat.dtype.kind != "f":
             raise UnsupportedValue(f"{key!r} is {flat.dtype}: epsilon is for float16, 32 and 64")
-        # The grid is of 2 or 4 bytes, whatever the floats are.
-        return Quantize(self._epsilon, codec_for(4, self._level, time_last=True))
+        return Quantize(self._epsilon, codec)
 
     def _decompressed(
         self, value: NonTensorData | NonTensorStack, batch: tuple[int, ...], key: Name

@@ -7,10 +7,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from penstock.core.words import did_you_mean
 from penstock.errors import UsageError
 from penstock.nav.evaluation import table
 from penstock.nav.evaluation.evaluate import evaluate
+from penstock.ui.suggestions import did_you_mean
 
 # Named as for `penstock train`; None are no settings of the simulator.
 KEYS = {

@@ -16,19 +16,18 @@ from penstock.core import tree
 from penstock.core.files import storage_error
 from penstock.core.memory import format_bytes
 from penstock.core.pack import Entry, Limits, PackReader, is_pack
-from penstock.core.report import aligned, text_table
 from penstock.errors import CorruptFile, DataError, UnknownFormat, UsageError
 from penstock.tools import inspect_bag, inspect_dataset, inspect_replay, inspect_run
+from penstock.ui.report import aligned, text_table
 
 FileKind = Literal["pack", "torch", "pickle", "lz4", "safetensors", "damaged", "unknown"]
 Facts = dict[str, Any]
 
-# What a file of each kind is called, and how it is loaded.
-_FOREIGN: dict[str, tuple[str, str]] = {
-    "torch": ("torch.save file (zip)", "penstock.load_checkpoint(path)"),
-    "pickle": ("torch.save file (old pickle form)", "penstock.load_checkpoint(path)"),
-    "lz4": ("LZ4-compressed torch.save file", "penstock.load_checkpoint(path)"),
-    "safetensors": ("safetensors file", "safetensors.torch.load_file(path)"),
+_FOREIGN: dict[str, str] = {
+    "torch": "torch.save file (zip)",
+    "pickle": "torch.save file (old pickle form)",
+    "lz4": "LZ4-compressed torch.save file",
+    "safetensors": "safetensors file",
 }
 _CHECKPOINT_ENDINGS = (".pt", ".pth", ".ckpt", ".lz4", ".safetensors")
 
@@ -146,13 +145,19 @@ def describe_file(path: Path) -> Facts:
     facts: Facts = {"path": str(path), "size_bytes": path.stat().st_size}
     if kind == "pack":
         with open_pack(path) as pack:
-            return facts | _describe_pack(pack)
+            facts |= _describe_pack(pack)
+        if facts["kind"].endswith(folder.KIND):
+            facts["load"] = _load_call(path)
+        return facts
     if kind in _FOREIGN:
-        name, how = _FOREIGN[kind]
-        return {**facts, "kind": name, "load_with": how}
+        return {**facts, "kind": _FOREIGN[kind], "load": _load_call(path)}
     if kind == "damaged":
         raise CorruptFile(f"{path} is damaged: its beginning or end is not that of a checkpoint")
     raise UnknownFormat(f"{path} is no file that penstock reads")
+
+
+def _load_call(path: Path) -> str:
+    return f"penstock.load_checkpoint({json.dumps(str(path), ensure_ascii=False)})"
 
 
 def _describe_pack(pack: PackReader) -> Facts:
@@ -230,8 +235,9 @@ def describe_text(facts: Facts, top: int = 10) -> str:
         return _folder_text(facts)
     lines = [("path", facts["path"]), ("kind", facts["kind"])]
     lines.append(("size on disk", format_bytes(facts["size_bytes"])))
-    if "load_with" in facts:
-        lines.append(("load with", facts["load_with"]))
+    if "load" in facts:
+        lines.append(("load", facts["load"]))
+    if "codecs" not in facts:
         return aligned(lines)
     codecs = (f"{name} ({count})" for name, count in facts["codecs"].items())
     lines += [
@@ -240,12 +246,15 @@ def describe_text(facts: Facts, top: int = 10) -> str:
         ("codecs", ", ".join(codecs) or "none"),
     ]
     if facts["kind"].endswith(folder.KIND):
+        torch_file = json.dumps(f"{os.path.splitext(facts['path'])[0]}_torch.pt")
+        call = facts["load"].replace("load_checkpoint", "to_torch")
         lines += [
+            ("for torch.load", f"{call[:-1]}, {torch_file})"),
             ("stored as", _stored_as(facts)),
             ("sequence", _or_dash(facts["sequence"])),
             ("saved at", _or_dash(facts["saved_at"])),
             ("written by", _or_dash(facts["written_by"])),
-            ("metric", _or_dash(facts["metric"])),
+            ("metric", _figure(facts["metric"])),
             ("metadata", _metadata_text(facts["metadata"])),
         ]
     rows = [
@@ -275,7 +284,7 @@ def folder_table(facts: Facts) -> tuple[tuple[str, ...], list[tuple[str, ...]]]:
             f"{item['ratio']:.2f}" if "ratio" in item else "-",
             "DAMAGED, run doctor" if "damaged" in item else _stored_as(item),
             _or_dash(item.get("sequence")),
-            _or_dash(item.get("metric")),
+            _figure(item.get("metric")),
             _or_dash(item.get("saved_at")),
         )
         for item in facts["checkpoints"]
@@ -288,6 +297,8 @@ def _folder_text(facts: Facts) -> str:
     lines = [("path", facts["path"]), ("kind", facts["kind"])]
     lines.append(("size on disk", f"{format_bytes(facts['size_bytes'])} in {len(rows)} files"))
     lines.append(("latest (*)", _or_dash(facts["latest"])))
+    if facts["latest"]:
+        lines.append(("load", f"{_load_call(Path(facts['path']))}  # the newest that verifies"))
     return f"{aligned(lines)}\n\n{text_table(columns, rows)}" if rows else aligned(lines)
 
 
@@ -310,13 +321,26 @@ def _codec_name(config: dict[str, Any]) -> str:
 def _metadata_text(metadata: Any) -> str:
     if metadata is None:
         return "-"
-    return repr(tree.unflatten(metadata, lambda record: record))
+    return repr(_shortened(tree.unflatten(metadata, lambda record: record)))
+
+
+def _shortened(value: Any) -> Any:
+    """Give floats 6 digits, however deep they lie."""
+    if isinstance(value, dict):
+        return {key: _shortened(child) for key, child in value.items()}
+    if type(value) is list or type(value) is tuple:
+        return type(value)(map(_shortened, value))
+    return float(f"{value:.6g}") if type(value) is float else value
 
 
 def _date(saved_at: Any) -> str | None:
     if not isinstance(saved_at, int | float):
         return None
     return datetime.fromtimestamp(saved_at).astimezone().isoformat(" ", "seconds")
+
+
+def _figure(value: Any) -> str:
+    return f"{value:.6g}" if isinstance(value, int | float) else "-"
 
 
 def _or_dash(value: Any) -> str:

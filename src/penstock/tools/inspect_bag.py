@@ -5,7 +5,7 @@ Only the index is read.
 
 from __future__ import annotations
 
-from datetime import UTC, datetime
+from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +15,8 @@ from penstock.conversion.guess import guess_mapping, rate_of, to_yaml
 from penstock.conversion.mapping import Camera
 from penstock.core.files import publish_bytes
 from penstock.core.memory import format_bytes
-from penstock.core.report import text_table
 from penstock.errors import DataError
+from penstock.ui.report import text_table
 
 Facts = dict[str, Any]
 BAG_ENDINGS = (".bag", ".bag.active", ".db3", ".mcap", ".db3.zstd", ".mcap.zstd")
@@ -120,7 +120,7 @@ def describe_text(facts: Facts) -> str:
 
 def _date(stamp_ns: int) -> str | None:
     try:
-        when = datetime.fromtimestamp(stamp_ns / 1e9, UTC)
+        when = datetime.fromtimestamp(stamp_ns / 1e9, timezone.utc)
     except (ValueError, OverflowError, OSError):
         return None
     return when.isoformat(" ", "milliseconds")

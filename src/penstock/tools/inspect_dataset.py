@@ -6,9 +6,9 @@ from pathlib import Path
 from typing import Any
 
 from penstock.core.memory import format_bytes
-from penstock.core.report import aligned, text_table
 from penstock.lerobot.layout import INFO_PATH
 from penstock.lerobot.reader import Dataset
+from penstock.ui.report import aligned, text_table
 
 Facts = dict[str, Any]
 

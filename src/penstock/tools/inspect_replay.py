@@ -10,9 +10,9 @@ from typing import Any
 from penstock.core.files import storage_error
 from penstock.core.memory import format_bytes
 from penstock.core.pack import DTYPES, PackReader
-from penstock.core.report import aligned, text_table
 from penstock.errors import CorruptFile, DataError
 from penstock.replay.segments import MANIFEST, LogReader, SegmentLog
+from penstock.ui.report import aligned, text_table
 
 Facts = dict[str, Any]
 

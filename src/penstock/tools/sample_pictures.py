@@ -102,7 +102,7 @@ class Pictures:
             view = self._texture()[:, shift : shift + self.width]
             noise = rng.normal(0, _NOISE, view.shape)
             self._luma[scene] = np.clip(view + noise, 0, 255).astype(np.uint8)
-        luma = self._luma[scene].copy()
+        luma: NDArray[np.uint8] = self._luma[scene].copy()
         if self.numbered:
             write_number(luma, number, 16, 240)
         return luma

@@ -6,12 +6,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from penstock.core.progress import Progress
 from penstock.errors import UsageError
 from penstock.nav.evaluation.crossing import Flights, Outcome, fly, shield_for, steady, straight
 from penstock.nav.learning.policy import Policy
 from penstock.nav.simulation.results import Observation
 from penstock.nav.simulation.task import Settings
+from penstock.ui.progress import Progress
 
 EMPTY = Settings(num_obstacles=0, dynamic_obstacles=0, drone="fast", reward="shifted")
 FULL = Settings(drone="fast", reward="shifted", episode_seconds=20.0)

@@ -13,10 +13,10 @@ from collections.abc import Callable
 import pytest
 from rich.console import Console
 
-from penstock.core.progress import ENV_MODE
 from penstock.errors import UsageError
 from penstock.nav.training import panel as panel_module
 from penstock.nav.training.panel import Panel
+from penstock.ui.progress import ENV_MODE
 
 METRICS = {
     "train/success": 0.831,

@@ -4,6 +4,5 @@ Import these modules only where numba is known to be there: it is part of the ex
 them allocates, raises or trusts a length.
 
     native.py   how to compile, and how compiled code reaches C functions and addresses
-    frames.py   many small frames, for replay
     series.py   blocks of time series, for rollouts
 """

@@ -3,8 +3,25 @@
 format.py knows the bytes of the header, writer.py streams blocks in, reader.py verifies them out.
 """
 
-from penstock.core.pack.format import DTYPES, Entry, Index, Limits, is_pack
+from penstock.core.pack.format import (
+    DTYPES,
+    Entry,
+    Index,
+    Limits,
+    is_pack,
+    read_summary,
+)
 from penstock.core.pack.reader import PackReader
 from penstock.core.pack.writer import Item, PackWriter
 
-__all__ = ["DTYPES", "Entry", "Index", "Item", "Limits", "PackReader", "PackWriter", "is_pack"]
+__all__ = [
+    "DTYPES",
+    "Entry",
+    "Index",
+    "Item",
+    "Limits",
+    "PackReader",
+    "PackWriter",
+    "is_pack",
+    "read_summary",
+]

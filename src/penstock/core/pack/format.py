@@ -10,6 +10,7 @@ from __future__ import annotations
 import hashlib
 import json
 import math
+import os
 import struct
 from collections.abc import Iterable
 from dataclasses import dataclass, field
@@ -269,6 +270,47 @@ def read_index(path: Path, descriptor_size: int, read: Any, limits: Limits) -> I
         CorruptFile: Anything in the header is not as it was written.
         LimitExceeded: The header asks for more than `limits`.
     """
+    header, content, digest, length = _read_header(path, descriptor_size, read, limits)
+    try:
+        index = _parse(content, limits)
+    except LimitExceeded as error:
+        raise LimitExceeded(f"{path}: {error}") from error
+    except _NONSENSE as error:
+        raise CorruptFile(f"{path} is damaged: {error}") from error
+    index.digest = digest
+    index.header_bytes = 8 + length
+    implied = {name: entry.safetensors() for name, entry in index.entries.items()}
+    if header != implied:
+        raise CorruptFile(f"{path} is damaged: the tensor table contradicts the index")
+    if index.header_bytes + index.data_bytes != descriptor_size:
+        raise CorruptFile(
+            f"{path} is damaged: {descriptor_size} bytes long, should be "
+            f"{index.header_bytes + index.data_bytes}"
+        )
+    return index
+
+
+def read_summary(path: Path) -> Index:
+    """Read what a pack says of itself as a whole; its tensors are not looked at, nor listed.
+
+    Raises:
+        DataError: The header is damaged, or not one of a pack.
+    """
+    with open(path, "rb", buffering=0) as file:
+        size_bytes = os.fstat(file.fileno()).st_size
+        _, content, digest, _ = _read_header(
+            path, size_bytes, lambda size, at: os.pread(file.fileno(), size, at), Limits()
+        )
+    try:
+        return Index(str(content["kind"]), _parse_meta(content), {}, _parse_base(content), digest)
+    except _NONSENSE as error:
+        raise CorruptFile(f"{path} is damaged: {error}") from error
+
+
+def _read_header(
+    path: Path, descriptor_size: int, read: Any, limits: Limits
+) -> tuple[dict[str, Any], dict[str, Any], str, int]:
+    """Return the safetensors header, the index in it, its digest, and the header's length."""
     if descriptor_size < 10:
         raise CorruptFile(f"{path} is damaged: {descriptor_size} bytes are no pack")
     (length,) = struct.unpack("<Q", read(8, 0))
@@ -295,23 +337,7 @@ def read_index(path: Path, descriptor_size: int, read: Any, limits: Limits) -> I
             f"{path} has format version {content.get('version')!r}, this penstock reads "
             f"{FORMAT_VERSION}; upgrade penstock"
         )
-    try:
-        index = _parse(content, limits)
-    except LimitExceeded as error:
-        raise LimitExceeded(f"{path}: {error}") from error
-    except _NONSENSE as error:
-        raise CorruptFile(f"{path} is damaged: {error}") from error
-    index.digest = digest
-    index.header_bytes = 8 + length
-    implied = {name: entry.safetensors() for name, entry in index.entries.items()}
-    if header != implied:
-        raise CorruptFile(f"{path} is damaged: the tensor table contradicts the index")
-    if index.header_bytes + index.data_bytes != descriptor_size:
-        raise CorruptFile(
-            f"{path} is damaged: {descriptor_size} bytes long, should be "
-            f"{index.header_bytes + index.data_bytes}"
-        )
-    return index
+    return header, content, digest, length
 
 
 def _parse(content: dict[str, Any], limits: Limits) -> Index:
@@ -319,17 +345,27 @@ def _parse(content: dict[str, Any], limits: Limits) -> Index:
     for name, record in content["tensors"].items():
         entries[name] = _parse_entry(name, record, limits)
     place(entries.values())
-    base = content["base"]
-    if base is not None:
-        base = {"file": str(base["file"]), "digest": str(base["digest"])}
-        # A name from a file never leaves the folder of that file.
-        if Path(base["file"]).name != base["file"] or base["file"] in ("", ".", ".."):
-            raise CorruptFile(f"base {base['file']!r} is not a plain file name")
-        if len(bytes.fromhex(base["digest"])) != _DIGEST_BYTES:
-            raise CorruptFile(f"base digest {base['digest']!r} makes no sense")
-    if not isinstance(content["meta"], dict):
+    return Index(str(content["kind"]), _parse_meta(content), entries, _parse_base(content))
+
+
+def _parse_meta(content: dict[str, Any]) -> dict[str, Any]:
+    meta = content["meta"]
+    if not isinstance(meta, dict):
         raise CorruptFile("meta is not an object")
-    return Index(str(content["kind"]), content["meta"], entries, base)
+    return meta
+
+
+def _parse_base(content: dict[str, Any]) -> dict[str, str] | None:
+    link = content["base"]
+    if link is None:
+        return None
+    base = {"file": str(link["file"]), "digest": str(link["digest"])}
+    # A name from a file never leaves the folder of that file.
+    if Path(base["file"]).name != base["file"] or base["file"] in ("", ".", ".."):
+        raise CorruptFile(f"base {base['file']!r} is not a plain file name")
+    if len(bytes.fromhex(base["digest"])) != _DIGEST_BYTES:
+        raise CorruptFile(f"base digest {base['digest']!r} makes no sense")
+    return base
 
 
 def _parse_entry(name: str, record: dict[str, Any], limits: Limits) -> Entry:

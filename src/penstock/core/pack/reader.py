@@ -7,17 +7,17 @@ import os
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from pathlib import Path
-from typing import Any, Self
+from typing import Any
 
 import numpy as np
 from isal import isal_zlib
 from numpy.typing import NDArray
+from typing_extensions import Self
 
-from penstock.core.codecs import as_unsigned
+from penstock.core.codecs import Series, as_unsigned
 from penstock.core.pack.format import Entry, Index, Limits, read_index
-from penstock.core.parallel import each
-from penstock.core.planes import SCRATCH
-from penstock.core.series import Series
+from penstock.core.reuse import SCRATCH
+from penstock.core.threads import parallel_list
 from penstock.errors import CorruptFile, DataError, LimitExceeded, UsageError
 
 _TASK_BYTES = 2 << 20
@@ -117,7 +117,7 @@ class PackReader:
         Args:
             name: The tensor.
             block: The number of the block.
-            scratch: A role of `planes.SCRATCH`: the result lies there, instead of in fresh memory,
+            scratch: A role of `reuse.SCRATCH`: the result lies there, instead of in fresh memory,
                 until this thread uses the role again.
         """
         entry = self.entry(name)
@@ -148,7 +148,7 @@ class PackReader:
             self._check_padding(entry)
             if entry.codec.needs_base:
                 self.base()  # opened once, before the threads race for it
-        each("unpack", lambda task: task(), tasks, total)
+        parallel_list(lambda task: task(), tasks, name="unpack", nbytes=total)
 
     def _tasks(self, entry: Entry, out: NDArray[Any]) -> Iterator[Callable[[], None]]:
         """Cut the work of filling an array into pieces of a few megabytes."""

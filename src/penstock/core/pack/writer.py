@@ -5,21 +5,24 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import closing
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import TracebackType
-from typing import Any, NamedTuple, Self
+from typing import Any, NamedTuple
 
 import numpy as np
 from isal import isal_zlib
 from numpy.typing import NDArray
+from typing_extensions import Self
 
-from penstock.core.codecs import Buffer, Codec, Layout, Raw
+from penstock.core.codecs import Codec, Layout, Raw
+from penstock.core.codecs.base import Buffer
 from penstock.core.files import NewFile, storage_error, write_all
-from penstock.core.flow import Flow
 from penstock.core.pack.format import ALIGNMENT, DTYPES, MAX_DIMENSIONS, Entry, Index, render
 from penstock.core.pack.reader import PackReader
-from penstock.core.planes import SCRATCH
+from penstock.core.reuse import SCRATCH
+from penstock.core.threads import parallel_map
 from penstock.errors import UsageError
 
 DEFAULT_BLOCK_BYTES = 1 << 20
@@ -138,15 +141,16 @@ class PackWriter:
                 for block in blocks:
                     self._write(self._encode(*block))
                 return
-            limit = 4 * self._workers * DEFAULT_BLOCK_BYTES
-            with Flow("pack", limit_bytes=limit, nice=self._nice) as flow:
-                coded = flow.map(
-                    lambda group: [self._encode(*block) for block in group],
-                    _grouped(blocks),
-                    workers=self._workers,
-                    name="encode",
-                    size=lambda group: 2 * sum(values.nbytes for _, values, _ in group),
-                )
+            coded = parallel_map(
+                lambda group: [self._encode(*block) for block in group],
+                _grouped(blocks),
+                name="encode",
+                helpers=self._workers,
+                size=lambda group: 2 * sum(values.nbytes for _, values, _ in group),
+                limit_bytes=4 * self._workers * DEFAULT_BLOCK_BYTES,
+                nice=self._nice,
+            )
+            with closing(coded):
                 for group in coded:
                     for result in group:
                         self._write(result)

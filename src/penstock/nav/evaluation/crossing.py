@@ -17,13 +17,13 @@ from enum import IntEnum
 import torch
 from torch import Tensor
 
-from penstock.core.progress import Progress
 from penstock.errors import UsageError
 from penstock.nav.learning.policy import Policy
 from penstock.nav.shield import Shield, ShieldSettings
 from penstock.nav.simulation.results import Info, Observation
 from penstock.nav.simulation.simulator import Simulator
 from penstock.nav.simulation.task import POSITION, Settings
+from penstock.ui.progress import Progress
 
 Pilot = Callable[[Observation], Tensor]
 """Observations [n, ...] -> actions [n, 3] in (0, 1), goal frame, as `Simulator.step` takes them."""

@@ -10,13 +10,13 @@ from pathlib import Path
 from typing import Any
 
 from penstock.core.files import publish_bytes, storage_error
-from penstock.core.progress import Mode, Progress
 from penstock.errors import UsageError
 from penstock.nav.evaluation import page, picture, rerun_file
 from penstock.nav.evaluation.crossing import FIRST_WORLD, Flights, Pilot, fly, shield_for, straight
 from penstock.nav.evaluation.pilot import Navigator, run_folder
 from penstock.nav.evaluation.table import summarise
 from penstock.nav.simulation.task import CROSSING_M, EDGE_M, Settings
+from penstock.ui.progress import Mode, Progress
 
 RESERVED = 500_000  # map seeds from here on are for training, and for choosing checkpoints
 RESULT = "evaluation.json"

@@ -7,9 +7,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from penstock.core.plot import Point
-from penstock.core.report import Report
 from penstock.nav.evaluation import table
+from penstock.ui.plot import Point
+from penstock.ui.report import Report
 
 _CURVES = {"validation/success": "validation maps, policy alone", "train/success": "training"}
 

@@ -6,13 +6,13 @@ import os
 from collections.abc import Mapping
 from dataclasses import fields
 from pathlib import Path
-from typing import Any, Self
+from typing import Any
 
 import torch
 from torch import Tensor
+from typing_extensions import Self
 
 from penstock.checkpoints.load import from_newest, load_checkpoint, load_metadata, resolve
-from penstock.core.words import did_you_mean
 from penstock.errors import DataError, UnknownFormat, UsageError
 from penstock.nav.evaluation.crossing import Pilot, shield_for, steady
 from penstock.nav.learning.policy import PRESETS, Policy
@@ -20,6 +20,7 @@ from penstock.nav.shield import Shield
 from penstock.nav.simulation.geometry import to_world
 from penstock.nav.simulation.results import Observation
 from penstock.nav.simulation.task import Reward, Settings
+from penstock.ui.suggestions import did_you_mean
 
 CHECKPOINTS = "checkpoints"  # folder of a run
 BEST = "best.pt"

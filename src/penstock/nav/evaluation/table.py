@@ -12,8 +12,8 @@ from typing import Any
 
 import torch
 
-from penstock.core.report import text_table
 from penstock.nav.evaluation.crossing import Flights, Outcome
+from penstock.ui.report import text_table
 
 RATES = ("success", "static", "dynamic", "height", "timeout", "reach_goal")
 ENOUGH_WORLDS = 8  # worlds differ by 40 points: fewer of them say little

@@ -9,10 +9,10 @@ import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor, nn
 
-from penstock.core.words import did_you_mean
 from penstock.errors import UsageError
 from penstock.nav.learning import beta as betas
 from penstock.nav.learning.networks import FastEncoder, NavRLEncoder, Observation, initialise
+from penstock.ui.suggestions import did_you_mean
 
 ACTIONS = 3
 PRESETS = ("fast", "navrl")

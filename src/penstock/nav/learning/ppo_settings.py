@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from penstock.core.words import did_you_mean
 from penstock.errors import DataError, UsageError
+from penstock.ui.suggestions import did_you_mean
 
 SCHEDULES = ("constant", "linear", "cosine")
 

@@ -23,9 +23,9 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from penstock.core.words import did_you_mean
 from penstock.errors import MissingExtra, UsageError
 from penstock.nav.shield import reference
+from penstock.ui.suggestions import did_you_mean
 
 BACKENDS = ("numba", "torch")
 

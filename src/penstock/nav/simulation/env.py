@@ -7,7 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from penstock.errors import MissingExtra, UsageError
+from penstock.core.extras import needs_torchrl
+from penstock.errors import UsageError
 from penstock.nav.simulation.geometry import to_goal_frame
 from penstock.nav.simulation.results import Observation
 from penstock.nav.simulation.simulator import Simulator
@@ -21,12 +22,10 @@ from penstock.nav.simulation.task import (
     Settings,
 )
 
-try:
+with needs_torchrl("NavigationEnv"):
     from tensordict import TensorDict, TensorDictBase
     from torchrl.data import Binary, Bounded, Composite, Unbounded
     from torchrl.envs import EnvBase
-except ModuleNotFoundError as error:
-    raise MissingExtra("torchrl", "rl") from error
 
 ACTIONS = ("normalized", "velocity")
 

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from types import TracebackType
-from typing import Any, Self
+from typing import Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
+from typing_extensions import Self
 
-from penstock.core.words import did_you_mean
 from penstock.errors import UsageError
 from penstock.nav.simulation.drone import HOVER_THROTTLE
 from penstock.nav.simulation.reference import TorchBackend
@@ -32,6 +32,7 @@ from penstock.nav.simulation.task import (
     training_places,
 )
 from penstock.nav.simulation.world import Maps, Obstacles, World, pack_rng, unpack_rng
+from penstock.ui.suggestions import did_you_mean
 
 BACKENDS = ("numba", "torch")
 

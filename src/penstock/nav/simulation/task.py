@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field, fields, replace
-from typing import Any, Self
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
+from typing_extensions import Self
 
-from penstock.core.words import did_you_mean
 from penstock.errors import UsageError
+from penstock.ui.suggestions import did_you_mean
 
 Floats = NDArray[np.float32]
 

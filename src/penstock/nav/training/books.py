@@ -7,12 +7,13 @@ from collections.abc import Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
 from types import TracebackType
-from typing import Any, Self
+from typing import Any
+
+from typing_extensions import Self
 
 from penstock.checkpoints.saver import AsyncCheckpointSaver
 from penstock.core.files import FolderLock
 from penstock.core.memory import format_bytes, rss_bytes
-from penstock.core.monitor import PerformanceMonitor
 from penstock.nav.learning.ppo import PPO
 from penstock.nav.learning.ppo_settings import Batch
 from penstock.nav.training.config import Config
@@ -22,6 +23,7 @@ from penstock.nav.training.panel import Panel
 from penstock.nav.training.runs import BEST, FINAL, Run, metadata
 from penstock.nav.training.sources import as_tensordict
 from penstock.rollouts.storage import RolloutStorage
+from penstock.ui.monitor import PerformanceMonitor
 
 _SHOWN_WINDOW = 20  # iterations that shares of time are over
 
@@ -223,6 +225,7 @@ def _saver(config: Config, run: Run, ppo: PPO) -> AsyncCheckpointSaver:
         max_queue_size=config["async_checkpoint_queue_size"],
         optimizers=[ppo.optimizer],
         modules=[ppo.policy],
+        lazy=True,  # only `optimizer.step` writes the policy in this loop
         compress=bool(config["compress_checkpoint"]) and level > 0,
         compression_level=max(level, 1),
         delta_every=config["checkpoint_delta_every"],

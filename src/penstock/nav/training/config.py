@@ -17,10 +17,10 @@ from typing import Any, Final
 import torch
 
 from penstock.core.files import publish_bytes, storage_error
-from penstock.core.words import did_you_mean
 from penstock.errors import MissingExtra, UsageError
 from penstock.nav.learning.ppo_settings import PPOSettings
 from penstock.nav.simulation.task import PHYSICS_DT_S, Reward, Settings
+from penstock.ui.suggestions import did_you_mean
 
 try:
     from hydra import compose, initialize_config_dir

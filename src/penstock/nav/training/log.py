@@ -10,10 +10,10 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from penstock.core.files import publish_bytes
-from penstock.core.monitor import JsonlSink, Sink, TensorBoardSink, WandbSink
 from penstock.errors import MissingExtra
 from penstock.nav.training.config import Config
 from penstock.nav.training.runs import Run
+from penstock.ui.monitor import JsonlSink, Sink, TensorBoardSink, WandbSink
 
 
 class MetricsLog:

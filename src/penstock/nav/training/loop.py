@@ -15,7 +15,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from penstock.core.monitor import PerformanceMonitor
 from penstock.errors import DataError, PeerLost, UsageError
 from penstock.nav.evaluation.crossing import Outcome, fly, steady
 from penstock.nav.learning.policy import Policy
@@ -28,6 +27,7 @@ from penstock.nav.training.plugin_source import PluginFlyer
 from penstock.nav.training.runs import Run, flatten, unflatten
 from penstock.nav.training.sources import Flyer, make_source
 from penstock.nav.training.stopping import Stop
+from penstock.ui.monitor import PerformanceMonitor
 
 _NAMES = {"actor_loss": "loss/actor", "critic_loss": "loss/critic", "entropy": "loss/entropy"}
 _LOOK_EVERY = 8  # minibatches: processes ask each other whether to stop

@@ -9,10 +9,12 @@ from collections import deque
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from time import monotonic
-from typing import TYPE_CHECKING, Any, Final, Self
+from typing import TYPE_CHECKING, Any, Final
+
+from typing_extensions import Self
 
 from penstock.core.memory import format_bytes, rss_bytes
-from penstock.core.progress import Mode, choose_mode, clock, terminal
+from penstock.ui.progress import Mode, choose_mode, clock, terminal
 
 if TYPE_CHECKING:
     from rich.console import Console, ConsoleOptions, RenderResult
@@ -59,7 +61,7 @@ class Panel:
     Args:
         total_frames: How many frames there will be.
         title: Names the run.
-        mode: "rich", "plain" or "quiet"; None chooses as `penstock.core.progress.Progress` does.
+        mode: "rich", "plain" or "quiet"; None chooses as `penstock.ui.progress.Progress` does.
         initial_frames: Frames of earlier runs that this one continues.
 
     Raises:

@@ -24,24 +24,24 @@ import warnings
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any, Final, Self
+from typing import Any, Final
 
 import torch
 from torch import Tensor
+from typing_extensions import Self
 
-from penstock.core.handle import close_after
-from penstock.core.words import did_you_mean
-from penstock.errors import MissingExtra, SaverClosed, UsageError
+from penstock.core.extras import needs_torchrl
+from penstock.core.writes import close_after
+from penstock.errors import SaverClosed, UsageError
 from penstock.nav.learning.policy import ACTIONS, Policy
 from penstock.nav.learning.ppo_settings import Batch, require_finite
 from penstock.nav.simulation.geometry import to_world
+from penstock.ui.suggestions import did_you_mean
 
-try:
+with needs_torchrl("an environment of TorchRL"):
     from tensordict import TensorDictBase
     from tensordict.nn import TensorDictModuleBase
     from torchrl.envs import EnvBase
-except ModuleNotFoundError as error:
-    raise MissingExtra("torchrl", "rl") from error
 
 Key = str | tuple[str, ...]
 

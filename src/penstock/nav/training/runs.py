@@ -16,11 +16,11 @@ import torch
 from torch import Tensor
 
 from penstock.checkpoints.load import load_checkpoint
-from penstock.core.files import storage_error
-from penstock.core.words import did_you_mean
+from penstock.core.files import make_folder
 from penstock.errors import DataError, UsageError
 from penstock.nav.simulation.task import Settings
 from penstock.nav.training.config import Config, load_config, write_config
+from penstock.ui.suggestions import did_you_mean
 
 BEST = "best.pt"
 FINAL = "checkpoint_final.pt"
@@ -57,10 +57,7 @@ class Run:
                 f"{self.folder} exists already: go on with resume={self.folder}, or give another "
                 "name=… or run_dir=…"
             )
-        try:
-            self.checkpoints.mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            raise storage_error("create", self.checkpoints, error) from error
+        make_folder(self.checkpoints)
         write_config(config, self.config)
 
 

@@ -16,7 +16,7 @@ from typing import Any, Protocol
 from tensordict import TensorDict
 from torch import Tensor
 
-from penstock.core.handle import poll
+from penstock.core.threads import poll
 from penstock.errors import PenstockError
 from penstock.nav.learning.policy import Policy
 from penstock.nav.learning.ppo_settings import Batch

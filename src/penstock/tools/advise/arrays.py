@@ -54,8 +54,8 @@ class OnDevice:
 
         from penstock.tensors import flat_words
 
-        index = (slice(None),) * axis
-        pieces = [self.tensor[(*index, some)] for some in rows] or [self.tensor]
+        places = [(*[slice(None)] * axis, some) for some in rows]
+        pieces = [self.tensor[place] for place in places] or [self.tensor]
         tensor = pieces[0] if len(pieces) == 1 else torch.cat(pieces, axis)
         tensor = tensor.detach().cpu().resolve_conj().resolve_neg().contiguous()
         return flat_words(tensor).reshape(tuple(tensor.shape))
@@ -97,12 +97,12 @@ def _walk(value: Any, path: tuple[str, ...]) -> Iterator[tuple[tuple[str, ...], 
 def _tensor(path: tuple[str, ...], tensor: Any) -> Values:
     import torch
 
-    from penstock.tensors import NAMES, check_storable
+    from penstock.tensors import DTYPE_NAMES, check_storable
 
     if type(tensor).__name__ == "MemoryMappedTensor":
         tensor = tensor.as_subclass(torch.Tensor)
     check_storable(".".join(path) or "the data", tensor)
-    return OnDevice(tensor, NAMES[tensor.dtype])
+    return OnDevice(tensor, DTYPE_NAMES[tensor.dtype])
 
 
 def held(name: str, array: Array) -> Held:
@@ -227,8 +227,8 @@ class NpzMember:
         array = words.reshape(-1, *self.shape[1:]) if self.shape else words.reshape(())
         array = array.astype(self._stored.newbyteorder("="), copy=False)
         if rows and axis:
-            index = (slice(None),) * axis
-            array = np.concatenate([array[(*index, some)] for some in rows], axis)
+            places = [(*[slice(None)] * axis, some) for some in rows]
+            array = np.concatenate([array[place] for place in places], axis)
         return array
 
     def _read(self, file: IO[bytes], rows: Sequence[slice]) -> Array:

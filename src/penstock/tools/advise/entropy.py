@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from penstock.core.planes import SIGNED, UNSIGNED
+from penstock.core.codecs.base import SIGNED, UNSIGNED
 
 Array = NDArray[Any]
 

@@ -154,8 +154,8 @@ def joined(array: Any, rows: Sequence[slice], axis: int) -> Any:
     """Read rows along an axis of an array; () for all."""
     if not rows:
         return array
-    index = (slice(None),) * axis
-    pieces = [array[(*index, some)] for some in rows]
+    places = [(*[slice(None)] * axis, some) for some in rows]
+    pieces = [array[place] for place in places]
     return pieces[0] if len(pieces) == 1 else np.concatenate(pieces, axis)
 
 
@@ -355,4 +355,6 @@ def _piece(values: Values, whole: int, budget: int) -> Array | None:
         row = size / values.shape[0]
         run = max(1, int((256 << 10) // row))
         rows = spread(values.shape[0], run, max(1, int(share // (run * row))))
-    return values.take(rows, 0).reshape(-1).copy()  # a view would keep all of it in memory
+    # A view would keep all of it in memory.
+    taken: Array = values.take(rows, 0).reshape(-1).copy()
+    return taken

@@ -5,10 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 from penstock.core.memory import format_bytes
-from penstock.core.report import text_table
 from penstock.tools.advise.decide import LEAST_RATIO, MEANING, Decision, codec_of, to_json
 from penstock.tools.advise.measure import COMPARED
 from penstock.tools.advise.model import CodecMeasure, KeyMeasure, Limits, Measurements
+from penstock.ui.report import text_table
 
 _ROWS = 10
 _LONG = 400

@@ -12,8 +12,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from penstock.core.words import did_you_mean
 from penstock.errors import UsageError
+from penstock.ui.suggestions import did_you_mean
 
 
 @dataclass(frozen=True)

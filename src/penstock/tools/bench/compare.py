@@ -10,9 +10,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from penstock.core.report import text_table
 from penstock.tools.bench import Row
 from penstock.tools.bench.stored import format_number
+from penstock.ui.report import text_table
 
 HOW = (
     "moved: the medians differ by more than the distance from median to p90 of both runs together "

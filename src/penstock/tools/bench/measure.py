@@ -9,9 +9,9 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from penstock.core.progress import Progress
 from penstock.errors import PenstockError
 from penstock.tools.bench import Row
+from penstock.ui.progress import Progress
 
 
 @dataclass

@@ -14,11 +14,11 @@ from pathlib import Path
 from typing import Any
 
 from penstock import __version__
-from penstock.core.report import Report, text_table
 from penstock.errors import PenstockError
 from penstock.tools.bench import NAMES, Case, Row, Settings, claims, find_case
 from penstock.tools.bench.compare import compare_text
 from penstock.tools.bench.stored import FORMAT, format_number, load, save
+from penstock.ui.report import Report, text_table
 
 __all__ = [
     "compare_text",
@@ -33,7 +33,7 @@ __all__ = [
 
 _PACKAGES = (
     *("torch", "torchrl", "tensordict", "numba", "numpy"),
-    *("safetensors", "lz4", "zstandard", "isal", "av", "pyarrow", "cpprb"),
+    *("safetensors", "lz4", "backports.zstd", "isal", "av", "pyarrow", "cpprb"),
 )
 _MOST_BARS, _SPAN = 5, 200.0
 _QUICK = {"train_steps": 24, "rounds": 5, "repeats": 2, "faults": 300, "peer_faults": 10} | {

@@ -11,10 +11,10 @@ from pathlib import Path
 from typing import Any
 
 from penstock.core.memory import format_bytes
-from penstock.core.report import Report, text_table
 from penstock.nav.evaluation import table
 from penstock.nav.evaluation.page import learning_curves
 from penstock.tools.demo.stage import Stage
+from penstock.ui.report import Report, text_table
 
 Figure = tuple[str, str, str]
 

@@ -12,7 +12,7 @@ from penstock.tools.bench.checkpoint.claims import conclude, measure_levels
 from penstock.tools.bench.checkpoint.durable import measure_durable, measure_load
 from penstock.tools.bench.checkpoint.faults import measure_faults
 from penstock.tools.bench.checkpoint.memory import measure_memory
-from penstock.tools.bench.checkpoint.stall import measure_inflation, measure_stall
+from penstock.tools.bench.checkpoint.stall import measure_inflation, measure_small, measure_stall
 from penstock.tools.bench.checkpoint.state import nbytes, trained
 from penstock.tools.bench.measure import torch_threads
 
@@ -34,6 +34,7 @@ def _measure(settings: Settings) -> list[Row]:
         learner = trained(settings.hidden, settings.train_steps)
     rows = [
         *measure_stall(learner, settings),
+        *measure_small(settings),
         *measure_inflation(learner, settings),
         *measure_memory(settings),
         *measure_durable(learner, settings),

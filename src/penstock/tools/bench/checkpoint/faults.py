@@ -18,10 +18,10 @@ from torch.distributed.checkpoint.state_dict_saver import save as save_distribut
 
 from penstock.checkpoints.load import load_checkpoint
 from penstock.checkpoints.saver import AsyncCheckpointSaver
-from penstock.core.progress import Progress
 from penstock.errors import PenstockError
 from penstock.tools.bench import Row, Settings
 from penstock.tools.bench.checkpoint.state import Learner, map_tensors, tensors
+from penstock.ui.progress import Progress
 
 _HIDDEN = 64  # a file of about 200 kB
 _PAGE = 4096

@@ -15,9 +15,9 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from penstock.core.progress import track
 from penstock.errors import PenstockError
 from penstock.tools.bench import Row, Settings
+from penstock.ui.progress import Progress
 
 _SAVES = {"penstock": 5, "seed": 1, "seed queue": 3, "clone": 1}
 QUEUE = "seed, queue of 3"
@@ -37,11 +37,14 @@ def measure_memory(settings: Settings) -> list[Row]:
     methods = ["penstock"] * repeats + [method for method in _SAVES if method != "penstock"]
     found: dict[str, list[float]] = {method: [] for method in _SAVES}
     # Two at a time: peaks of other processes do not matter, only time does.
-    with ThreadPoolExecutor(2) as pool:
+    with (
+        ThreadPoolExecutor(2) as pool,
+        Progress(len(methods), "memory", "processes") as progress,
+    ):
         results = pool.map(lambda method: _in_process(method, settings.hidden), methods)
-        shown = track(results, len(methods), "memory", "processes")
-        for method, share in zip(methods, shown, strict=True):
+        for method, share in zip(methods, results, strict=True):
             found[method].append(share)
+            progress.advance()
     shares = {method: statistics.median(values) for method, values in found.items()}
     for method, share in shares.items():
         rows.append(

@@ -18,6 +18,7 @@ from typing import Any
 import lz4.frame
 import torch
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
+from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 from torch.distributed.checkpoint.state_dict_saver import async_save
 
 from penstock.checkpoints.saver import AsyncCheckpointSaver
@@ -59,16 +60,24 @@ class TorchSave(Method):
 
 
 class DcpAsync(Method):
-    """torch.distributed.checkpoint.async_save in one process, default settings."""
+    """torch.distributed.checkpoint.async_save in one process.
 
-    def __init__(self, work: Path) -> None:
-        self._path = work / "dcp"
+    Args:
+        work: Where it writes.
+        staged: Into memory that is kept: the best mode of its `DefaultStager` without a GPU.
+    """
+
+    def __init__(self, work: Path, staged: bool = False) -> None:
+        self._path = work / f"dcp-{staged}"
         self._future: Any = None
+        self._stager = DefaultStager(StagingOptions(False, True, False, False)) if staged else None
 
     def save(self, state: Any) -> None:
         """Stage the state; a thread of torch writes it."""
         writer = FileSystemWriter(self._path)
-        self._future = async_save(state, storage_writer=writer, no_dist=True)
+        self._future = async_save(
+            state, storage_writer=writer, no_dist=True, async_stager=self._stager
+        )
 
     def settle(self) -> None:
         """Wait for the writer."""
@@ -76,6 +85,11 @@ class DcpAsync(Method):
             self._future.result()
             self._future = None
         shutil.rmtree(self._path, ignore_errors=True)
+
+    def close(self) -> None:
+        """Free the staging memory."""
+        if self._stager is not None:
+            self._stager.close()
 
 
 class SeedQueue(Method):
@@ -149,13 +163,16 @@ class Reused(Method):
 
 
 class Penstock(Method):
-    """Lazy capture; everything that may hold up the training thread is counted."""
+    """AsyncCheckpointSaver; everything that may hold up the training thread is counted."""
 
-    def __init__(self, work: Path, learner: Learner, compress: bool = True) -> None:
+    def __init__(
+        self, work: Path, learner: Learner, compress: bool = True, lazy: bool = False
+    ) -> None:
         self.saver = AsyncCheckpointSaver(
-            work / f"penstock-{compress}",
+            work / f"penstock-{compress}-{lazy}",
             optimizers=[learner.optimizer],
             compress=compress,
+            lazy=lazy,
             handle_signals=False,
         )
 

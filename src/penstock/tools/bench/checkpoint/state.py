@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from penstock.core.progress import Progress
+from penstock.ui.progress import Progress
 
 OBSERVATIONS, ACTIONS = 12, 4
 _MINIBATCH = 24

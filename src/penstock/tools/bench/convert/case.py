@@ -18,11 +18,11 @@ import time
 from pathlib import Path
 from typing import Any
 
-from penstock.core.progress import Progress
 from penstock.errors import PenstockError
 from penstock.tools.bench import Case, Extra, Row, Settings
 from penstock.tools.bench.convert.memory import measure_growth, measure_whole
 from penstock.tools.samples import write_sample
+from penstock.ui.progress import Progress
 
 _SECONDS = 20
 _PEERS_PYTHON = Path(".venv-peers/bin/python")

@@ -13,10 +13,10 @@ from typing import Any
 
 import numpy as np
 
-from penstock.core import monitor
-from penstock.core.monitor import PerformanceMonitor
 from penstock.tools.bench import Case, Row, Settings
 from penstock.tools.bench.measure import burst, interleave, judge_peers, time_rows
+from penstock.ui import monitor
+from penstock.ui.monitor import PerformanceMonitor
 
 OURS, SEED, BARE = "penstock", "lists (seed)", "perf_counter twice"
 _NAMES = ("policy_training", "evaluation", "checkpoint_save")

@@ -22,7 +22,6 @@ from pathlib import Path
 
 import torch
 
-from penstock.core.progress import Progress
 from penstock.errors import PenstockError
 from penstock.nav.training.books import Books
 from penstock.nav.training.config import load_config
@@ -31,6 +30,7 @@ from penstock.nav.training.loop import Trainer
 from penstock.nav.training.runs import Run
 from penstock.nav.training.stopping import Stop
 from penstock.tools.bench import Row
+from penstock.ui.progress import Progress
 
 _SETTLE_S = 60.0
 _GIVE_UP_S = 600.0

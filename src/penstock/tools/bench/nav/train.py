@@ -18,9 +18,9 @@ import psutil
 import torch
 
 from penstock.checkpoints.load import load_checkpoint
-from penstock.core.progress import Progress
 from penstock.errors import PenstockError
 from penstock.tools.bench import Row
+from penstock.ui.progress import Progress
 
 _BARS = {"fast": 20_000, "navrl": 5_500}  # frames/s
 _NOT_UPDATE = 0.25

@@ -23,6 +23,7 @@ SEED = "seed, LZ4-9"
 SEED_FAST = "seed, LZ4-1"
 ENVS, STEPS, EPOCHS, MINIBATCHES = 1024, 32, 4, 16
 _SEEN = ("agents", "observation")
+_LIDAR = (*_SEEN, "lidar")
 _KEYS = ("lidar", "state", "direction", "dynamic_obstacle")
 _ROLLOUTS, _HELD = 1000, 3  # of the seed's examples
 _ITERATION_S = ENVS * STEPS / 10_000  # at the seed's 10,000 frames/s
@@ -34,7 +35,8 @@ def measure_sizes(data: TensorDict) -> list[Row]:
     from penstock.nav.training.config import load_config  # the rest does without nav/
 
     step = data[0, 0]
-    parts = {key: step[(*_SEEN, key)] for key in _KEYS}
+    seen_step = step[_SEEN]
+    parts = {key: seen_step[key] for key in _KEYS}
     seen = sum(part.nbytes for part in parts.values())
     rest = sum(step[key].nbytes for key in step.keys(True, True)) - seen
     batch = ENVS * STEPS / 1e6
@@ -61,8 +63,9 @@ def measure_keys(name: str, data: TensorDict, settings: Settings) -> list[Row]:
     """Measure how much smaller each key gets, and how alike neighbouring steps are."""
     rows = []
     for key in _KEYS:
-        only = data.select((*_SEEN, key))
-        values = only[(*_SEEN, key)]
+        path = (*_SEEN, key)
+        only = data.select(path)
+        values = only[path]
         storage = RolloutStorage(settings.work / f"key-{name}-{key}")
         storage.save(only, 1)
         stored = storage.path(1).stat().st_size
@@ -70,7 +73,7 @@ def measure_keys(name: str, data: TensorDict, settings: Settings) -> list[Row]:
         what = f"size, {name}, {key}"
         rows.append(Row(what, OURS, values.nbytes / stored, "x smaller"))
         rows.append(Row(what, SEED, values.nbytes / packed, "x smaller"))
-    lidar = data[(*_SEEN, "lidar")]
+    lidar = data[_LIDAR]
     same = lidar[:, 1:] == lidar[:, :-1]
     still = 100 * float(same.float().mean())
     moved = 100 * float((same & (lidar[:, 1:] != 0)).float().sum() / (lidar[:, 1:] != 0).sum())
@@ -142,7 +145,7 @@ def measure_costs(data: TensorDict, settings: Settings) -> list[Row]:
         *_scaled("decompress a batch", back, scale),
         *_break_even(len(plain) / 1e6, there, back, ratios),
     ]
-    lidar = data[(*_SEEN, "lidar")].numpy()
+    lidar = data[_LIDAR].numpy()
     return rows + measure_lz4("lidar", lidar.tobytes(), rounds)
 
 
@@ -180,7 +183,7 @@ def measure_training(data: TensorDict, ours_s: float, settings: Settings) -> lis
         ours_s: What penstock's compressed collector loses on it.
         settings: How much to measure.
     """
-    lidar = data[(*_SEEN, "lidar")]
+    lidar = data[_LIDAR]
     scale = ENVS / len(lidar)
     order = [
         torch.randperm(lidar[:, :, 0].shape[:2].numel(), generator=_generator(epoch))

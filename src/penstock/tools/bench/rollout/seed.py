@@ -6,7 +6,8 @@ import subprocess
 import sys
 from pathlib import Path
 from types import TracebackType
-from typing import Self
+
+from typing_extensions import Self
 
 from penstock.errors import PenstockError
 

@@ -1,0 +1,142 @@
+"""Work that one reader hands out to several threads, each with its own kind of item.
+
+    with Lanes("encode", limit_bytes=parse_bytes("64MB")) as lanes:
+        for camera in cameras:
+            lanes.open(camera.name, camera.encode)
+        for message in bag.read():
+            lanes.put(message.topic, message, len(message.data))
+    # here every item has been worked on
+
+`Flow` is a line of stages; `Lanes` is the fork at its end. All lanes together hold at most
+`limit_bytes`; whoever puts more waits. The items of a lane are worked on in order, by one thread.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Callable
+from time import perf_counter
+from typing import Any
+
+from typing_extensions import Self
+
+from penstock.conversion.budget import Budget
+from penstock.errors import UsageError
+
+
+class Lanes:
+    """Threads that share one budget; the first error of any of them reaches the caller.
+
+    Args:
+        name: Names the threads.
+        limit_bytes: What may wait or be worked on in all lanes together.
+
+    Attributes:
+        budget: The shared budget, to be resized at will.
+        busy_s: Time in the function of each lane.
+    """
+
+    def __init__(self, name: str, limit_bytes: int) -> None:
+        self.name = name
+        self.budget = Budget(limit_bytes)
+        self.busy_s: dict[str, float] = {}
+        self._changed = threading.Condition()
+        self._items: dict[str, deque[tuple[Any, int]]] = {}
+        self._threads: list[threading.Thread] = []
+        self._ending = False
+        self._error: BaseException | None = None
+        self._stopped = False
+
+    def open(self, lane: str, work: Callable[[Any], None]) -> None:
+        """Start a lane: a thread that calls `work` for every item put into it."""
+        if lane in self._items:
+            raise UsageError(f"{self.name} has a lane {lane!r} already: choose another name")
+        self._items[lane] = deque()
+        self.busy_s[lane] = 0.0
+        thread = threading.Thread(
+            target=self._run, args=(lane, work), name=f"{self.name}-{lane}", daemon=False
+        )
+        self._threads.append(thread)
+        thread.start()
+
+    def put(self, lane: str, item: Any, size_bytes: int) -> None:
+        """Hand an item over; waits while the lanes hold too much.
+
+        Raises:
+            BaseException: What a lane failed with; nothing is worked on after that.
+        """
+        granted = self.budget.acquire(max(size_bytes, 1), lambda: self._stopped)
+        with self._changed:
+            if granted and not self._stopped:
+                self._items[lane].append((item, max(size_bytes, 1)))
+                self._changed.notify_all()
+                return
+        self._raise()
+
+    def close(self) -> None:
+        """Wait until every item has been worked on, and end the threads."""
+        with self._changed:
+            self._ending = True
+            self._changed.notify_all()
+        try:
+            for thread in self._threads:
+                thread.join()
+        except BaseException:  # an interrupt: whoever cleans up now must find no thread at work
+            self.cancel()
+            raise
+        self._raise()
+
+    def cancel(self) -> None:
+        """End the threads; what waits is not worked on."""
+        self._stop(None)
+        for thread in self._threads:
+            thread.join()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, exc_type: object, exc: BaseException | None, trace: object) -> None:
+        if exc is None:
+            self.close()
+        else:
+            self.cancel()
+
+    def _run(self, lane: str, work: Callable[[Any], None]) -> None:
+        try:
+            while self._work_on_one(lane, work):
+                pass
+        except BaseException as error:
+            self._stop(error)
+
+    def _work_on_one(self, lane: str, work: Callable[[Any], None]) -> bool:
+        """Work on the next item; one call each, so that no item stays alive in a waiting thread."""
+        items = self._items[lane]
+        with self._changed:
+            while not items and not self._ending and not self._stopped:
+                self._changed.wait()
+            if self._stopped or not items:
+                return False
+            item, size_bytes = items.popleft()
+        start_s = perf_counter()
+        try:
+            work(item)
+        finally:
+            self.busy_s[lane] += perf_counter() - start_s
+            self.budget.release(size_bytes)
+        return True
+
+    def _stop(self, error: BaseException | None) -> None:
+        with self._changed:
+            if self._error is None:
+                self._error = error
+            self._stopped = True
+            self._changed.notify_all()
+        self.budget.wake()
+
+    def _raise(self) -> None:
+        error, self._error = self._error, None
+        if error is not None:
+            raise error
+        if self._stopped:
+            raise UsageError(f"{self.name} was stopped: make new lanes")

@@ -1,0 +1,102 @@
+"""What a codec is, and what all of them need: views of bytes, checks, and the zstd of Python."""
+
+from __future__ import annotations
+
+import sys
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
+from typing import Any, ClassVar
+
+import numpy as np
+from numpy.typing import NDArray
+
+from penstock.errors import CorruptFile, UsageError
+
+# The zstd of Python itself (3.14, backported before): its output can be bounded as it grows.
+if sys.version_info >= (3, 14):
+    from compression import zstd as zstd
+else:
+    from backports import zstd as zstd
+
+Array = NDArray[Any]
+Buffer = bytes | bytearray | memoryview
+Config = dict[str, Any]
+
+UNSIGNED = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64}
+SIGNED = {1: np.int8, 2: np.int16, 4: np.int32, 8: np.int64}
+
+
+@dataclass(frozen=True)
+class Codec(ABC):
+    """One way to turn a block of values into bytes; its fields are its settings."""
+
+    id: ClassVar[str]
+    lossy: ClassVar[bool] = False
+    needs_base: ClassVar[bool] = False
+
+    @abstractmethod
+    def encode(self, values: Array, base: Array | None = None) -> list[Buffer]:
+        """Encode a contiguous 1-D array; the result is the concatenation of the buffers."""
+
+    @abstractmethod
+    def decode(self, data: memoryview, out: Array, base: Array | None = None) -> None:
+        """Fill `out` from encoded bytes; raise CorruptFile if they do not fit."""
+
+    def config(self) -> Config:
+        """Return the JSON settings from which `from_config` rebuilds this codec."""
+        settings = {field.name: getattr(self, field.name) for field in fields(self)}
+        return {"id": self.id} | {
+            name: value.config() if isinstance(value, Codec) else value
+            for name, value in settings.items()
+        }
+
+
+@dataclass(frozen=True)
+class Layout:
+    """A permutation of the axes in which an array is stored.
+
+    Rollouts of shape [time, env, feature] compress best with time last: Layout((1, 2, 0)).
+    """
+
+    order: tuple[int, ...]
+
+    def __post_init__(self) -> None:
+        if sorted(self.order) != list(range(len(self.order))):
+            raise UsageError(f"layout {self.order} is not a permutation of the axes")
+
+    def apply(self, array: Array) -> Array:
+        """Return the array as it is stored, contiguous."""
+        return np.asarray(array.transpose(self.order), order="C")
+
+    def undo(self, stored: Array) -> Array:
+        """Return a view in the original order of axes."""
+        view: Array = stored.transpose(np.argsort(self.order))
+        return view
+
+    def stored_shape(self, shape: Sequence[int]) -> tuple[int, ...]:
+        """Return the shape of the stored array."""
+        return tuple(shape[axis] for axis in self.order)
+
+
+def bytes_of(values: Array) -> memoryview:
+    """View the bytes of a contiguous array."""
+    return memoryview(values.reshape(-1).view(np.uint8))  # type: ignore[arg-type]
+
+
+def as_unsigned(values: Array) -> Array:
+    """View as unsigned words; complex numbers become pairs of words."""
+    width = values.itemsize // 2 if values.dtype.kind == "c" else values.itemsize
+    return values.reshape(-1).view(UNSIGNED[width])
+
+
+def expect(condition: bool, message: str) -> None:
+    """Say that encoded bytes make no sense."""
+    if not condition:
+        raise CorruptFile(message)
+
+
+def check_level(codec: str, level: int, lowest: int, highest: int) -> None:
+    """Refuse a level that a codec does not have."""
+    if not isinstance(level, int) or not lowest <= level <= highest:
+        raise UsageError(f"{codec}: level {level!r} is not in {lowest}..{highest}")

@@ -1,0 +1,241 @@
+"""The codec for what sensors say over time: zeros, and values close to the one before."""
+
+from __future__ import annotations
+
+import functools
+import struct
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import lz4.block
+import numpy as np
+
+from penstock.core.codecs.base import (
+    SIGNED,
+    Array,
+    Buffer,
+    Codec,
+    as_unsigned,
+    bytes_of,
+    check_level,
+    expect,
+)
+from penstock.core.codecs.general import unlz4, unzstd
+from penstock.core.codecs.planes import Planes, join, looks_compressible, split
+from penstock.core.reuse import SCRATCH
+
+_HEAD = struct.Struct("<I")  # how many values are not zero
+_PIECE = struct.Struct("<BI")  # how the bitmap or a plane is kept, and its bytes
+_AS_IT_IS, _LZ4, _ZSTD = range(3)
+_LZ4_ACCELERATION = 4
+_VERY_SMALL = 1 / 8  # what LZ4 makes this small needs no entropy coder: it reads back faster
+_WORTH_LZ4, _WORTH_ZSTD = 7 / 8, 2 / 3  # what does not get this small is read faster as it is
+_TRY_ZSTD = 3 / 4  # by an estimate from a sample
+
+
+@dataclass(frozen=True)
+class Series(Codec):
+    """Zeros as a bitmap, the rest as the gaps between neighbours, in byte planes; time comes last.
+
+    Of 36 x 4 lidar rays most see nothing, and the others change little from step to step: the
+    bitmap takes out the zeros, and of the gaps only the lower bytes are noise. Any data comes back
+    exactly, bit for bit.
+
+    Args:
+        level: 0 and 1 compress a plane only where that is worth the time to read it, with LZ4 if
+            that is enough; 2 and above make everything as small as `Planes` of this level can.
+    """
+
+    id = "series"
+    level: int = 2
+
+    def __post_init__(self) -> None:
+        check_level("series", self.level, 0, 22)
+
+    def encode(self, values: Array, base: Array | None = None) -> list[Buffer]:
+        """Take out the zeros and encode the differences between the rest."""
+        words = as_unsigned(values)
+        if self.level < 2 and (kernels := _kernels()) is not None:
+            return self._encode_fast(kernels, words)
+        marks, planes = split_gaps(words)
+        parts: list[Buffer] = [_HEAD.pack(planes[0].size)]
+        for plane in (marks, *planes):
+            method, data = self._packed(plane, len(planes))
+            parts += [_PIECE.pack(method, len(data)), data]
+        return parts
+
+    def _encode_fast(self, kernels: Any, words: Array) -> list[Buffer]:
+        """Encode in one compiled call, and compress what that left for an entropy coder."""
+        width = words.itemsize
+        room = np.empty(words.nbytes + words.nbytes // 16 + 64, np.uint8)
+        used = kernels.encode_block(
+            words,
+            _LZ4_ACCELERATION,
+            _WORTH_LZ4,
+            _TRY_ZSTD,
+            SCRATCH.array("marks", -(-words.size // 8), np.uint8),
+            SCRATCH.array("gaps", words.size, words.dtype),
+            SCRATCH.array("planes", words.nbytes, np.uint8),
+            room,
+        )
+        parts: list[Buffer] = []
+        done, at = 0, _HEAD.size
+        for _ in range(width + 1):
+            method, length = _PIECE.unpack_from(room.data, at)
+            stop = at + _PIECE.size + length
+            if method == _ZSTD:
+                plane = room[at + _PIECE.size : stop]
+                packed = Planes(level=self.level).compressor(width)(plane)
+                fits = len(packed) < length * _WORTH_ZSTD
+                head = _PIECE.pack(*(_ZSTD, len(packed)) if fits else (_AS_IT_IS, length))
+                parts += [room[done:at].data, head, packed if fits else plane.data]
+                done = stop
+            at = stop
+        return [*parts, room[done:used].data]
+
+    def decode(self, data: memoryview, out: Array, base: Array | None = None) -> None:
+        """Add the gaps up and put the zeros in again."""
+        words = as_unsigned(out)
+        bad = self.decode_blocks(
+            np.frombuffer(data, np.uint8), [len(data)], [words.size], None, (0, 0), words
+        )
+        if bad is None:
+            _decode_slowly(data, words)
+        else:
+            expect(bad < 0, "a series makes no sense")
+
+    def decode_blocks(
+        self,
+        data: Array,
+        sizes: Sequence[int],
+        counts: Sequence[int],
+        crcs: Sequence[int] | None,
+        turn: tuple[int, int],
+        out: Array,
+    ) -> int | None:
+        """Decode consecutive blocks in one compiled call, without the GIL.
+
+        Args:
+            data: The coded blocks, one behind the other.
+            sizes: Bytes of each.
+            counts: Words of each.
+            crcs: Checksums to compare; None for none.
+            turn: (features, steps): each row on disk is turned to (steps, features); zeros leave
+                the order as it is.
+            out: Unsigned words, filled.
+
+        Returns:
+            The number of the first bad block or -1; None where there are no compiled kernels.
+        """
+        if (kernels := _kernels()) is None:
+            return None
+        largest = max(counts)
+        width = out.itemsize
+        bad = kernels.decode_blocks(
+            data,
+            np.array(sizes, np.int64),
+            np.array(counts, np.int64),
+            np.array([-1] * len(sizes) if crcs is None else crcs, np.int64),
+            *turn,
+            kernels.HAS_ZSTD,
+            SCRATCH.array("planes", largest * width + largest // 8 + 1, np.uint8),
+            SCRATCH.array("gaps", largest, out.dtype),
+            SCRATCH.array("turned", largest if turn[1] else 0, out.dtype),
+            out,
+        )
+        return None if bad == kernels.NEEDS_ZSTD else int(bad)
+
+    def _packed(self, plane: Array, width: int) -> tuple[int, Buffer]:
+        """Compress a plane if that is worth it; say how."""
+        smallest = self.level >= 2
+        if looks_compressible(plane, _fast):
+            fast = _fast(plane)
+            if len(fast) <= plane.size * (_VERY_SMALL if smallest else _WORTH_LZ4):
+                return _LZ4, fast
+        compress = Planes(level=self.level).compressor(width)
+        if looks_compressible(plane, compress):
+            packed = compress(plane)
+            if len(packed) < plane.size * (1 if smallest else _WORTH_ZSTD):
+                return _ZSTD, packed
+        return _AS_IT_IS, plane.tobytes()
+
+
+def _fast(plane: Array) -> bytes:
+    # Some speed for little size: matches are short or plenty here.
+    data: bytes = lz4.block.compress(
+        bytes_of(plane), mode="fast", acceleration=_LZ4_ACCELERATION, store_size=False
+    )
+    return data
+
+
+def _unpacked(method: int, data: memoryview, size: int) -> Array:
+    if method == _LZ4:
+        return np.frombuffer(unlz4(data, size), np.uint8)
+    if method == _ZSTD:
+        return np.frombuffer(unzstd(data, size), np.uint8)
+    expect(method == _AS_IT_IS and len(data) == size, "a plane has the wrong length")
+    return np.frombuffer(data, np.uint8)
+
+
+def _decode_slowly(data: memoryview, words: Array) -> None:
+    """Decode step by step what the kernel does in one call."""
+    expect(len(data) >= _HEAD.size, "a series is too short")
+    (count,) = _HEAD.unpack_from(data)
+    expect(count <= words.size, "a series has the wrong length")
+    pieces = []
+    at = _HEAD.size
+    for size in [-(-words.size // 8), *[count] * words.itemsize]:
+        expect(len(data) >= at + _PIECE.size, "a series is too short")
+        method, length = _PIECE.unpack_from(data, at)
+        at += _PIECE.size
+        pieces.append(_unpacked(method, data[at : at + length], size))
+        at += length
+    expect(at == len(data), "a series has the wrong length")
+    expect(slow_join_gaps(pieces[0], pieces[1:], words), "a series does not fit its bitmap")
+
+
+@functools.cache
+def _kernels() -> Any:
+    """Return the compiled kernels; None where numba is not installed (ten times slower)."""
+    try:
+        from penstock.core.kernels import series as kernels
+    except ImportError:
+        return None
+    return kernels
+
+
+def split_gaps(words: Array) -> tuple[Array, list[Array]]:
+    """Return the bitmap of what is not zero, and the byte planes of the gaps between the rest."""
+    if (kernels := _kernels()) is None:
+        return slow_split_gaps(words)
+    marks = SCRATCH.array("marks", -(-words.size // 8), np.uint8)
+    gaps = SCRATCH.array("gaps", words.size, words.dtype)
+    gaps = gaps[: kernels.take_nonzero(words, marks, gaps)]
+    planes = SCRATCH.array("planes", gaps.nbytes, np.uint8).reshape(gaps.itemsize, gaps.size)
+    kernels.split_planes(gaps, planes)
+    return marks, list(planes)
+
+
+def slow_split_gaps(words: Array) -> tuple[Array, list[Array]]:
+    """Do in numpy what the kernels do."""
+    present = words != 0
+    kept = words[present]
+    gaps = np.diff(kept, prepend=kept.dtype.type(0)).view(SIGNED[kept.itemsize])
+    codes = ((gaps << 1) ^ (gaps >> (8 * kept.itemsize - 1))).view(kept.dtype)
+    planes = [split(codes, k).copy() for k in range(kept.itemsize)]
+    return np.packbits(present, bitorder="little"), planes
+
+
+def slow_join_gaps(marks: Array, planes: list[Array], out: Array) -> bool:
+    """Do in numpy what the kernels do."""
+    bits = np.unpackbits(marks, bitorder="little")
+    present = bits[: out.size].view(bool)
+    codes = np.empty(planes[0].size, out.dtype)
+    if bits[out.size :].any() or int(np.count_nonzero(present)) != codes.size:
+        return False
+    join(planes, codes)
+    one = codes.dtype.type(1)
+    out[:] = 0
+    out[present] = np.cumsum((codes >> one) ^ (~(codes & one) + one), dtype=codes.dtype)
+    return True

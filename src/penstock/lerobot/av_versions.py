@@ -1,0 +1,44 @@
+"""What differs between the versions 15 to 19 of av."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import av
+from av.video.reformatter import VideoReformatter
+
+_MAJOR = int(av.__version__.split(".")[0])
+# Before 19 it raises at metadata that are no UTF-8, unless it is told to replace them.
+ANY_METADATA: dict[str, Any] = {} if _MAJOR >= 19 else {"metadata_errors": "replace"}
+# Before 17 it has no other way than one thread.
+_ONE_THREAD: dict[str, Any] = {"threads": 1} if _MAJOR >= 17 else {}
+
+# FFmpeg's flags of scaling, as numbers: av has names for the last three from 18 on.
+BILINEAR = 0x2
+FULL_CHR_H_INT = 0x2000
+ACCURATE_RND = 0x40000
+BITEXACT = 0x80000
+
+
+def add_jpeg_stream(container: Any, fps: int, width: int, height: int) -> Any:
+    """Add a stream for JPEGs that are there already.
+
+    Before version 17 a stream has an encoder; this one never gets a picture.
+    """
+    if hasattr(container, "add_mux_stream"):
+        return container.add_mux_stream("mjpeg", rate=fps, width=width, height=height)
+    stream = container.add_stream("mjpeg", rate=fps)
+    stream.width, stream.height, stream.pix_fmt = width, height, "yuvj420p"
+    return stream
+
+
+class Reformatter:
+    """Scales pictures and converts their pixels, in the calling thread."""
+
+    def __init__(self) -> None:
+        self._reformatter: Any = VideoReformatter()  # its arguments differ
+
+    def reformat(self, frame: av.VideoFrame, *words: Any, **options: Any) -> av.VideoFrame:
+        """Return the picture in another size or format; see av's VideoReformatter."""
+        made: av.VideoFrame = self._reformatter.reformat(frame, *words, **options, **_ONE_THREAD)
+        return made

@@ -1,0 +1,223 @@
+"""One progress bar for every long job: done, rate, time left and memory, on stderr only."""
+
+from __future__ import annotations
+
+import os
+import sys
+import threading
+from collections import deque
+from collections.abc import Callable
+from contextlib import suppress
+from datetime import timedelta
+from time import monotonic
+from typing import TYPE_CHECKING, Any, Final, Literal, cast, get_args
+
+from typing_extensions import Self
+
+from penstock.core.memory import format_bytes, rss_bytes
+from penstock.errors import UsageError
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+Mode = Literal["rich", "plain", "quiet"]
+
+ENV_MODE: Final = "PENSTOCK_PROGRESS"
+_PERIOD_S: Final = {"rich": 0.25, "plain": 5.0}
+_MEMORY_PERIOD_S: Final = 1.0  # reading the whole process tree takes milliseconds
+
+
+class Progress:
+    """Shows how far a job is: a bar on a terminal, a line every 5 s in a log, or nothing.
+
+    Showing never fails the job, and no thread is started: the display moves with the calls.
+
+    Args:
+        total: How much there is to do; None when nobody knows.
+        title: Names the job.
+        unit: What is counted; ``"bytes"`` is shown as MB and MB/s.
+        mode: "rich", "plain" or "quiet". None takes the environment variable PENSTOCK_PROGRESS,
+            and without it "rich" on a terminal, "plain" elsewhere.
+
+    Example:
+        >>> with Progress(total=3, title="convert", unit="frames", mode="quiet") as progress:
+        ...     for frame in range(3):
+        ...         progress.advance()
+    """
+
+    def __init__(
+        self,
+        total: int | None = None,
+        title: str = "",
+        unit: str = "items",
+        mode: Mode | None = None,
+    ) -> None:
+        self.total = total
+        self.title = title
+        self.unit = unit
+        self.mode = choose_mode(mode)
+        self.done = 0
+        self._note = ""
+        self._lock = threading.Lock()
+        self._closed = False
+        self._start_s = self._shown_s = monotonic()
+        # The rate is over the last 40 displays, so that the time left follows a change of speed.
+        self._history: deque[tuple[float, int]] = deque([(self._start_s, 0)], maxlen=40)
+        self._memory = (-_MEMORY_PERIOD_S, 0)
+        self._bar: _RichBar | None = None
+        if self.mode == "rich":
+            self._bar = _RichBar(title, total)
+
+    def advance(self, n: int = 1) -> None:
+        """Say that n more are done; may be called from any thread."""
+        with self._lock:
+            self.done += n
+            self._show_when_due()
+
+    def update(self, done: int) -> None:
+        """Say how many are done in all."""
+        with self._lock:
+            self.done = done
+            self._show_when_due()
+
+    def note(self, text: str) -> None:
+        """Say what the job is at; shown at the end of the line from the next display on."""
+        with self._lock:
+            self._note = text
+            self._show_when_due()
+
+    def close(self, stopped: bool = False) -> None:
+        """Show the last line; later calls only count.
+
+        Args:
+            stopped: The job ended before its time.
+        """
+        with self._lock:
+            if self._closed:
+                return
+            self._closed = True
+            if self.mode == "quiet":
+                return
+            now_s = monotonic()
+            elapsed_s = now_s - self._start_s
+            rate = self.done / elapsed_s if elapsed_s > 0 else 0.0
+            words = [self._amount(), self._rate(rate), f"in {clock(elapsed_s)}", self._rss(now_s)]
+            self._put("  ".join([*words, "stopped"] if stopped else words))
+            if self._bar is not None:
+                never_fail(self._bar.stop)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, exc_type: object, *exc_info: object) -> None:
+        self.close(stopped=exc_type is not None)
+
+    def _show_when_due(self) -> None:
+        if self.mode == "quiet" or self._closed:
+            return
+        now_s = monotonic()
+        if now_s - self._shown_s < _PERIOD_S[self.mode]:
+            return
+        self._shown_s = now_s
+        then_s, then_done = self._history[0]
+        self._history.append((now_s, self.done))
+        rate = (self.done - then_done) / (now_s - then_s)
+        words = [self._amount(), self._rate(rate)]
+        if self.total is not None and rate > 0:
+            words.append(f"ETA {clock(max(self.total - self.done, 0) / rate)}")
+        words.append(self._rss(now_s))
+        if self._note:
+            words.append(self._note)
+        self._put("  ".join(words))
+
+    def _put(self, status: str) -> None:
+        if self.mode == "plain":
+            line = f"{self.title}: {status}" if self.title else status
+            never_fail(lambda: print(line, file=sys.stderr, flush=True))  # noqa: T201
+        elif self._bar is not None:
+            bar = self._bar
+            never_fail(lambda: bar.show(self.done, status))
+
+    def _amount(self) -> str:
+        scale, digits, unit = (1e6, 1, "MB") if self.unit == "bytes" else (1, 0, self.unit)
+        done = f"{self.done / scale:.{digits}f}"
+        if self.total is None:
+            return f"{done} {unit}"
+        share = min(self.done / self.total, 1.0) if self.total else 1.0
+        return f"{done}/{self.total / scale:.{digits}f} {unit}  {share:.0%}"
+
+    def _rate(self, per_s: float) -> str:
+        return f"{per_s / 1e6:.1f} MB/s" if self.unit == "bytes" else f"{per_s:.1f} {self.unit}/s"
+
+    def _rss(self, now_s: float) -> str:
+        if now_s - self._memory[0] >= _MEMORY_PERIOD_S:
+            self._memory = (now_s, rss_bytes())
+        return f"mem {format_bytes(self._memory[1])}"
+
+
+class _RichBar:
+    """The bar on a terminal; rich is imported where it shows something, never before."""
+
+    def __init__(self, title: str, total: int | None) -> None:
+        from rich.progress import BarColumn, TextColumn
+        from rich.progress import Progress as RichProgress
+
+        self._progress: Any = RichProgress(
+            TextColumn("{task.description}", markup=False),
+            BarColumn(),
+            TextColumn("{task.fields[status]}", markup=False),
+            console=terminal(),
+            auto_refresh=False,  # no thread of rich's own
+            # Redirected prints come out on stderr, so never take them from a pipe or a file.
+            redirect_stdout=sys.stdout.isatty(),
+        )
+        self._task = self._progress.add_task(title, total=total, status="")
+        self._started = False
+
+    def show(self, done: int, status: str) -> None:
+        if not self._started:
+            self._started = True
+            self._progress.start()
+        self._progress.update(self._task, completed=done, status=status, refresh=True)
+
+    def stop(self) -> None:
+        self._progress.stop()
+
+
+def terminal() -> Console:
+    """Return stderr as a console of rich's that falls silent when nobody reads it any more."""
+    from rich.console import Console
+
+    class QuietConsole(Console):
+        def on_broken_pipe(self) -> None:
+            self.quiet = True  # rich itself would close stdout and exit
+
+    return QuietConsole(stderr=True)
+
+
+def choose_mode(mode: str | None) -> Mode:
+    """Return how to show something: as asked, else as the environment says, else as stderr allows.
+
+    Raises:
+        UsageError: There is no such mode.
+    """
+    origin = "the progress mode"
+    if mode is None:
+        origin = f"the environment variable {ENV_MODE}"
+        mode = os.environ.get(ENV_MODE) or None
+    if mode is None:
+        mode = "rich" if sys.stderr is not None and sys.stderr.isatty() else "plain"
+    if mode not in get_args(Mode):
+        raise UsageError(f"{origin} is {mode!r}: use rich, plain or quiet")
+    return cast(Mode, mode)
+
+
+def clock(seconds: float) -> str:
+    """Return a time as hours, minutes and seconds: ``"0:24:31"``."""
+    return str(timedelta(seconds=round(min(seconds, 1e9))))
+
+
+def never_fail(show: Callable[[], None]) -> None:
+    """Show something; a terminal that has gone away must not stop the job."""
+    with suppress(OSError, ValueError):
+        show()

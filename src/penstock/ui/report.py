@@ -1,0 +1,169 @@
+"""Tables for the terminal, and reports as one self-contained HTML file.
+
+The file needs no network and no script; it follows the reader's light or dark setting and fits a
+telephone as well as a desktop.
+"""
+
+from __future__ import annotations
+
+from base64 import b64encode
+from collections.abc import Iterable, Sequence
+from html import escape
+from importlib.resources import files
+from os import PathLike
+from pathlib import Path
+from typing import Any
+
+from penstock.core.files import publish_bytes
+from penstock.ui.plot import Kind, Series, draw
+
+_NARROW = 3  # columns that fit a telephone
+
+
+class Report:
+    """One page: add parts from top to bottom, then `write` it.
+
+    Everything handed over is text and is escaped.
+
+    Args:
+        title: Of the page.
+
+    Example:
+        report = Report("A run")
+        report.figures([("saves", "40", "all durable")])
+        report.write("report.html")
+    """
+
+    def __init__(self, title: str) -> None:
+        self._title = title
+        self._parts: list[str] = []
+
+    def heading(self, text: str) -> None:
+        """Add a heading."""
+        self._parts.append(f"<h2>{escape(text)}</h2>")
+
+    def text(self, *paragraphs: str) -> None:
+        """Add paragraphs."""
+        self._parts.extend(f"<p>{escape(paragraph)}</p>" for paragraph in paragraphs)
+
+    def code(self, text: str) -> None:
+        """Add lines that are to be shown as they are."""
+        self._parts.append(f"<pre>{escape(text)}</pre>")
+
+    def figures(self, items: Sequence[tuple[str, str, str]]) -> None:
+        """Add key figures: (label, value with its unit, note)."""
+        cells = (
+            f"<div><span>{escape(label)}</span><b>{escape(value)}</b>"
+            f"<small>{escape(note)}</small></div>"
+            for label, value, note in items
+        )
+        self._parts.append(f'<div class="figures">{"".join(cells)}</div>')
+
+    def table(
+        self, columns: Sequence[str], rows: Sequence[Sequence[Any]], caption: str = ""
+    ) -> None:
+        """Add a table; columns that hold only numbers are aligned on the right."""
+        texts = [[_text(value) for value in row] for row in rows]
+        right = _numeric(columns, texts)
+        head = "".join(
+            f"<th{_class(flag)}>{escape(name)}</th>"
+            for name, flag in zip(columns, right, strict=True)
+        )
+        body = "".join(
+            "<tr>"
+            + "".join(
+                f'<td{_class(flag)} data-label="{escape(name)}">{escape(cell)}</td>'
+                for name, cell, flag in zip(columns, row, right, strict=True)
+            )
+            + "</tr>"
+            for row in texts
+        )
+        title = f"<caption>{escape(caption)}</caption>" if caption else ""
+        wide = ' class="wide"' if len(columns) > _NARROW else ""
+        self._parts.append(
+            f'<div class="scroll"><table{wide}>{title}<thead><tr>{head}</tr></thead>'
+            f"<tbody>{body}</tbody></table></div>"
+        )
+
+    def plot(
+        self,
+        series: Series,
+        x_label: str,
+        y_label: str,
+        kind: Kind = "line",
+        caption: str = "",
+    ) -> None:
+        """Add a picture of the series; see `plot.draw`."""
+        note = f"<figcaption>{escape(caption)}</figcaption>" if caption else ""
+        picture = draw(series, x_label, y_label, kind)
+        self._parts.append(f'<figure><div class="scroll">{picture}</div>{note}</figure>')
+
+    def pictures(self, items: Sequence[tuple[bytes, str]]) -> None:
+        """Add pictures side by side: (the bytes of a PNG or JPEG file, caption)."""
+        cells = (
+            f'<figure><img src="{_data_url(picture)}" alt="{escape(caption)}">'
+            f"<figcaption>{escape(caption)}</figcaption></figure>"
+            for picture, caption in items
+        )
+        self._parts.append(f'<div class="pictures">{"".join(cells)}</div>')
+
+    def html(self) -> str:
+        """Return the page."""
+        title = escape(self._title)
+        style = files("penstock.ui").joinpath("report.css").read_text(encoding="utf-8")
+        return (
+            '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
+            '<meta name="viewport" content="width=device-width, initial-scale=1">'
+            f"<title>{title}</title><style>\n{style}</style></head>\n<body><h1>{title}</h1>\n"
+            + "\n".join(self._parts)
+            + "\n</body></html>\n"
+        )
+
+    def write(self, path: str | PathLike[str]) -> Path:
+        """Publish the page, whole or not at all; return where it is."""
+        target = Path(path)
+        publish_bytes(target, self.html().encode(errors="replace"))
+        return target
+
+
+def _data_url(picture: bytes) -> str:
+    kind = "png" if picture.startswith(b"\x89PNG") else "jpeg"
+    return f"data:image/{kind};base64,{b64encode(picture).decode()}"
+
+
+def aligned(lines: Iterable[tuple[str, str]]) -> str:
+    """Lay out labels and values for the terminal, one below the other."""
+    return "\n".join(f"{label + ':':<14}{text}" for label, text in lines)
+
+
+def text_table(columns: Sequence[str], rows: Sequence[Sequence[Any]]) -> str:
+    """Lay out a table for the terminal: aligned columns, numbers on the right."""
+    texts = [[_text(value) for value in row] for row in rows]
+    right = _numeric(columns, texts)
+    lines = [list(columns), *texts]
+    widths = [max(len(line[k]) for line in lines) for k in range(len(columns))]
+    return "\n".join(
+        "  ".join(
+            cell.rjust(width) if flag else cell.ljust(width)
+            for cell, width, flag in zip(line, widths, right, strict=True)
+        ).rstrip()
+        for line in lines
+    )
+
+
+def _text(value: Any) -> str:
+    """Say a cell in one line; control characters of foreign names stay harmless."""
+    text = "-" if value is None else str(value)
+    return "".join(char if char.isprintable() else repr(char)[1:-1] for char in text)
+
+
+def _numeric(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> list[bool]:
+    flags = []
+    for k in range(len(columns)):
+        cells = [row[k] for row in rows if row[k] not in ("", "-")]
+        flags.append(bool(cells) and all(cell.lstrip("-+")[:1].isdigit() for cell in cells))
+    return flags
+
+
+def _class(right: bool) -> str:
+    return ' class="n"' if right else ""
