@@ -77,7 +77,9 @@ def test_everything_owned_is_lazy_and_the_rest_is_not(saver, training):
 
 
 def lazy_names(saver):
-    return {staged.name for staged, _ in saver._active.snapshot.lazy}
+    snapshot = saver._active.snapshot
+    snapshot.describe()
+    return {staged.name for staged, _ in snapshot.lazy}
 
 
 def test_batch_norm_statistics_change_in_forward(tmp_path, big):

@@ -7,6 +7,7 @@ import shutil
 import subprocess
 import sys
 import threading
+import time
 
 import pytest
 import torch
@@ -118,17 +119,24 @@ def test_a_forked_child_is_refused_and_keeps_no_lock(tmp_path):
             except errors.LockHeld as error:
                 os._exit(7 if str(os.getppid()) in str(error) else 2)
         assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 7
+
+
+def test_a_child_that_was_just_forked_keeps_no_lock(tmp_path):
+    slow = [0.5]  # the child has not run yet when the saver is closed
+    os.register_at_fork(after_in_child=lambda: time.sleep(sum(slow)))
     read, write = os.pipe()
     with make(tmp_path) as saver:
-        save(saver, 3)
+        save(saver, 1)
         pid = os.fork()
         if pid == 0:  # outlives the saver
             os.close(write)
             os.read(read, 1)
             os._exit(0)
+    slow.clear()
     with make(tmp_path) as saver:
-        save(saver, 4)
+        save(saver, 2)
     os.close(write)
+    os.close(read)
     os.waitpid(pid, 0)
 
 

