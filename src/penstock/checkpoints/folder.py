@@ -51,6 +51,8 @@ class Saved:
     better: Direction
     base: str | None
     digest: str
+    in_place: bool
+    """Whether it lies under the name that it was written with."""
 
 
 def read_saved(path: Path) -> Saved | None:
@@ -85,6 +87,7 @@ def _saved(path: Path, summary: Index) -> Saved:
         better="min" if meta.get("better") == "min" else "max",
         base=summary.base["digest"] if summary.base else None,
         digest=summary.digest,
+        in_place=meta.get("name") == path.name,
     )
 
 
@@ -177,6 +180,8 @@ class RunFolder:
         self._keep_last = keep_last
         self._keep_best = keep_best
         self._headers: dict[str, tuple[_Stamp, Saved | None]] = {}
+        self._bases: list[str] = []  # kept under hidden names
+        self._listed = False  # in the course of this save
         self._sequence: int | None = None
         self._unsaved: set[int] = set()  # whose save failed, though its file may be there
         self._run = secrets.token_hex(8)
@@ -207,11 +212,13 @@ class RunFolder:
 
     def keep_base(self, path: Path) -> None:
         """Before `path` is written again, keep its content if other checkpoints build on it."""
+        self._listed = False
         saved = _read_saved(path)
         if saved is None:
             return
         try:
             needed = any(s.base == saved.digest and s.path != path for s in self._scan())
+            self._listed = True
         except OSError:
             needed = True  # nobody can tell
         if needed:
@@ -228,8 +235,8 @@ class RunFolder:
             if any(name.endswith(BASE_SUFFIX) for name in os.listdir(self.path)):
                 self._remove_unneeded_bases(self._scan())
             return
-        everything = self._scan()
-        own = [s for s in everything if s.managed and (s.run, s.name) == (self._run, s.path.name)]
+        everything = self._rescan(published) if self._listed else self._scan()
+        own = [s for s in everything if s.managed and s.run == self._run and s.in_place]
         own.sort(key=lambda s: s.sequence, reverse=True)
         keep = {published, latest(self.path)}
         counted = [s for s in own if s.sequence not in self._unsaved]
@@ -237,14 +244,14 @@ class RunFolder:
         if self._keep_best:
             count, better = self._keep_best
             keep |= {s.path for s in _best_first(counted, better)[:count]}
-        going = [s for s in own if s.path not in keep]
-        needed = {s.base for s in everything if s not in going}
-        going = [s for s in going if s.digest not in needed]
-        for saved in going:
+        going = {s.path: s for s in own if s.path not in keep}
+        needed = {s.base for s in everything if s.path not in going}
+        going = {path: s for path, s in going.items() if s.digest not in needed}
+        for path, saved in going.items():
             # Read once more: somebody may have put another file there.
-            if read_saved(saved.path) == saved:
-                saved.path.unlink(missing_ok=True)
-        self._remove_unneeded_bases([s for s in everything if s not in going])
+            if read_saved(path) == saved:
+                path.unlink(missing_ok=True)
+        self._remove_unneeded_bases([s for s in everything if s.path not in going])
 
     def close(self) -> None:
         """Let the next writer in."""
@@ -252,22 +259,32 @@ class RunFolder:
 
     def _scan(self) -> list[Saved]:
         """Return all checkpoints, reading only the headers that are new."""
-        known, self._headers = self._headers, {}
+        known, self._headers, self._bases = self._headers, {}, []
         with os.scandir(self.path) as entries:
             for entry in entries:
-                if entry.name.startswith(".") or not entry.is_file(follow_symlinks=False):
-                    continue
-                status = entry.stat(follow_symlinks=False)
-                stamp = (status.st_ino, status.st_mtime_ns, status.st_size)
-                before = known.get(entry.name)
-                if before is None or before[0] != stamp:
-                    before = (stamp, _read_saved(self.path / entry.name))
-                self._headers[entry.name] = before
+                name = entry.name
+                if name.startswith("."):
+                    if name.endswith(BASE_SUFFIX):
+                        self._bases.append(name)
+                elif entry.is_file(follow_symlinks=False):
+                    status = entry.stat(follow_symlinks=False)
+                    stamp = (status.st_ino, status.st_mtime_ns, status.st_size)
+                    before = known.get(name)
+                    if before is None or before[0] != stamp:
+                        before = (stamp, _read_saved(self.path / name))
+                    self._headers[name] = before
+        return [saved for _, saved in self._headers.values() if saved is not None]
+
+    def _rescan(self, published: Path) -> list[Saved]:
+        """Return all checkpoints as listed a moment ago, before the last one was published."""
+        status = published.stat()
+        stamp = (status.st_ino, status.st_mtime_ns, status.st_size)
+        self._headers[published.name] = (stamp, _read_saved(published))
         return [saved for _, saved in self._headers.values() if saved is not None]
 
     def _remove_unneeded_bases(self, staying: list[Saved]) -> None:
         needed = tuple(_kept_tail(s.base) for s in staying if s.base)
-        for kept in self.path.glob(f".*{BASE_SUFFIX}"):
+        for kept in (self.path / name for name in self._bases):
             saved = None if kept.name.endswith(needed) else _read_saved(kept)
             if saved and kept == _kept_name(self.path, saved.name or "", saved.digest):
                 kept.unlink(missing_ok=True)

@@ -28,10 +28,18 @@ from typing import Any, Literal
 
 import torch
 
-from penstock.checkpoints.snapshot import Chunk, Snapshot, StagedTensor, chunks, memmove
+from penstock.checkpoints.snapshot import (
+    CHUNK_BYTES,
+    Chunk,
+    Snapshot,
+    StagedTensor,
+    chunks,
+    memmove,
+)
 from penstock.tensors import PLAIN_CLASSES
 
 SETTLE_AFTER_S = 1.0
+_STRIDED = torch.strided
 _SAMPLE_BYTES = 32
 _MOST_SAMPLES = 4  # each is a cold page: the dearest part of a save
 _memcmp = ctypes.CDLL(None).memcmp  # releases the GIL
@@ -58,7 +66,7 @@ class OwnedTensors:
                 *(values.values() for values in optimizer.state.values()),
             ):
                 for tensor in values:
-                    if type(tensor) in PLAIN_CLASSES and tensor.layout is torch.strided:
+                    if type(tensor) in PLAIN_CLASSES and tensor.layout is _STRIDED:
                         found[tensor.data_ptr()] = tensor
         for owner in self._excluded.values():
             found.pop(owner.data_ptr(), None)
@@ -89,11 +97,14 @@ class LazyCapture:
         self._versions = [live._version for live in self._live]
         self.verdict: Literal["verified", "torn"] | None = None
         self.torn: list[tuple[StagedTensor, torch.Tensor]] = []
-        self._pieces = [
-            (staged, chunk)
-            for staged in self._staged
-            for chunk in chunks(base_address + staged.offset, staged.address, staged.nbytes)
-        ]
+        # Small tensors are one piece each, and cut in no further ones: the training waits here.
+        self._pieces: list[tuple[StagedTensor, Chunk]] = []
+        for staged in self._staged:
+            to, start, nbytes = base_address + staged.offset, staged.address, staged.nbytes
+            if nbytes <= CHUNK_BYTES:
+                self._pieces.append((staged, (to, start, nbytes)))
+            else:
+                self._pieces += [(staged, chunk) for chunk in chunks(to, start, nbytes)]
         self._todo = deque(self._pieces)
         self._done: set[Chunk] = set()
         self._busy: set[int] = set()  # the threads that copy

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -23,7 +24,8 @@ from penstock.errors import DataError, SnapshotDiscarded
 
 _PLAIN_BYTES = 4096  # smaller tensors are stored as they are: nothing to gain
 _PROBE_BYTES = 128 * 1024
-NICE = 5  # training comes first
+NICE = 5  # training comes first, ...
+ENCODERS_NICE = 19  # ... most of all before the encoding, which is most of the work
 _WORTH_IT = 0.9  # a delta must be at least 10 % smaller than the full checkpoint
 
 
@@ -38,11 +40,16 @@ class Job:
     snapshot: Snapshot
     capture: LazyCapture | None
     target: RunFolder
-    path: Path
+    name: str
     compress: bool
     metadata: Json
     metric: float | None
     asked_at: float = field(default_factory=time.time)
+
+    @property
+    def path(self) -> Path:
+        """Where the file will be."""
+        return self.target.path / self.name
 
 
 @dataclass(frozen=True)
@@ -57,10 +64,12 @@ class Publisher:
     Args:
         level: Of the byte-plane codec.
         delta_every: A keyframe every so many saves, differences between; 0 for keyframes only.
+        patient: Tells whether nobody waits for a file: then the training has the cores first.
     """
 
-    def __init__(self, level: int, delta_every: int) -> None:
+    def __init__(self, level: int, delta_every: int, patient: Callable[[], bool]) -> None:
         self._level = level
+        self._patient = patient
         self._delta_every = delta_every
         self._keyframe: _Keyframe | None = None
         self._deltas = 0
@@ -134,7 +143,14 @@ class Publisher:
     def _encode(
         self, job: Job, meta: dict[str, Any], deltas: dict[str, Codec], base: PackReader | None
     ) -> PackWriter:
-        writer = PackWriter(job.path, kind=folder.KIND, meta=meta, base=base, nice=NICE)
+        writer = PackWriter(
+            job.path,
+            kind=folder.KIND,
+            meta=meta,
+            base=base,
+            nice=ENCODERS_NICE,
+            patient=self._patient,
+        )
         try:
             writer.add_all(
                 [

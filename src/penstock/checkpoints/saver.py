@@ -32,7 +32,7 @@ from penstock.checkpoints import folder
 from penstock.checkpoints.folder import Direction, RunFolder
 from penstock.checkpoints.lazy import LazyCapture, OwnedTensors, install_hooks
 from penstock.checkpoints.publish import NICE, Job, Publisher, what_tore
-from penstock.checkpoints.snapshot import Snapshot
+from penstock.checkpoints.snapshot import Snapshot, address_of
 from penstock.core import tree
 from penstock.core.codecs import Planes
 from penstock.core.files import make_folder
@@ -122,7 +122,6 @@ class AsyncCheckpointSaver:
         self._folders: dict[str, RunFolder] = {}
         self._memory = ReusedMemory(max_staging_bytes or 0, allocate=_staging)
         self._max_staging_bytes = max_staging_bytes
-        self._publisher = Publisher(compression_level, delta_every)
         self._queue = WriteQueue(
             "penstock-writer",
             max_staging_bytes,
@@ -132,6 +131,8 @@ class AsyncCheckpointSaver:
             handle_signals=handle_signals,
             nice=NICE,
         )
+        queue = self._queue
+        self._publisher = Publisher(compression_level, delta_every, lambda: not queue.awaited)
         self._blocked: deque[tuple[str, float]] = deque(maxlen=_HISTORY)
         self._last_path: str | None = None
         self._active: LazyCapture | None = None
@@ -177,8 +178,7 @@ class AsyncCheckpointSaver:
         def prepare() -> Write:
             capture = self._copy(snapshot)
             squeeze = self._compress if compress is None else compress
-            place = target.path / os.path.basename(file)
-            job = Job(snapshot, capture, target, place, squeeze, notes, score)
+            job = Job(snapshot, capture, target, os.path.basename(file), squeeze, notes, score)
             self._blocked.append(("call", time.perf_counter() - begin))
             return lambda: self._publish(job)
 
@@ -288,7 +288,7 @@ class AsyncCheckpointSaver:
         if self._max_staging_bytes is None:
             self._memory.limit_bytes = max(self._memory.limit_bytes, snapshot.size_bytes)
         memory = self._memory.array((max(snapshot.size_bytes, 1),), np.uint8)
-        capture = LazyCapture(snapshot, memory.ctypes.data) if snapshot.lazy else None
+        capture = LazyCapture(snapshot, address_of(memory)) if snapshot.lazy else None
         snapshot.copy(memory)
         self._active = capture
         return capture

@@ -31,9 +31,14 @@ from penstock.tensors import (
     tensor_bytes,
 )
 
+_TYPES = {dtype: (name, DTYPES[name].words.itemsize) for dtype, name in DTYPE_NAMES.items()}
+_UNKNOWN = ("", 0)
+_COMPLEX = ("complex64", "complex128")
+_STRIDED = torch.strided
 _ALIGNMENT = 64
-_CHUNK_BYTES = 8 << 20
+CHUNK_BYTES = 8 << 20
 _BRIEF_BYTES = 128 << 10
+_SMALL_BYTES = 4 << 20  # a state that is copied within a millisecond, by one thread
 _TRIES = 3
 memmove = ctypes.memmove  # lets other threads run Python meanwhile, ...
 # ... and this one does not: getting the interpreter back takes longer than a small copy.
@@ -60,16 +65,14 @@ class StagedTensor:
         "storage",
     )
 
-    def __init__(self, live: Any, dtype: str, nbytes: int, offset: int) -> None:
-        self.kind = "tensor"
+    def __init__(self, kind: str, live: Any, dtype: str, nbytes: int, offset: int) -> None:
+        self.kind = kind
         self.live = live
         self.dtype = dtype
         self.shape = live.shape
         self.nbytes = nbytes
         self.offset = offset
-        self.address = self.end = 0
-        self.storage: Any = None
-        self.name = ""
+        self.address = 0
 
     def has_memory(self) -> bool:
         """Tell whether the memory of a CPU tensor is really there: storages can be resized."""
@@ -85,7 +88,6 @@ class Snapshot:
 
     Attributes:
         size_bytes: The staging memory that is needed.
-        nbytes: Of all tensors.
         lazy: The tensors that were left to be copied later, each with its owner.
 
     Raises:
@@ -94,21 +96,27 @@ class Snapshot:
 
     def __init__(self, state: Any, owned: dict[int, torch.Tensor] | None = None) -> None:
         self.size_bytes = 0
-        self.nbytes = 0
         self.lazy: list[tuple[StagedTensor, torch.Tensor]] = []
         self._staged: list[StagedTensor] = []
         self._owned = owned or {}
-        self._tensors: dict[int, list[StagedTensor]] = {}  # by address
+        self._tensors: dict[int, StagedTensor] = {}  # by address
+        self._views: list[StagedTensor] = []  # further ones at such an address
         self._arrays: dict[int, StagedTensor] = {}  # by id: they live on in the state
         self._memory: NDArray[np.uint8] = np.empty(0, np.uint8)
         self._devices = DeviceClones()
         self._describing = threading.Lock()
         self._described: tuple[Json, dict[str, StagedTensor]] | None = None
         try:
-            self._state = tree.copy_containers(state, self._keep)
+            keepers = dict.fromkeys(PLAIN_CLASSES, self._tensor)
+            self._state = tree.copy_containers(state, keepers, self._keep)
         except UnsupportedValue:
             tree.flatten(state, _check)  # refuses the same, and knows the path
             raise
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all tensors."""
+        return sum(staged.nbytes for staged in self._staged)
 
     def copy(self, memory: NDArray[np.uint8]) -> None:
         """Copy everything but the lazy tensors, by all the threads that help.
@@ -120,8 +128,10 @@ class Snapshot:
             SnapshotDiscarded: Another thread kept writing a tensor meanwhile.
         """
         self._memory = memory
-        later = {id(staged) for staged, _ in self.lazy}
-        now = [staged for staged in self._staged if id(staged) not in later]
+        now = self._staged
+        if self.lazy:
+            later = {id(staged) for staged, _ in self.lazy}
+            now = [staged for staged in now if id(staged) not in later]
         for _ in range(_TRIES):
             before = _versions(now)
             self._copy_now(now)
@@ -139,6 +149,7 @@ class Snapshot:
         for staged in now:
             staged.live = staged.storage = None
         self._tensors.clear()  # addresses mean nothing from here on
+        self._views.clear()
         self._arrays.clear()
 
     def describe(self) -> tuple[Json, dict[str, StagedTensor]]:
@@ -161,18 +172,21 @@ class Snapshot:
         return self._described
 
     def _copy_now(self, tensors: list[StagedTensor]) -> None:
-        base = self._memory.ctypes.data
+        base = address_of(self._memory)
         self._devices = DeviceClones()
+        brief_bytes = _BRIEF_BYTES if self.size_bytes > _SMALL_BYTES else _SMALL_BYTES
         large: list[Chunk] = []
         for staged in tensors:
-            if staged.address and staged.nbytes <= _BRIEF_BYTES:
-                _brief_memmove(base + staged.offset, staged.address, staged.nbytes)
-            elif staged.address:
-                large += chunks(base + staged.offset, staged.address, staged.nbytes)
-            elif staged.nbytes:
+            address, nbytes = staged.address, staged.nbytes
+            if address and nbytes <= brief_bytes:
+                _brief_memmove(base + staged.offset, address, nbytes)
+            elif address:
+                large += chunks(base + staged.offset, address, nbytes)
+            elif nbytes:
                 self._copy_elements(staged)
-        nbytes = sum(chunk[2] for chunk in large)
-        parallel_list(lambda chunk: memmove(*chunk), large, name="copy", nbytes=nbytes)
+        if large:
+            nbytes = sum(chunk[2] for chunk in large)
+            parallel_list(lambda chunk: memmove(*chunk), large, name="copy", nbytes=nbytes)
         self._devices.cloned()
 
     def fetch(self) -> None:
@@ -201,53 +215,54 @@ class Snapshot:
 
     def _keep(self, value: Any) -> Any:
         """Stage a tensor or array; return any other value that can be stored, as it is."""
-        if type(value) in PLAIN_CLASSES:
-            return self._tensor(value)
         if _check("", value) is None:
             raise UnsupportedValue(f"a {type(value)}")
         if type(value) is not np.ndarray:
             return value
         if id(value) not in self._arrays:
-            staged = self._stage(value, value.dtype.name, value.nbytes)
-            staged.kind = "ndarray"
-            self._arrays[id(value)] = staged
+            self._arrays[id(value)] = self._stage("ndarray", value, value.dtype.name, value.nbytes)
         return self._arrays[id(value)]
 
     def _tensor(self, value: torch.Tensor) -> StagedTensor:
-        # Every call counts here: a training thread waits, with cold caches.
-        dtype = DTYPE_NAMES.get(value.dtype)
-        if dtype is None or value.layout is not torch.strided or value.is_meta:
-            raise UnsupportedValue(f"a tensor of {value.dtype}")
-        nbytes, address = tensor_bytes(value), value.data_ptr()
-        # Tensors that are one (tied weights) are stored once, and are one again after loading.
-        twins = self._tensors.get(address)
-        if twins is None:
-            twins = self._tensors[address] = []
-        elif nbytes:
-            for staged in twins:
-                if _same(staged.live, value):
-                    return staged
-        staged = self._stage(value, dtype, nbytes)
-        twins.append(staged)
-        if not nbytes or not value.is_cpu:
+        # Every attribute counts here: the training waits, and the caches are cold.
+        dtype, width = _TYPES.get(value.dtype, _UNKNOWN)
+        on_cpu = value.is_cpu
+        if not width or value.layout is not _STRIDED or (not on_cpu and value.is_meta):
+            raise UnsupportedValue(f"a {value.layout} tensor of {value.dtype}")
+        address, nbytes = value.data_ptr(), value.numel() * width
+        known = self._tensors.get(address)
+        if known is not None:
+            # Tensors that are one (tied weights) are stored once, and are one again after loading.
+            for other in known, *self._views:
+                if _same(other.live, value):
+                    return other
+        staged = self._stage("tensor", value, dtype, nbytes)
+        if not nbytes:
+            return staged
+        if known is None:
+            self._tensors[address] = staged
+        else:
+            self._views.append(staged)
+        if not on_cpu:
             return staged
         contiguous = value.is_contiguous()
-        staged.storage = value.untyped_storage()
-        staged.end = _end(value, nbytes, contiguous)
-        if not staged.has_memory():
-            raise UnsupportedValue("a tensor without memory")
-        if contiguous and not value.is_neg() and not value.is_conj():
+        extent = nbytes if contiguous else _extent(value)
+        staged.end = end = value.storage_offset() * width + extent
+        staged.storage = storage = value.untyped_storage()
+        if end > storage.nbytes():
+            raise UnsupportedValue("a tensor whose memory was given up")
+        if contiguous and not value.is_neg() and not (dtype in _COMPLEX and value.is_conj()):
             staged.address = address
-            owner = self._owned.get(address)
-            if owner is not None and tensor_bytes(owner) == nbytes and not value.is_inference():
-                self.lazy.append((staged, owner))
+            if address in self._owned:
+                owner = self._owned[address]
+                if tensor_bytes(owner) == nbytes and not value.is_inference():
+                    self.lazy.append((staged, owner))
         return staged
 
-    def _stage(self, live: Any, dtype: str, nbytes: int) -> StagedTensor:
-        staged = StagedTensor(live, dtype, nbytes, self.size_bytes)
+    def _stage(self, kind: str, live: Any, dtype: str, nbytes: int) -> StagedTensor:
+        staged = StagedTensor(kind, live, dtype, nbytes, self.size_bytes)
         self._staged.append(staged)
-        self.size_bytes += -(-nbytes // _ALIGNMENT) * _ALIGNMENT
-        self.nbytes += nbytes
+        self.size_bytes += nbytes + -nbytes % _ALIGNMENT
         return staged
 
 
@@ -257,8 +272,14 @@ Chunk = tuple[int, int, int]
 
 def chunks(to: int, start: int, nbytes: int) -> Iterator[Chunk]:
     """Cut a copy into pieces that threads can share."""
-    for at in range(0, nbytes, _CHUNK_BYTES):
-        yield to + at, start + at, min(_CHUNK_BYTES, nbytes - at)
+    for at in range(0, nbytes, CHUNK_BYTES):
+        yield to + at, start + at, min(CHUNK_BYTES, nbytes - at)
+
+
+def address_of(memory: NDArray[Any]) -> int:
+    """Return where an array lies; `ctypes.data` takes ten times as long."""
+    address: int = memory.__array_interface__["data"][0]
+    return address
 
 
 def _versions(tensors: list[StagedTensor]) -> list[int]:
@@ -275,9 +296,10 @@ def _versions(tensors: list[StagedTensor]) -> list[int]:
 
 
 def _same(one: torch.Tensor, other: torch.Tensor) -> bool:
-    """Tell whether two tensors that begin at one address are the same elements."""
+    """Tell whether two tensors are the same elements."""
     return (
-        one.shape == other.shape
+        one.data_ptr() == other.data_ptr()
+        and one.shape == other.shape
         and one.stride() == other.stride()
         and one.dtype == other.dtype
         and one.device == other.device
@@ -286,14 +308,10 @@ def _same(one: torch.Tensor, other: torch.Tensor) -> bool:
     )
 
 
-def _end(tensor: torch.Tensor, nbytes: int, contiguous: bool) -> int:
-    """Return where in its storage a strided tensor ends."""
-    start = tensor.storage_offset() * tensor.element_size()
-    if contiguous:
-        return start + nbytes
+def _extent(tensor: torch.Tensor) -> int:
+    """Count the bytes from the first to the last element of a strided tensor."""
     pairs = zip(tensor.shape, tensor.stride(), strict=True)
-    last = sum((count - 1) * step for count, step in pairs)
-    return start + (last + 1) * tensor.element_size()
+    return (1 + sum((count - 1) * step for count, step in pairs)) * tensor.element_size()
 
 
 def _check(path: str, value: Any) -> Json | None:
@@ -301,7 +319,7 @@ def _check(path: str, value: Any) -> Json | None:
     if isinstance(value, torch.Tensor):
         check_storable(path, value)
         if value.is_cpu and tensor_bytes(value):
-            end = _end(value, tensor_bytes(value), value.is_contiguous())
+            end = value.storage_offset() * value.element_size() + _extent(value)
             if end > value.untyped_storage().nbytes():
                 raise UnsupportedValue(
                     f"{path} is a tensor whose memory was given up (its storage was resized); "

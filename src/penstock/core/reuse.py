@@ -41,9 +41,10 @@ class ReusedMemory:
     ) -> None:
         self.limit_bytes = limit_bytes
         self._allocate = allocate
-        # A finaliser may run anywhere, in any thread, even within `array`: no lock, only the
-        # deque's own atomic calls.
+        # An array may go anywhere, in any thread, even within `array`: no lock, only atomic calls
+        # of the deque and the dict.
         self._idle: deque[NDArray[np.uint8]] = deque()
+        self._leases: dict[int, tuple[Any, NDArray[np.uint8]]] = {}
 
     @property
     def idle_bytes(self) -> int:
@@ -59,7 +60,8 @@ class ReusedMemory:
         block = self._take(nbytes)
         # Through a memoryview: numpy then keeps this very array as the base of every view of it.
         leased: NDArray[np.uint8] = np.frombuffer(memoryview(block), np.uint8, nbytes)  # type: ignore[arg-type]
-        weakref.finalize(leased, self._give_back, block).atexit = False
+        lease = weakref.ref(leased, self._give_back)
+        self._leases[id(lease)] = (lease, block)
         shaped: NDArray[Any] = leased.view(kind).reshape(tuple(shape))
         return shaped
 
@@ -79,7 +81,8 @@ class ReusedMemory:
         """Free what is idle."""
         self._idle.clear()
 
-    def _give_back(self, block: NDArray[np.uint8]) -> None:
+    def _give_back(self, lease: Any) -> None:
+        _, block = self._leases.pop(id(lease))
         self._free(block.nbytes)
         if block.nbytes <= self.limit_bytes:
             self._idle.append(block)
@@ -131,3 +134,6 @@ class Scratch(threading.local):
 
 
 SCRATCH = Scratch()
+
+BLOCKS = ReusedMemory(16 << 20)
+"""Encoded blocks on their way to a file."""

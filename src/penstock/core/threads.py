@@ -22,6 +22,7 @@ R = TypeVar("R")
 
 CORES = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 _POLL_S = 0.1
+_PATIENCE_S, _PATIENCE_WAITS = 0.5, 25
 _INLINE_BYTES = 4 << 20  # below this, threads cost more than they bring
 
 
@@ -152,12 +153,14 @@ def parallel_map(
     size: Callable[[T], int] | None = None,
     limit_bytes: int = 0,
     nice: int = 0,
+    patient: Callable[[], bool] = lambda: False,
 ) -> Generator[R, None, None]:
     """Yield `work(item)` for each item, in order, while helper threads work ahead.
 
     The caller's thread pulls the items, and works, too, whenever it would have to wait: so nothing
-    is lost where no helper can start. Close the iterator (`contextlib.closing`) when you may leave
-    it before its end; the helpers end with it.
+    is lost where no helper can start. A patient caller first leaves the work to the helpers for a
+    while; where others keep them from the cores, it does not wait for ever. Close the iterator
+    (`contextlib.closing`) when you may leave it before its end; the helpers end with it.
 
     Args:
         work: Called in several threads at once; it must release the GIL for that to help.
@@ -168,6 +171,7 @@ def parallel_map(
             the caller asks for the next. None when all items are in memory anyway.
         limit_bytes: For all of them together; a larger one passes alone.
         nice: Added to the priority value of the helpers.
+        patient: Tells whether the caller may leave the work to the helpers, if it takes longer.
 
     Raises:
         BaseException: What `work` raised, in place of that item's result.
@@ -195,7 +199,12 @@ def parallel_map(
                 return  # an interrupt, or an iterator that nobody closed: no word may come
 
     def first() -> R:
+        waits = _PATIENCE_WAITS if threads else 0
         while not pending[0].finished.is_set():
+            if waits and patient():
+                pending[0].finished.wait(_PATIENCE_S / _PATIENCE_WAITS)
+                waits -= 1
+                continue
             try:
                 help_once(None)
             except Empty:

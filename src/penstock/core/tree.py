@@ -43,38 +43,52 @@ Fetch = Callable[[dict[str, Json]], Any]
 """Given a record that a Store made: the value."""
 
 
-def copy_containers(state: Any, keep: Keep) -> Any:
-    """Copy nested containers; what is in them is immutable, or what `keep` made of it.
+def copy_containers(state: Any, keepers: dict[type, Keep], keep: Keep) -> Any:
+    """Copy nested containers; what is in them is immutable, or what stands for a foreign value.
 
     The quick half of `flatten`: no paths, no JSON. What it takes, `flatten` takes as well.
+
+    Args:
+        state: The containers.
+        keepers: What to call with a value of a class; the quick way for the frequent ones.
+        keep: What to call with any other foreign value.
 
     Raises:
         UnsupportedValue: A value cannot be stored; `flatten` says where it is.
     """
-    return state if type(state) in _IMMUTABLE else _copy(state, type(state), 0, keep)
+    (copied,) = _copy([state], list, -1, keepers, keep)
+    return copied
 
 
-def _copy(value: Any, kind: type, depth: int, keep: Keep) -> Any:
+def _copy(value: Any, kind: type, depth: int, keepers: dict[type, Keep], keep: Keep) -> Any:
     if depth >= MAX_DEPTH:
         raise UnsupportedValue(f"nested deeper than {MAX_DEPTH}")
     if kind is dict or kind is OrderedDict:
         copied = kind()
         for key, child in value.items():
             inner = type(child)
-            copied[key] = child if inner in _IMMUTABLE else _copy(child, inner, depth + 1, keep)
+            if inner in keepers:
+                copied[key] = keepers[inner](child)
+            elif inner in _IMMUTABLE:
+                copied[key] = child
+            else:
+                copied[key] = _copy(child, inner, depth + 1, keepers, keep)
         if not _PLAIN_KEYS.issuperset(map(type, copied)):
             for key in copied:
                 _flatten(key, "", depth + 1, _refuse)
         if kind is OrderedDict and hasattr(value, "_metadata"):
-            (copied._metadata,) = _copy([value._metadata], list, depth, keep)
+            (copied._metadata,) = _copy([value._metadata], list, depth, keepers, keep)
         return copied
     if kind is list or kind in _SEQUENCES:
         if _IMMUTABLE.issuperset(map(type, value)):
             return kind(value)
         return kind(
-            [v if type(v) in _IMMUTABLE else _copy(v, type(v), depth + 1, keep) for v in value]
+            [
+                v if type(v) in _IMMUTABLE else _copy(v, type(v), depth + 1, keepers, keep)
+                for v in value
+            ]
         )
-    return bytearray(value) if kind is bytearray else keep(value)
+    return bytearray(value) if kind is bytearray else keepers.get(kind, keep)(value)
 
 
 def flatten(state: Any, store: Store) -> Json:

@@ -46,6 +46,22 @@ def close_after(close: Callable[[], object], error: BaseException | None) -> Non
             _LOG.error("%s", failure)
 
 
+class Waiting:
+    """Entered by those who wait for a queue. Signal handlers may: it has no lock to wait for."""
+
+    def __init__(self) -> None:
+        self._who: deque[None] = deque()
+
+    def __bool__(self) -> bool:
+        return bool(self._who)
+
+    def __enter__(self) -> None:
+        self._who.append(None)
+
+    def __exit__(self, *_: object) -> None:
+        self._who.pop()
+
+
 class SaveHandle:
     """One save.
 
@@ -56,8 +72,11 @@ class SaveHandle:
         stats: Sizes and times, when it is saved.
     """
 
-    def __init__(self, path: Path | str, barrier: Callable[[], None] | None = None) -> None:
+    def __init__(
+        self, path: Path | str, waiting: Waiting, barrier: Callable[[], None] | None = None
+    ) -> None:
         self._path = path
+        self._waiting = waiting
         self.status: Status = "pending"
         self.stats: dict[str, Any] = {}
         self.error: PenstockError | None = None
@@ -81,8 +100,9 @@ class SaveHandle:
         """
         if self.barrier is not None:
             self.barrier()
-        if not poll(self.done, timeout):
-            raise UsageError(f"{self.path} is not saved after {timeout} s; wait longer")
+        with self._waiting:
+            if not poll(self.done, timeout):
+                raise UsageError(f"{self.path} is not saved after {timeout} s; wait longer")
         if self.error is not None:
             self.reported = True
             raise self.error
@@ -165,6 +185,7 @@ class WriteQueue:
         self._counts: dict[int, Counter[str]] = {}  # each thread has its own
         self._closed = False
         self._flushing = False
+        self._waiting = Waiting()
         this = weakref.ref(self)
         self.signals = SignalGuard(lambda: _flush(this), install=handle_signals)
         self._thread = BackgroundThread(name, self._write_one, nice=nice)
@@ -198,7 +219,7 @@ class WriteQueue:
         """
         self.check_usable()
         self.raise_failure()
-        handle = SaveHandle(path, barrier)
+        handle = SaveHandle(path, self._waiting, barrier)
         with self._puts:
             if not self._make_room(size_bytes, handle):
                 return handle
@@ -264,6 +285,11 @@ class WriteQueue:
         return sum(list(self._counts.values()), Counter())
 
     @property
+    def awaited(self) -> bool:
+        """Whether somebody waits for a file, or for room."""
+        return bool(self._waiting) or self._closed
+
+    @property
     def mine(self) -> bool:
         """Whether this is the process that made the queue."""
         return os.getpid() == self._pid
@@ -295,7 +321,8 @@ class WriteQueue:
         while self._on_full == "drop_oldest" and self._full(size_bytes) and self._drop_oldest():
             pass
         # Polled, not a condition: a signal handler may run here, and must be able to wait, too.
-        return poll(lambda: not self._full(size_bytes), None)
+        with self._waiting:
+            return poll(lambda: not self._full(size_bytes), None)
 
     def _full(self, size_bytes: int) -> bool:
         limit = self._max_bytes
@@ -317,7 +344,8 @@ class WriteQueue:
         for job in list(self._jobs):
             if job.handle.barrier is not None:
                 job.handle.barrier()
-        return poll(lambda: not self._jobs, timeout)
+        with self._waiting:
+            return poll(lambda: not self._jobs, timeout)
 
     def _settle(
         self, handle: SaveHandle, status: Status, error: PenstockError | None = None

@@ -223,7 +223,7 @@ def slow_split_gaps(words: Array) -> tuple[Array, list[Array]]:
     kept = words[present]
     gaps = np.diff(kept, prepend=kept.dtype.type(0)).view(SIGNED[kept.itemsize])
     codes = ((gaps << 1) ^ (gaps >> (8 * kept.itemsize - 1))).view(kept.dtype)
-    planes = [split(codes, k).copy() for k in range(kept.itemsize)]
+    planes = [split(codes, k, np.empty(codes.size, np.uint8)) for k in range(kept.itemsize)]
     return np.packbits(present, bitorder="little"), planes
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import closing
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -89,6 +89,7 @@ class PackWriter:
         base: The pack that `Delta` items refer to; it must lie in the same folder.
         workers: Threads that encode.
         nice: Added to the priority value of those threads.
+        patient: Tells whether the encoding may be left to those threads (`parallel_map`).
     """
 
     def __init__(
@@ -100,11 +101,13 @@ class PackWriter:
         base: PackReader | None = None,
         workers: int = 2,
         nice: int = 0,
+        patient: Callable[[], bool] = lambda: False,
     ) -> None:
         self._path = Path(path)
         self._base = base
         self._workers = workers
         self._nice = nice
+        self._patient = patient
         self._tail: list[tuple[Entry, bytes]] = []
         if base and base.index.base:
             raise UsageError(f"{base.path.name} is a difference itself; give its base")
@@ -149,6 +152,7 @@ class PackWriter:
                 size=lambda group: 2 * sum(values.nbytes for _, values, _ in group),
                 limit_bytes=4 * self._workers * DEFAULT_BLOCK_BYTES,
                 nice=self._nice,
+                patient=self._patient,
             )
             with closing(coded):
                 for group in coded:
