@@ -64,7 +64,7 @@ own.shutdown()
 saver.shutdown()
 dist.barrier()
 dist.destroy_process_group()
-os._exit(0)  # all is saved; threads of gloo abort one in some hundred of such exits
+os._exit(0)  # all is saved; threads of gloo sometimes abort such an exit
 """
 
 

@@ -64,6 +64,9 @@ class StagedTensor:
         *("address", "dtype", "end", "kind", "live", "name", "nbytes", "offset", "shape"),
         "storage",
     )
+    end: int
+    name: str
+    storage: Any
 
     def __init__(self, kind: str, live: Any, dtype: str, nbytes: int, offset: int) -> None:
         self.kind = kind
@@ -107,7 +110,7 @@ class Snapshot:
         self._describing = threading.Lock()
         self._described: tuple[Json, dict[str, StagedTensor]] | None = None
         try:
-            keepers = dict.fromkeys(PLAIN_CLASSES, self._tensor)
+            keepers: dict[type, tree.Keep] = dict.fromkeys(PLAIN_CLASSES, self._tensor)
             self._state = tree.copy_containers(state, keepers, self._keep)
         except UnsupportedValue:
             tree.flatten(state, _check)  # refuses the same, and knows the path
@@ -247,7 +250,7 @@ class Snapshot:
             return staged
         contiguous = value.is_contiguous()
         extent = nbytes if contiguous else _extent(value)
-        staged.end = end = value.storage_offset() * width + extent
+        staged.end = end = value.storage_offset() * width + extent  # type: ignore[assignment]
         staged.storage = storage = value.untyped_storage()
         if end > storage.nbytes():
             raise UnsupportedValue("a tensor whose memory was given up")

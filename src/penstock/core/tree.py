@@ -64,7 +64,7 @@ def _copy(value: Any, kind: type, depth: int, keepers: dict[type, Keep], keep: K
     if depth >= MAX_DEPTH:
         raise UnsupportedValue(f"nested deeper than {MAX_DEPTH}")
     if kind is dict or kind is OrderedDict:
-        copied = kind()
+        copied: Any = kind()
         for key, child in value.items():
             inner = type(child)
             if inner in keepers:
