@@ -232,3 +232,38 @@ def test_a_list_is_done_by_threads_when_it_is_large(nbytes: int, alone: bool) ->
     threads: set[threading.Thread] = set()
     assert parallel_list(work, range(20), name="t", nbytes=nbytes) == [-i for i in range(20)]
     assert (threads == {threading.current_thread()}) is alone
+
+
+def test_a_patient_caller_leaves_the_work_to_the_helpers() -> None:
+    def work(item: int) -> str:
+        time.sleep(0.002)
+        return threading.current_thread().name
+
+    names = list(parallel_map(work, range(40), name="idle", patient=lambda: True))
+    assert threading.current_thread().name not in names
+    assert len(names) == 40
+
+
+def test_patience_ends_when_the_helpers_do_not_get_on() -> None:
+    caller, release = threading.current_thread(), threading.Event()
+
+    def work(item: int) -> int:
+        if threading.current_thread() is not caller:
+            release.wait(110)  # as if others had all the cores
+        elif item == 9:
+            release.set()
+        return item
+
+    items = parallel_map(work, range(10), name="starved", helpers=2, patient=lambda: True)
+    assert list(items) == list(range(10))
+
+
+def test_patience_ends_when_somebody_waits() -> None:
+    asked: list[float] = []
+
+    def patient() -> bool:
+        asked.append(time.monotonic())
+        return len(asked) < 3
+
+    list(parallel_map(lambda item: time.sleep(0.05), range(6), name="hurried", patient=patient))
+    assert len(asked) >= 3

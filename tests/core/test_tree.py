@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import itertools
 import json
 import math
@@ -15,7 +16,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from penstock.core.tree import MAX_DEPTH, TAG, flatten, select, unflatten
+from penstock.core.tree import MAX_DEPTH, TAG, copy_containers, flatten, select, unflatten
 from penstock.errors import CorruptFile, UnsupportedValue
 
 QUICK = settings(deadline=None, max_examples=300)
@@ -28,6 +29,10 @@ def refuse(path: str, value: Any) -> None:
 
 def no_fetch(record: dict[str, Any]) -> Any:
     raise CorruptFile(f"unknown record {record}")
+
+
+def refuse_aloud(value: Any) -> Any:
+    raise UnsupportedValue("foreign")
 
 
 def there_and_back(state: Any) -> Any:
@@ -104,6 +109,34 @@ states = st.recursive(
 @given(states)
 def test_nested_state_comes_back_exactly(state: Any) -> None:
     assert same(there_and_back(state), state)
+
+
+def empty_all(value: Any) -> None:
+    """Change everything in a state that can be changed."""
+    if isinstance(value, dict):
+        for child in value.values():
+            empty_all(child)
+    elif isinstance(value, list | tuple):
+        for child in value:
+            empty_all(child)
+    if isinstance(value, dict | list | set | bytearray):
+        value.clear()
+
+
+@QUICK
+@given(states)
+def test_a_copy_is_the_same_and_stays_so(state: Any) -> None:
+    twin, reference = copy_containers([state], {}, refuse_aloud), copy.deepcopy([state])
+    empty_all([state])
+    assert same(there_and_back(twin), reference)
+
+
+def test_a_copy_keeps_the_versions_of_a_state_dict() -> None:
+    state: Any = OrderedDict(a=1)
+    state._metadata = {"": {"version": 1}}
+    twin = copy_containers(state, {}, refuse_aloud)
+    state._metadata[""]["version"] = 2
+    assert twin._metadata == {"": {"version": 1}}
 
 
 @pytest.mark.parametrize(
@@ -214,11 +247,16 @@ def test_a_refusal_names_the_path_and_the_class(value: Any) -> None:
     assert "\n" not in text
     with pytest.raises(UnsupportedValue, match="the state is a"):
         flatten(value, refuse)
+    for state in (value, [value], {"deep": (value,)}):
+        with pytest.raises(UnsupportedValue):
+            copy_containers(state, {}, refuse_aloud)
 
 
 def test_a_key_is_refused_too() -> None:
     with pytest.raises(UnsupportedValue, match=r"a\.<key> is a"):
         flatten({"a": {Colour.RED: 1}}, refuse)
+    with pytest.raises(UnsupportedValue):
+        copy_containers({"a": {Colour.RED: 1}}, {}, refuse_aloud)
 
 
 def test_what_contains_itself_is_refused() -> None:
@@ -226,6 +264,8 @@ def test_what_contains_itself_is_refused() -> None:
     endless.append(endless)
     with pytest.raises(UnsupportedValue, match="contains itself"):
         flatten({"a": endless}, refuse)
+    with pytest.raises(UnsupportedValue):
+        copy_containers({"a": endless}, {}, refuse_aloud)
     ring: dict[Any, Any] = {}
     ring[1] = [ring]
     with pytest.raises(UnsupportedValue, match="contains itself"):
