@@ -181,7 +181,8 @@ def _load_once(prepare: str) -> float:
         f"{prepare}; import time; begin = time.perf_counter(); load(); "
         "print(time.perf_counter() - begin)"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    command = [sys.executable, "-c", code]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)  # noqa: S603
     return float(done.stdout)
 
 
