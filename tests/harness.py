@@ -95,3 +95,41 @@ def small_disk(folder: Path, options: str) -> Iterator[bool]:
 def remount(folder: Path, options: str) -> None:
     """Change the size or the mode of a small disk."""
     subprocess.run(["mount", "-o", f"remount,{options}", str(folder)], check=True)
+
+
+_INTERRUPTS = """
+import random, signal, sys, time
+{setup}
+
+class Stop(KeyboardInterrupt):
+    pass
+
+def handler(*_):
+    global armed
+    if armed:
+        armed = False
+        raise Stop
+
+armed = False
+signal.signal(signal.SIGALRM, handler)
+sys.unraisablehook = lambda dropped: None  # Python drops some; the next one counts
+end_s = time.monotonic() + 4
+while time.monotonic() < end_s:
+    try:
+        armed = True
+        signal.setitimer(signal.ITIMER_REAL, random.uniform(0.0001, 0.003))
+        work()
+    except Stop:
+        pass
+    armed = False
+    signal.setitimer(signal.ITIMER_REAL, 0)
+"""
+
+
+def interrupt_often(setup: str) -> subprocess.CompletedProcess:
+    """Call `work()`, which `setup` defines, again and again, and interrupt it at any instruction.
+
+    It hangs, and times out, if an interrupt makes `work` wait for ever.
+    """
+    code = _INTERRUPTS.format(setup=setup)
+    return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=100)

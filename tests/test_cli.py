@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
 import time
+import weakref
 from pathlib import Path
 
 import pytest
@@ -168,3 +170,27 @@ def test_doctor_returns_1_on_a_finding(checkpoint, capsys):
     checkpoint.write_bytes(data)
     assert cli.main(["doctor", str(checkpoint)]) == 1
     assert "finding: " in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_that_python_drops_is_sent_again(number):
+    """In a weak reference's callback an exception is dropped, also that of a signal."""
+
+    class Thing:
+        pass
+
+    def callback(_):
+        os.kill(os.getpid(), number)
+        for _ in range(1000):  # the handler runs somewhere here
+            pass
+
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        with pytest.raises(KeyboardInterrupt), cli._stoppable():
+            thing = Thing()
+            reference = weakref.ref(thing, callback)
+            del thing
+            assert reference() is None
+            time.sleep(20)
+    finally:
+        signal.signal(signal.SIGINT, before)

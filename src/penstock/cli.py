@@ -26,6 +26,9 @@ EXIT_INTERRUPTED = 130
 EXIT_TERMINATED = 143
 
 
+_AGAIN_S = 0.05
+
+
 class _Terminated(KeyboardInterrupt):
     """SIGTERM: whoever runs us asks us to stop."""
 
@@ -137,19 +140,36 @@ def _convert(arguments: argparse.Namespace) -> int:
 
 @contextlib.contextmanager
 def _stoppable() -> Iterator[None]:
-    """Let SIGTERM unwind the stack as Ctrl-C does, once: workers end, staged files are removed."""
+    """Let SIGTERM unwind the stack as Ctrl-C does, once: workers end, staged files are removed.
+
+    Python drops an exception that is raised in a finaliser or a weak reference's callback, where a
+    signal may find the main thread as well: then the signal is sent again.
+    """
 
     def stop(*_: object) -> NoReturn:
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
         raise _Terminated
 
+    def send_again(dropped: sys.UnraisableHookArgs) -> None:
+        if not isinstance(dropped.exc_value, KeyboardInterrupt):
+            hook(dropped)
+            return
+        number = signal.SIGINT
+        if isinstance(dropped.exc_value, _Terminated):
+            number = signal.SIGTERM
+            signal.signal(number, stop)
+        # Later, or it would be dropped with this very call.
+        threading.Timer(_AGAIN_S, os.kill, (os.getpid(), number)).start()
+
     if threading.current_thread() is not threading.main_thread():
         yield
         return
-    before = signal.signal(signal.SIGTERM, stop)
+    before, hook = signal.signal(signal.SIGTERM, stop), sys.unraisablehook
+    sys.unraisablehook = send_again
     try:
         yield
     finally:
+        sys.unraisablehook = hook
         signal.signal(signal.SIGTERM, before)
 
 

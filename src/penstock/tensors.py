@@ -93,7 +93,7 @@ def torch_dtype(name: str) -> torch.dtype:
 
 def empty_tensor(dtype: str, shape: tuple[int, ...]) -> torch.Tensor:
     """Allocate a fresh CPU tensor for a pack entry, in huge pages where the system has them."""
-    tensor = torch.empty(shape, dtype=torch_dtype(dtype))
+    tensor = torch.empty(shape, dtype=torch_dtype(dtype), device="cpu")
     nbytes = tensor_bytes(tensor)
     if nbytes >= _LARGE_BYTES and sys.platform == "linux":
         # First use costs a fault per page: with pages of 4 kB that is a third of a load.

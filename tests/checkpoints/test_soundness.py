@@ -550,3 +550,45 @@ def test_sets_of_tuples_and_module_versions_come_back(tmp_path):
     assert loaded["net"]._metadata == net.state_dict()._metadata
     assert loaded["net"]._metadata["0"]["version"] == 2
     net.load_state_dict(loaded["net"])
+
+
+@pytest.mark.parametrize("elements", [0, 4000])
+def test_memory_that_another_thread_takes_away_meanwhile(elements):
+    """While the call waits for room, say: nothing is read from where the tensor was."""
+    tensor = torch.full((2000,), 7.0)
+    taken = snapshots.Snapshot({"deep": {"t": tensor}})
+    tensor.untyped_storage().resize_(4 * elements)
+    with pytest.raises(errors.SnapshotDiscarded, match=r"deep\.t was given other memory"):
+        taken.copy(np.empty(taken.size_bytes, np.uint8))
+
+
+def test_first_saves_of_several_threads_are_all_taken(tmp_path):
+    for number in range(10):
+        with AsyncCheckpointSaver(tmp_path / str(number), handle_signals=False) as saver:
+            start = threading.Barrier(4)
+            handles = []
+
+            def save(name, start=start, handles=handles, saver=saver):
+                start.wait()
+                handles.append(saver.save_async({"x": torch.ones(3)}, f"{name}.pt"))
+
+            threads = [threading.Thread(target=save, args=(name,)) for name in "abcd"]
+            for thread in threads:
+                thread.start()
+            for thread in threads:
+                thread.join()
+            assert len([handle.wait() for handle in handles]) == 4
+
+
+def test_a_hidden_name_is_refused(tmp_path):
+    with AsyncCheckpointSaver(tmp_path, handle_signals=False) as saver:
+        for name in (".b.pt", ".penstock.lock"):
+            with pytest.raises(errors.UsageError, match="begin with"):
+                saver.save_async({}, name)
+
+
+def test_loading_where_the_default_device_has_no_memory(tmp_path):
+    with AsyncCheckpointSaver(tmp_path, handle_signals=False) as saver:
+        saver.save_async({"x": torch.arange(3)}, "a.pt").wait()
+    with torch.device("meta"):
+        assert load_checkpoint(tmp_path / "a.pt")["x"].tolist() == [0, 1, 2]

@@ -3,6 +3,7 @@ import time
 
 import pytest
 
+from harness import interrupt_often
 from penstock.conversion.lanes import Lanes
 from penstock.errors import UsageError
 
@@ -92,3 +93,19 @@ def test_two_lanes_of_one_name_are_refused():
         lanes.open("a", lambda item: None)
         with pytest.raises(UsageError, match="'a' already"):
             lanes.open("a", lambda item: None)
+
+
+def test_an_interrupt_at_any_moment_ends_the_lanes():
+    done = interrupt_often(
+        """
+from penstock.conversion.lanes import Lanes
+
+def work():
+    with Lanes("x", 100) as lanes:
+        for lane in "ab":
+            lanes.open(lane, lambda item: None)
+        for item in range(300):
+            lanes.put("ab"[item % 2], item, 40)
+"""
+    )
+    assert done.returncode == 0, done.stderr

@@ -18,6 +18,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from harness import interrupt_often
+from penstock.core import threads
 from penstock.core.threads import parallel_list, parallel_map
 
 
@@ -267,3 +269,26 @@ def test_patience_ends_when_somebody_waits() -> None:
 
     list(parallel_map(lambda item: time.sleep(0.05), range(6), name="hurried", patient=patient))
     assert len(asked) >= 3
+
+
+def test_an_interrupt_at_any_moment_ends_it() -> None:
+    done = interrupt_often(
+        """
+from contextlib import closing
+from penstock.core.threads import parallel_map
+
+def work():
+    with closing(parallel_map(lambda item: time.sleep(0.0002), range(12), name="x")) as results:
+        for _ in results:
+            pass
+"""
+    )
+    assert done.returncode == 0, done.stderr
+
+
+def test_nobody_waits_for_helpers_that_are_not_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(threads, "_start", lambda thread: False)
+    monkeypatch.setattr(threads, "_PATIENCE_S", 1000.0)
+    assert list(parallel_map(str, range(9), name="alone", patient=lambda: True)) == list(
+        "012345678"
+    )

@@ -131,6 +131,13 @@ def test_a_copy_is_the_same_and_stays_so(state: Any) -> None:
     assert same(there_and_back(twin), reference)
 
 
+@pytest.mark.parametrize("kind", "?bhilqBHILQefdgFD")
+def test_every_numpy_scalar_is_copied(kind: str) -> None:
+    value = np.zeros(1, kind)[0]
+    assert copy_containers([value, 1j], {}, refuse_aloud)[0] is value
+    flatten([value], refuse)
+
+
 def test_a_copy_keeps_the_versions_of_a_state_dict() -> None:
     state: Any = OrderedDict(a=1)
     state._metadata = {"": {"version": 1}}

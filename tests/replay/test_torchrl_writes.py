@@ -10,6 +10,7 @@ from tensordict import NonTensorData, TensorDict, lazy_stack
 from torchrl.data import (
     Binary,
     Composite,
+    LazyTensorStorage,
     ReplayBuffer,
     SliceSampler,
     TensorDictMaxValueWriter,
@@ -126,8 +127,8 @@ def test_writing_in_place():
     assert torch.equal(storage.get(7)["pixels"], data["pixels"][7])
     buffer.set_at_("action", torch.full((1, 3), 5.0), torch.tensor([8]))
     assert torch.equal(storage.get(8)["action"], torch.full((3,), 5.0))
-    with pytest.raises(KeyError):  # it would change a copy: refused, not lost
-        buffer.set_at_("pixels", torch.zeros(1, 20, 20, dtype=torch.uint8), torch.tensor([8]))
+    buffer.set_at_("pixels", torch.zeros(1, 20, 20, dtype=torch.uint8), torch.tensor([8]))
+    assert not storage.get(8)["pixels"].any()
     with pytest.raises(errors.UsageError, match="pixels is compressed"):
         storage._conditional_patch_leaf("pixels")
     assert len(buffer) == 20
@@ -302,3 +303,57 @@ def test_any_run_of_calls_is_that_of_torchrl(data):
         assert len(stores[0]) == len(stores[1])
     if len(stores[0]):
         assert_same(*(store[:] for store in stores))
+
+
+def grid(steps, environments, seed):
+    g = torch.Generator().manual_seed(seed)
+    size = [steps, environments]
+    pixels = (torch.rand(*size, 20, 20, generator=g) * 3).to(torch.uint8)
+    after = {"pixels": pixels.flip(0), "reward": torch.rand(*size, 1, generator=g)}
+    return TensorDict(
+        {
+            "pixels": pixels,
+            "action": torch.rand(*size, 3, generator=g),
+            "next": TensorDict(after, batch_size=size),
+        },
+        batch_size=size,
+    )
+
+
+WRITES = {
+    "one record": lambda b: b.__setitem__((2, 3), grid(1, 1, 5)[0, 0]),
+    "slices": lambda b: b.__setitem__((slice(1, 3), slice(0, 2)), grid(2, 2, 6)),
+    "tensors": lambda b: b.__setitem__(
+        (torch.tensor([1, 2]), torch.tensor([0, 4])), grid(2, 1, 7)[:, 0]
+    ),
+    "a number": lambda b: b.__setitem__((slice(None), 2), 0),
+    "update_": lambda b: b.update_(grid(5, 8, 9)),
+    "update_ of keys": lambda b: b.update_(grid(5, 8, 10), keys_to_update=["pixels"]),
+    "update_ by dict": lambda b: b.update_({"pixels": grid(5, 8, 11)["pixels"]}),
+    "set_": lambda b: b.set_("pixels", grid(5, 8, 12)["pixels"]),
+    "set_ nested": lambda b: b.set_(("next", "pixels"), grid(5, 8, 13)["pixels"]),
+    "set_at_": lambda b: b.set_at_("pixels", grid(5, 8, 14)["pixels"][2], 2),
+    "set_at_ plain": lambda b: b.set_at_("action", 1.5, torch.tensor([2, 3])),
+    "a row of the storage": lambda b: b.storage[1].update_(grid(1, 8, 16)[0]),
+    "a wrong shape": lambda b: b.set_("pixels", torch.zeros(3)),
+}
+
+
+@pytest.mark.parametrize("write", WRITES.values(), ids=WRITES)
+def test_two_dimensions_are_written_as_by_torchrl(write):
+    """By `storage[:]`, which is a view there: half of a record was written here."""
+    outcomes = []
+    for storage in (LazyTensorStorage(40, ndim=2), CompressedStorage(40, ndim=2)):
+        buffer = TensorDictReplayBuffer(storage=storage, batch_size=4)
+        buffer.extend(grid(8, 5, 0).clone())
+        try:
+            write(buffer)
+            failed = False
+        except RuntimeError:
+            failed = True
+        outcomes.append((failed, buffer[:]))
+    (wanted_failed, wanted), (failed, found) = outcomes
+    assert failed == wanted_failed
+    assert storage.compressed_keys.keys() == {("pixels",), ("next", "pixels")}
+    for key in ("pixels", "action", ("next", "pixels"), ("next", "reward")):
+        assert torch.equal(found[key], wanted[key]), key

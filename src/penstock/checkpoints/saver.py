@@ -15,6 +15,7 @@ import logging
 import math
 import os
 import sys
+import threading
 import time
 import warnings
 from collections import deque
@@ -120,6 +121,7 @@ class AsyncCheckpointSaver:
         self._verbose = verbose
         self._keep_last, self._keep_best = keep_last, _checked_best(keep_best)
         self._folders: dict[str, RunFolder] = {}
+        self._opening = threading.RLock()
         self._memory = ReusedMemory(max_staging_bytes or 0, allocate=_staging)
         self._max_staging_bytes = max_staging_bytes
         self._queue = WriteQueue(
@@ -339,16 +341,20 @@ class AsyncCheckpointSaver:
         # Strings and os.path: pathlib takes ten times as long, and the training waits.
         file = os.path.join(self._where, path)
         where, name = os.path.split(file)
-        if name in ("", ".", "..", folder.LATEST):
-            raise UsageError(f"path={str(path)!r} is no name for a checkpoint; give a file name")
+        if name.startswith(".") or name in ("", folder.LATEST):
+            raise UsageError(
+                f"path={str(path)!r} is no name for a checkpoint; give a file name that does not "
+                'begin with "."'
+            )
         target = self._folders.get(where)
         if target is None:
-            made = self.directory if where == self._where else make_folder(where)
-            place = os.path.realpath(made)  # one folder may go by several names
-            target = self._folders.get(place)
-            if target is None:
-                target = RunFolder(Path(place), self._keep_last, self._keep_best)
-            self._folders[where] = self._folders[place] = target
+            with self._opening:
+                made = self.directory if where == self._where else make_folder(where)
+                place = os.path.realpath(made)  # one folder may go by several names
+                target = self._folders.get(place)
+                if target is None:
+                    target = RunFolder(Path(place), self._keep_last, self._keep_best)
+                self._folders[where] = self._folders[place] = target
         return target, file
 
 

@@ -54,6 +54,7 @@ class StagedTensor:
         kind: "tensor", or "ndarray" for numpy's.
         live: What to copy; None once that is done.
         storage: Of a CPU tensor: keeps its memory, and knows how large that is.
+        start: The address of the storage.
         end: Where in the storage the elements end.
         address: Of `live`, if its bytes can be copied as they lie; else 0.
         offset: Of the copy in the staging memory.
@@ -62,8 +63,9 @@ class StagedTensor:
 
     __slots__ = (
         *("address", "dtype", "end", "kind", "live", "name", "nbytes", "offset", "shape"),
-        "storage",
+        *("start", "storage"),
     )
+    start: int
     end: int
     name: str
     storage: Any
@@ -78,8 +80,9 @@ class StagedTensor:
         self.address = 0
 
     def has_memory(self) -> bool:
-        """Tell whether the memory of a CPU tensor is really there: storages can be resized."""
-        return bool(self.end <= self.storage.nbytes())
+        """Tell whether the memory of a CPU tensor is where it was: storages can be resized."""
+        storage = self.storage
+        return bool(self.end <= storage.nbytes() and storage.data_ptr() == self.start)
 
 
 class Snapshot:
@@ -103,7 +106,7 @@ class Snapshot:
         self._staged: list[StagedTensor] = []
         self._owned = owned or {}
         self._tensors: dict[int, StagedTensor] = {}  # by address
-        self._views: list[StagedTensor] = []  # further ones at such an address
+        self._views: dict[int, list[StagedTensor]] = {}  # further ones at such an address
         self._arrays: dict[int, StagedTensor] = {}  # by id: they live on in the state
         self._memory: NDArray[np.uint8] = np.empty(0, np.uint8)
         self._devices = DeviceClones()
@@ -137,16 +140,21 @@ class Snapshot:
             now = [staged for staged in now if id(staged) not in later]
         for _ in range(_TRIES):
             before = _versions(now)
+            for staged in now:
+                if staged.address and not staged.has_memory():
+                    raise SnapshotDiscarded(
+                        f"{self._name(staged)} was given other memory by another thread; save "
+                        "where nothing trains, or under a lock"
+                    )
             self._copy_now(now)
             after = _versions(now)
             if before == after:
                 break
         else:
-            self.describe()
             changes = zip(now, before, after, strict=True)
-            names = [staged.name for staged, old, new in changes if old != new]
+            changed = next(staged for staged, old, new in changes if old != new)
             raise SnapshotDiscarded(
-                f"{names[0]} was written by another thread in each of {_TRIES} copies; "
+                f"{self._name(changed)} was written by another thread in each of {_TRIES} copies; "
                 "save where nothing trains, or under a lock"
             )
         for staged in now:
@@ -173,6 +181,10 @@ class Snapshot:
 
                 self._described = (tree.flatten(self._state, store), tensors)
         return self._described
+
+    def _name(self, staged: StagedTensor) -> str:
+        self.describe()
+        return staged.name
 
     def _copy_now(self, tensors: list[StagedTensor]) -> None:
         base = address_of(self._memory)
@@ -236,7 +248,8 @@ class Snapshot:
         known = self._tensors.get(address)
         if known is not None:
             # Tensors that are one (tied weights) are stored once, and are one again after loading.
-            for other in known, *self._views:
+            other: StagedTensor
+            for other in (known, *self._views.get(address, ())):
                 if _same(other.live, value):
                     return other
         staged = self._stage("tensor", value, dtype, nbytes)
@@ -245,13 +258,14 @@ class Snapshot:
         if known is None:
             self._tensors[address] = staged
         else:
-            self._views.append(staged)
+            self._views.setdefault(address, []).append(staged)
         if not on_cpu:
             return staged
         contiguous = value.is_contiguous()
         extent = nbytes if contiguous else _extent(value)
         staged.end = end = value.storage_offset() * width + extent  # type: ignore[assignment]
         staged.storage = storage = value.untyped_storage()
+        staged.start = storage.data_ptr()
         if end > storage.nbytes():
             raise UnsupportedValue("a tensor whose memory was given up")
         if contiguous and not value.is_neg() and not (dtype in _COMPLEX and value.is_conj()):

@@ -12,10 +12,10 @@ from typing import Final
 from typing_extensions import Self
 
 from penstock.core.memory import rss_bytes
+from penstock.core.threads import POLL_S
 from penstock.errors import UsageError
 
 # A waiter looks at its `cancelled` this often even when nobody calls `Budget.wake`.
-_CANCEL_POLL_S: Final = 0.1
 _MAX_SAMPLES: Final = 2000
 
 
@@ -32,8 +32,8 @@ class Budget:
     """
 
     def __init__(self, limit_bytes: int) -> None:
-        self._changed = threading.Condition()
-        self._waiting: deque[object] = deque()
+        self._lock = threading.RLock()
+        self._waiting: deque[threading.Lock] = deque()  # each opened by `wake`
         self._used_bytes = 0
         self._peak_bytes = 0
         self._limit_bytes = _positive(limit_bytes)
@@ -66,34 +66,36 @@ class Budget:
         """
         if n < 0:
             raise UsageError(f"cannot take {n} bytes from a budget: pass zero or more")
-        with self._changed:
+        gate = threading.Lock()
+        with self._lock:
             if not self._waiting and self._fits(n):
                 self._take(n)
                 return True
-            ticket = object()
-            self._waiting.append(ticket)
-            try:
-                while not (self._waiting[0] is ticket and self._fits(n)):
-                    if cancelled is not None and cancelled():
-                        return False
-                    self._changed.wait(None if cancelled is None else _CANCEL_POLL_S)
-                self._take(n)
-                return True
-            finally:
-                self._waiting.remove(ticket)
-                self._changed.notify_all()  # the next in line may fit as well
+            self._waiting.append(gate)
+        try:
+            while True:
+                with self._lock:
+                    if self._waiting[0] is gate and self._fits(n):
+                        self._take(n)
+                        return True
+                if cancelled is not None and cancelled():
+                    return False
+                gate.acquire(timeout=POLL_S)  # until `wake` opens it
+        finally:
+            with self._lock:
+                self._waiting.remove(gate)
+            self.wake()  # the next in line may fit as well
 
     def release(self, n: int) -> None:
         """Give n bytes back."""
-        with self._changed:
+        with self._lock:
             if not 0 <= n <= self._used_bytes:
                 raise UsageError(
                     f"cannot give {n} bytes back to a budget that lent {self._used_bytes}: "
                     "release what was acquired, once"
                 )
             self._used_bytes -= n
-            if self._waiting:
-                self._changed.notify_all()
+        self.wake()
 
     @contextmanager
     def grant(self, n: int) -> Iterator[None]:
@@ -106,14 +108,16 @@ class Budget:
 
     def resize(self, limit_bytes: int) -> None:
         """Change the limit; what is held already stays held."""
-        with self._changed:
+        with self._lock:
             self._limit_bytes = _positive(limit_bytes)
-            self._changed.notify_all()
+        self.wake()
 
     def wake(self) -> None:
-        """Make every waiter ask its `cancelled` now."""
-        with self._changed:
-            self._changed.notify_all()
+        """Make every waiter look again, and ask its `cancelled`, now."""
+        with self._lock:
+            for gate in self._waiting:
+                if gate.locked():
+                    gate.release()
 
     def _fits(self, n: int) -> bool:
         return self._used_bytes == 0 or self._used_bytes + n <= self._limit_bytes

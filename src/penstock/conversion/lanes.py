@@ -22,6 +22,7 @@ from typing import Any
 from typing_extensions import Self
 
 from penstock.conversion.budget import Budget
+from penstock.core.threads import POLL_S
 from penstock.errors import UsageError
 
 
@@ -41,7 +42,8 @@ class Lanes:
         self.name = name
         self.budget = Budget(limit_bytes)
         self.busy_s: dict[str, float] = {}
-        self._changed = threading.Condition()
+        self._lock = threading.RLock()
+        self._changed = threading.Condition(self._lock)  # see core/threads.py
         self._items: dict[str, deque[tuple[Any, int]]] = {}
         self._threads: list[threading.Thread] = []
         self._ending = False
@@ -67,7 +69,7 @@ class Lanes:
             BaseException: What a lane failed with; nothing is worked on after that.
         """
         granted = self.budget.acquire(max(size_bytes, 1), lambda: self._stopped)
-        with self._changed:
+        with self._lock:
             if granted and not self._stopped:
                 self._items[lane].append((item, max(size_bytes, 1)))
                 self._changed.notify_all()
@@ -76,7 +78,7 @@ class Lanes:
 
     def close(self) -> None:
         """Wait until every item has been worked on, and end the threads."""
-        with self._changed:
+        with self._lock:
             self._ending = True
             self._changed.notify_all()
         try:
@@ -91,7 +93,8 @@ class Lanes:
         """End the threads; what waits is not worked on."""
         self._stop(None)
         for thread in self._threads:
-            thread.join()
+            if thread.ident is not None:  # an interrupt may come before its start
+                thread.join()
 
     def __enter__(self) -> Self:
         return self
@@ -112,9 +115,9 @@ class Lanes:
     def _work_on_one(self, lane: str, work: Callable[[Any], None]) -> bool:
         """Work on the next item; one call each, so that no item stays alive in a waiting thread."""
         items = self._items[lane]
-        with self._changed:
+        with self._lock:
             while not items and not self._ending and not self._stopped:
-                self._changed.wait()
+                self._changed.wait(POLL_S)
             if self._stopped or not items:
                 return False
             item, size_bytes = items.popleft()
@@ -127,7 +130,7 @@ class Lanes:
         return True
 
     def _stop(self, error: BaseException | None) -> None:
-        with self._changed:
+        with self._lock:
             if self._error is None:
                 self._error = error
             self._stopped = True

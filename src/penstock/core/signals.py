@@ -90,7 +90,7 @@ class SignalGuard:
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
         self._handled += 1
-        if self._depth:
+        if self._depth and os.getpid() == self._pid:  # a forked child has nobody to leave the block
             self._waiting.append((number, frame))
             return
         if not self._closed and os.getpid() == self._pid:

@@ -1,5 +1,10 @@
 """The two ways in which penstock uses threads: one that comes and goes, and work on many items.
 
+An exception that a signal handler raises (KeyboardInterrupt) may come between any two instructions
+of the main thread, and `threading.Condition` and `Event` are Python code: it may leave them locked,
+or a waiter forgotten. So where the main thread takes part, a lock is entered itself (`with lock`,
+which is safe), not by its condition, and every wait looks again after `POLL_S`.
+
 No thread is a daemon: the interpreter waits for work that was begun. None can be started once the
 interpreter is on its way out (Python refuses, or kills what it started): from then on the work is
 done in the thread that asks for it.
@@ -21,7 +26,7 @@ T = TypeVar("T")
 R = TypeVar("R")
 
 CORES = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-_POLL_S = 0.1
+POLL_S = 0.1
 _PATIENCE_S, _PATIENCE_WAITS = 0.5, 25
 _INLINE_BYTES = 4 << 20  # below this, threads cost more than they bring
 
@@ -133,7 +138,7 @@ class BackgroundThread:
                         return
                 finally:
                     self._lock.release()
-            self._hear(_POLL_S)
+            self._hear(POLL_S)
 
     def _hear(self, wait_s: float = 0.0) -> None:
         """Take all calls there are; wait for one, if there is none."""
@@ -193,22 +198,23 @@ def parallel_map(
         lower_priority(nice)
         while True:
             with suppress(Empty):
-                if not help_once(_POLL_S):
+                if not help_once(POLL_S):
                     return
             if ended or (not threading.main_thread().is_alive() and todo.empty()):
                 return  # an interrupt, or an iterator that nobody closed: no word may come
 
     def first() -> R:
-        waits = _PATIENCE_WAITS if threads else 0
-        while not pending[0].finished.is_set():
-            if waits and patient():
-                pending[0].finished.wait(_PATIENCE_S / _PATIENCE_WAITS)
+        waits = _PATIENCE_WAITS
+        while not pending[0].finished:
+            # Helpers that could not start, or that ended with the main thread, are not waited for.
+            if waits and patient() and any(thread.is_alive() for thread in threads):
+                pending[0].wait(_PATIENCE_S / _PATIENCE_WAITS)
                 waits -= 1
                 continue
             try:
                 help_once(None)
             except Empty:
-                pending[0].finished.wait()
+                pending[0].wait(POLL_S)
         if pending[0].error is not None:
             raise pending[0].error
         result: R = pending[0].result  # type: ignore[assignment]
@@ -266,12 +272,14 @@ def parallel_list(
 class _Task(Generic[T, R]):
     """One item of `parallel_map` on its way."""
 
-    __slots__ = ("error", "finished", "item", "result", "size_bytes")
+    __slots__ = ("_gate", "error", "finished", "item", "result", "size_bytes")
 
     def __init__(self, item: T, size_bytes: int) -> None:
         self.item: T | None = item
         self.size_bytes = size_bytes
-        self.finished = threading.Event()
+        self.finished = False
+        self._gate = threading.Lock()
+        self._gate.acquire()
         self.result: R | None = None
         self.error: BaseException | None = None
 
@@ -290,4 +298,10 @@ class _Task(Generic[T, R]):
                 raise  # an interrupt of the caller, which may not wait for the item's turn
         finally:
             self.item = None
-            self.finished.set()
+            self.finished = True
+            self._gate.release()
+
+    def wait(self, seconds: float) -> None:
+        """Wait until it is finished, for so long at most."""
+        if self._gate.acquire(timeout=seconds):
+            self._gate.release()

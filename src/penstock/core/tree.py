@@ -22,12 +22,13 @@ Json = Any
 TAG = "!"
 MAX_DEPTH = 200
 _SEQUENCES: dict[type, str] = {tuple: "tuple", set: "set", frozenset: "frozenset"}
-_SCALARS = {np.dtype(kind).str for kind in "?bhilqBHILQefdgFD"}
+_SCALAR_KINDS = "?bhilqBHILQefdgFD"
+_SCALARS = {np.dtype(kind).str for kind in _SCALAR_KINDS}
 _NONSENSE = (LookupError, ValueError, TypeError, AttributeError, OverflowError, RecursionError)
 _DROPPED = object()
 _PLAIN_KEYS = frozenset({str, int, bool, type(None)})
 _IMMUTABLE = frozenset(
-    {str, bool, int, float, complex, bytes, type(None), *(np.dtype(s).type for s in _SCALARS)}
+    {str, bool, int, float, complex, bytes, type(None), *(np.dtype(k).type for k in _SCALAR_KINDS)}
 )
 _BUILDERS: dict[str, Callable[[Iterable[Any]], Any]] = {
     "tuple": tuple,

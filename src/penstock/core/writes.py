@@ -345,6 +345,8 @@ class WriteQueue:
             if job.handle.barrier is not None:
                 job.handle.barrier()
         with self._waiting:
+            if self._jobs:
+                self._thread.wake()  # an interrupt may have come between `append` and `wake`
             return poll(lambda: not self._jobs, timeout)
 
     def _settle(

@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import sys
 import threading
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from multiprocessing.context import get_spawning_popen
 from os import PathLike
 from typing import Any
@@ -23,13 +25,13 @@ from penstock.core.reuse import ReusedMemory
 from penstock.errors import UnsupportedValue, UsageError
 
 with needs_torchrl("CompressedStorage"):
-    from tensordict import TensorDict
+    from tensordict import TensorDict, TensorDictBase
     from torchrl.data import LazyTensorStorage, TensorStorage
 
 from penstock.replay.columns import CompressedColumns, Encoded
 from penstock.replay.frames import FrameCodec, choose_codec
 from penstock.replay.torchrl_content import SlotTracker, export_state, import_state
-from penstock.replay.torchrl_index import as_tensordict, place, reads_columns, slots_at
+from penstock.replay.torchrl_index import as_tensordict, is_view, place, reads_columns, slots_at
 from penstock.replay.torchrl_keys import (
     Codecs,
     Key,
@@ -44,6 +46,7 @@ from penstock.replay.torchrl_keys import (
     wanted_codec,
 )
 from penstock.replay.torchrl_save import SegmentCheckpointer
+from penstock.replay.torchrl_view import StorageSlice
 
 Slots = NDArray[np.int64]
 Leaves = dict[tuple[str, ...], torch.Tensor]
@@ -189,8 +192,46 @@ class CompressedStorage(LazyTensorStorage):  # type: ignore[misc]
                 slots = self._fast_slots(item)
                 if slots is not None:
                     return self._gather(slots, [])
-                return super().get(item)
+                return self._slice(super().get(item), item)
         return self.get(item)
+
+    @contextmanager
+    def changing(self, slots: Slots, changes: Mapping[tuple[str, ...], Any]) -> Iterator[None]:
+        """Write compressed keys of slots; the plain ones are written within.
+
+        Args:
+            slots: Which, in any shape; of one that is named twice, the last value counts.
+            changes: By key: anything that torch would take for `tensor[slots] = value`.
+
+        Raises:
+            RuntimeError: A value has no such shape; nothing was written.
+        """
+        with self._lock:
+            assert self._columns is not None
+            flat, last = np.unique(slots.reshape(-1)[::-1], return_index=True)
+            kept = slots.size - 1 - last
+            encoded: dict[int, Encoded] = {}
+            for path, value in changes.items():
+                key = self._tree.by_path[path]
+                target = torch.empty((*slots.shape, *key.shape), dtype=key.dtype)
+                target[...] = value
+                assert key.column is not None
+                encoded[key.column] = self._columns.encode(
+                    key.column, as_rows(target, slots.ndim)[kept]
+                )
+            yield
+            if flat.size:
+                self._columns.store(flat, encoded)
+                self._tracker.touch(flat)
+            self._bump_mutation_revision()
+
+    def _slice(self, content: Any, index: Any, slots: Slots | None = None) -> Any:
+        """Let what an index gives write through to the storage, where TorchRL's own would."""
+        if not isinstance(content, TensorDictBase) or not is_view(index):
+            return content
+        if slots is None:
+            slots = slots_at((self._len_along_dim0, *self._dims[1:]), index)
+        return StorageSlice.over(content, self, slots)
 
     def flatten(self) -> Any:
         """Return a storage of one dimension with the same content, decoded."""
@@ -388,4 +429,5 @@ class CompressedStorage(LazyTensorStorage):  # type: ignore[misc]
         for k in big:
             tensors[k] = self._decode(self._tree.keys[k], slots)
         names = plain.names if self._names is not None else None
-        return self._tree.assemble(tensors, slots.shape, plain.device, names)
+        content = self._tree.assemble(tensors, slots.shape, plain.device, names)
+        return self._slice(content, index, slots)

@@ -131,6 +131,14 @@ def as_tensordict(data: Any) -> TensorDictBase:
         raise UsageError(f"the stacked data is ragged ({error}); pad it first") from error
 
 
+def is_view(index: Any) -> bool:
+    """Tell whether torch gives a view for an index: numbers, slices, an ellipsis, None."""
+    parts = index if isinstance(index, tuple) else (index,)
+    return all(
+        part is None or part is ... or isinstance(part, int | np.integer | slice) for part in parts
+    )
+
+
 def reads_columns(frame: FrameType) -> bool:
     """Tell whether a caller is a part of TorchRL that looks only at small columns."""
     module = frame.f_globals.get("__name__", "")

@@ -11,11 +11,10 @@ from typing import Any
 
 import torch
 
+from penstock.core.threads import POLL_S
 from penstock.errors import SaverClosed
 from penstock.rollouts.ownership import Owner, tensors_in
 from penstock.tensors import tensor_bytes
-
-_POLL_S = 0.1
 
 
 @dataclass
@@ -57,7 +56,8 @@ class Ahead:
         self._max_bytes = max_bytes
         self._max_staleness = max_staleness
         self._policy_version = policy_version
-        self._changed = threading.Condition()
+        self._lock = threading.RLock()
+        self._changed = threading.Condition(self._lock)  # see core/threads.py
         self._thread: threading.Thread | None = None
         self._queue: deque[Ready] = deque()
         self._owner = Owner(count + 2, reused=bool(getattr(base, "return_same_td", False)))
@@ -80,7 +80,7 @@ class Ahead:
 
     def start(self) -> None:
         """Start the thread, unless there is one, or what it left is not taken yet."""
-        with self._changed:
+        with self._lock:
             running = self._thread is not None and self._thread.is_alive()
             if running or self._queue or self._error is not None or self.stopped:
                 return
@@ -100,7 +100,7 @@ class Ahead:
             BaseException: What the iterable raised, after the batches that came before.
         """
         begin = perf_counter()
-        with self._changed:
+        with self._lock:
             self._close_turn()
             self._asking += 1
             self._changed.notify_all()
@@ -116,14 +116,14 @@ class Ahead:
                         if error is not None:
                             raise error
                         return None
-                    self._changed.wait()
+                    self._changed.wait(POLL_S)
             finally:
                 self._asking -= 1
                 self._wait_s += perf_counter() - begin
 
     def advance(self, versions: int) -> None:
         """Count updates of the policy."""
-        with self._changed:
+        with self._lock:
             self._version += versions
             self._changed.notify_all()
 
@@ -133,7 +133,7 @@ class Ahead:
         Args:
             shut_base: Let it also shut the iterable down; else somebody may still want it.
         """
-        with self._changed:
+        with self._lock:
             self.stopped = True
             self._shuts_base = self._shuts_base or shut_base
             self._queue.clear()
@@ -153,7 +153,7 @@ class Ahead:
         Raises:
             BaseException: What it raised, here or in the thread (raised once).
         """
-        with self._changed:
+        with self._lock:
             first, self._base_shut = not self._base_shut, True
             error, self._shutdown_error = self._shutdown_error, None
         if error is not None:
@@ -164,7 +164,7 @@ class Ahead:
 
     def stats(self) -> dict[str, Any]:
         """Return counts and times."""
-        with self._changed:
+        with self._lock:
             return {
                 "batches": self._batches,
                 "staleness_mean": self._stale_sum / self._batches if self._batches else 0.0,
@@ -252,7 +252,7 @@ class Ahead:
                 self.shut_down_base()
         except BaseException as failure:
             self._shutdown_error = failure
-        with self._changed:
+        with self._lock:
             self._error = error
             self._ended = True
             self._changed.notify_all()
@@ -274,7 +274,7 @@ class Ahead:
         if not ready.nbytes:
             ready.nbytes = int(getattr(batch, "nbytes", 0) or 0)
         del batch
-        with self._changed:
+        with self._lock:
             if self.stopped:
                 return False
             self._last_bytes = ready.nbytes
@@ -284,12 +284,12 @@ class Ahead:
         return True
 
     def _wait_for_leave(self) -> int | None:
-        with self._changed:
+        with self._lock:
             while not self.stopped:
                 # At the end of the program nobody comes to say so: this thread must go by itself.
                 if not threading.main_thread().is_alive() and not self._asking:
                     raise SaverClosed("collecting ended with the main thread; keep it alive")
                 if self._may_start():
                     return self._now()
-                self._changed.wait(_POLL_S)
+                self._changed.wait(POLL_S)
         return None
