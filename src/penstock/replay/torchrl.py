@@ -66,8 +66,9 @@ class CompressedStorage(LazyTensorStorage):  # type: ignore[misc]
     decoded into memory that is used again once nobody holds the batch any more.
 
     Reading by an index gives copies. Of a slice (`storage[:]`), small keys are views, as in
-    LazyTensorStorage; large keys are decoded copies: writing into them changes nothing, and
-    `ReplayBuffer.set_at_` refuses them. Write with `buffer[index] = data`.
+    LazyTensorStorage; large keys are decoded copies. The methods of a slice (`slice[i, j] = data`,
+    `set_`, `set_at_`, `update_`), by which TorchRL's buffer writes, write all keys to the storage;
+    writing into a tensor of a large key (`slice["pixels"][3] = 0`) changes that copy only.
 
     Args:
         max_size: Number of slots.
