@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import runpy
+import sys
 from fractions import Fraction
 from pathlib import Path
 from types import SimpleNamespace
@@ -34,6 +36,23 @@ def write(path: Path, codec: str, first: int = 0, frames: int = FRAMES, fps: int
         else:
             writer.encode(decoder.jpeg(data))
     return writer.close()
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="Linux has the scheduling that matters")
+@pytest.mark.parametrize("codec", ["h264", "av1"])
+def test_no_thread_becomes_a_real_time_one(tmp_path: Path, codec: str) -> None:
+    """SVT-AV1 asks for that when root runs it: everything else on the machine would wait."""
+
+    def policies() -> set[int]:
+        names = os.listdir("/proc/self/task")
+        return {os.sched_getscheduler(int(name)) for name in names}
+
+    writer = VideoWriter(tmp_path / "a.mp4", VideoSettings(codec), 30, W, H)
+    writer.encode(s.picture(0, W, H))
+    assert policies() == {os.SCHED_OTHER}
+    writer.encode(s.picture(1, W, H))
+    writer.close()
+    assert policies() == {os.SCHED_OTHER}
 
 
 @pytest.mark.parametrize(

@@ -17,8 +17,8 @@ import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Generator, Iterable, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from queue import Empty, SimpleQueue
 from typing import Generic, TypeVar
 
@@ -48,6 +48,32 @@ def lower_priority(nice: int) -> None:
     if nice and sys.platform == "linux":
         with suppress(OSError):  # not allowed here: run at the usual priority
             os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), nice)
+
+
+@contextmanager
+def no_realtime() -> Iterator[None]:
+    """Take the real-time scheduling back that a library gives to threads meanwhile (Linux).
+
+    SVT-AV1, when root runs it, puts the thread that opens it and all of its own before every other
+    program of the machine, for ever; children of the process inherit that.
+    """
+    before = _realtime_threads()
+    try:
+        yield
+    finally:
+        for thread in _realtime_threads() - before:
+            with suppress(OSError):  # it has ended
+                os.sched_setscheduler(thread, os.SCHED_OTHER, os.sched_param(0))
+
+
+def _realtime_threads() -> set[int]:
+    found = set()
+    if sys.platform == "linux":
+        for name in os.listdir("/proc/self/task"):
+            with suppress(OSError):
+                if os.sched_getscheduler(int(name)) in (os.SCHED_FIFO, os.SCHED_RR):
+                    found.add(int(name))
+    return found
 
 
 def _thread(target: Callable[[], None], name: str) -> threading.Thread:

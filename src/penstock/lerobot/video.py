@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator, Mapping
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass
 from fractions import Fraction
 from pathlib import Path
@@ -22,6 +22,7 @@ from numpy.typing import NDArray
 from typing_extensions import Self
 
 from penstock.core.files import storage_error
+from penstock.core.threads import no_realtime
 from penstock.errors import CorruptFile, DataError, StorageError, UsageError
 from penstock.lerobot.av_versions import (
     ANY_METADATA,
@@ -139,7 +140,10 @@ class VideoWriter:
         prepared.pts = self.frames
         prepared.time_base = Fraction(1, self._fps)
         try:
-            for packet in self._stream.encode(prepared):
+            opens = self._settings.codec == "av1" and not self.frames
+            with no_realtime() if opens else nullcontext():
+                packets = self._stream.encode(prepared)
+            for packet in packets:
                 self._container.mux(packet)
         except (av.FFmpegError, OSError, ValueError) as error:
             raise write_failure("write", self.path, error) from error
