@@ -95,7 +95,6 @@ def test_two_lanes_of_one_name_are_refused():
             lanes.open("a", lambda item: None)
 
 
-@pytest.mark.stress  # an interrupt within Thread.start can hang Python itself
 def test_an_interrupt_at_any_moment_ends_the_lanes():
     done = interrupt_often(
         """

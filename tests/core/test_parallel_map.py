@@ -271,7 +271,6 @@ def test_patience_ends_when_somebody_waits() -> None:
     assert len(asked) >= 3
 
 
-@pytest.mark.stress  # an interrupt within Thread.start can hang Python itself
 def test_an_interrupt_at_any_moment_ends_it() -> None:
     done = interrupt_often(
         """

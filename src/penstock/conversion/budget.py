@@ -12,7 +12,7 @@ from typing import Final
 from typing_extensions import Self
 
 from penstock.core.memory import rss_bytes
-from penstock.core.threads import POLL_S
+from penstock.core.threads import POLL_S, start
 from penstock.errors import UsageError
 
 # A waiter looks at its `cancelled` this often even when nobody calls `Budget.wake`.
@@ -162,7 +162,7 @@ class MemoryWatch:
     def __enter__(self) -> Self:
         self._start_s = time.perf_counter()
         self._sample()  # so that even the shortest block has a peak
-        self._thread.start()
+        start(self._thread)
         return self
 
     def __exit__(self, exc_type: object, exc: BaseException | None, traceback: object) -> None:

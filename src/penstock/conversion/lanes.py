@@ -22,7 +22,7 @@ from typing import Any
 from typing_extensions import Self
 
 from penstock.conversion.budget import Budget
-from penstock.core.threads import POLL_S
+from penstock.core.threads import POLL_S, start
 from penstock.errors import UsageError
 
 
@@ -60,7 +60,7 @@ class Lanes:
             target=self._run, args=(lane, work), name=f"{self.name}-{lane}", daemon=False
         )
         self._threads.append(thread)
-        thread.start()
+        start(thread)
 
     def put(self, lane: str, item: Any, size_bytes: int) -> None:
         """Hand an item over; waits while the lanes hold too much.

@@ -1,6 +1,6 @@
-"""Finish pending work before SIGINT or SIGTERM takes its course.
+"""Finish pending work before SIGINT or SIGTERM takes its course; postpone them for a moment.
 
-The handler calls back, then does exactly what would have happened without it: the user's handler,
+The handler of a `SignalGuard` calls back, then does exactly what would have happened without it: the user's handler,
 KeyboardInterrupt, or the default action of the signal.
 """
 
@@ -12,9 +12,55 @@ import threading
 import weakref
 from collections.abc import Callable
 from types import FrameType
-from typing import Any
+from typing import Any, TypeVar
 
 _SIGNALS = (signal.SIGINT, signal.SIGTERM)
+_RAISING = (*_SIGNALS, *filter(None, [getattr(signal, "SIGALRM", None)]))  # timeouts raise, too
+R = TypeVar("R")
+
+
+def undisturbed(call: Callable[[], R]) -> R:
+    """Call something that an exception of a signal handler must not leave half done.
+
+    Signals that come meanwhile are handled right after it.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        return call()  # handlers run on the main thread only
+    postponed = _Postponed()
+    try:
+        postponed.begin()
+        return call()
+    finally:
+        postponed.end()
+
+
+class _Postponed:
+    """A handler that keeps signals for later; once it has ended, it passes them on."""
+
+    def __init__(self) -> None:
+        self._previous: dict[int, Any] = {}
+        self._came: list[int] = []
+        self._ended = False
+
+    def begin(self) -> None:
+        for number in _RAISING:
+            if callable(previous := signal.getsignal(number)):
+                self._previous[number] = previous
+                signal.signal(number, self)
+
+    def end(self) -> None:
+        self._ended = True  # an interrupt may keep us from putting some handlers back
+        for number, previous in self._previous.items():
+            if signal.getsignal(number) is self:
+                signal.signal(number, previous)
+        while self._came:
+            signal.raise_signal(self._came.pop())
+
+    def __call__(self, number: int, frame: FrameType | None) -> None:
+        if self._ended:
+            self._previous[number](number, frame)
+        else:
+            self._came.append(number)
 
 
 class SignalGuard:

@@ -22,6 +22,8 @@ from contextlib import contextmanager, suppress
 from queue import Empty, SimpleQueue
 from typing import Generic, TypeVar
 
+from penstock.core.signals import undisturbed
+
 T = TypeVar("T")
 R = TypeVar("R")
 
@@ -80,11 +82,18 @@ def _thread(target: Callable[[], None], name: str) -> threading.Thread:
     return threading.Thread(target=target, name=name, daemon=False)
 
 
+def start(thread: threading.Thread) -> None:
+    """Start a thread whatever signal comes: an interrupt within `Thread.start` could leave the
+    lock of its event taken, and the thread waiting for it for ever.
+    """
+    undisturbed(thread.start)
+
+
 def _start(thread: threading.Thread) -> bool:
     """Start a thread; False where there can be none."""
     try:
         if threading.main_thread().is_alive():
-            thread.start()
+            start(thread)
             return True
     except RuntimeError:  # out of threads, or of memory for their stacks
         pass

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from penstock.core.threads import POLL_S
+from penstock.core.threads import POLL_S, start
 from penstock.errors import SaverClosed
 from penstock.rollouts.ownership import Owner, tensors_in
 from penstock.tensors import tensor_bytes
@@ -91,7 +91,7 @@ class Ahead:
                 name="penstock-collector",
                 daemon=False,
             )
-            self._thread.start()
+            start(self._thread)
 
     def take(self) -> Ready | None:
         """Wait for the next batch; None at the end of the iterable.
