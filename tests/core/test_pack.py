@@ -512,8 +512,9 @@ def test_a_name_is_taken_once(tmp_path: Path, size: int) -> None:
         write(tmp_path / "x", Item("a", np.zeros(3, np.float32), "bfloat16"))
     with pytest.raises(UsageError, match="name"):
         write(tmp_path / "x", Item("\ud800", np.zeros(3)))
-    with pytest.raises(UsageError, match="dimensions"):
-        write(tmp_path / "x", Item("a", np.zeros((1,) * 33)))
+    if np.lib.NumpyVersion(np.__version__) >= "2.0.0":  # older arrays have 32 dimensions at most
+        with pytest.raises(UsageError, match="dimensions"):
+            write(tmp_path / "x", Item("a", np.zeros((1,) * 33)))
     assert os.listdir(tmp_path) == []
 
 

@@ -120,6 +120,10 @@ def stat(name: str, key: str, value: object) -> Damage:
 def edit_table(name: str, change: Callable[[pa.Table], pa.Table]) -> Damage:
     def damage(root: Path) -> None:
         table = change(pq.read_table(root / name))
+        for index, field in enumerate(table.schema):  # pyarrow 23 cannot write vectors that miss
+            if pa.types.is_fixed_size_list(field.type) and table[index].null_count:
+                values = pa.array(table[index].to_pylist(), pa.list_(field.type.value_type))
+                table = table.set_column(index, field.name, values)
         pq.write_table(table, root / name, row_group_size=1000, write_page_checksum=True)
 
     return damage

@@ -11,7 +11,7 @@ from __future__ import annotations
 import ctypes
 import threading
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, NoReturn
 
 import numpy as np
 import torch
@@ -53,20 +53,15 @@ class StagedTensor:
     Attributes:
         kind: "tensor", or "ndarray" for numpy's.
         live: What to copy; None once that is done.
-        storage: Of a CPU tensor: keeps its memory, and knows how large that is.
-        start: The address of the storage.
-        end: Where in the storage the elements end.
+        storage: Of a CPU tensor, while it is copied: keeps its memory, and knows how large that is.
         address: Of `live`, if its bytes can be copied as they lie; else 0.
         offset: Of the copy in the staging memory.
         name: In the file, once the snapshot is described.
     """
 
     __slots__ = (
-        *("address", "dtype", "end", "kind", "live", "name", "nbytes", "offset", "shape"),
-        *("start", "storage"),
+        *("address", "dtype", "kind", "live", "name", "nbytes", "offset", "shape", "storage"),
     )
-    start: int
-    end: int
     name: str
     storage: Any
 
@@ -79,10 +74,15 @@ class StagedTensor:
         self.offset = offset
         self.address = 0
 
+    def hold(self) -> bool:
+        """Keep the memory of a CPU tensor; False if the elements do not lie there any more."""
+        self.storage = self.live.untyped_storage()
+        return self.has_memory()
+
     def has_memory(self) -> bool:
-        """Tell whether the memory of a CPU tensor is where it was: storages can be resized."""
-        storage = self.storage
-        return bool(self.end <= storage.nbytes() and storage.data_ptr() == self.start)
+        """Tell whether the elements lie in the memory that is held: storages can be resized."""
+        before = self.address - self.storage.data_ptr()
+        return before >= 0 and before + self.nbytes <= self.storage.nbytes()  # type: ignore[no-any-return]
 
 
 class Snapshot:
@@ -140,12 +140,6 @@ class Snapshot:
             now = [staged for staged in now if id(staged) not in later]
         for _ in range(_TRIES):
             before = _versions(now)
-            for staged in now:
-                if staged.address and not staged.has_memory():
-                    raise SnapshotDiscarded(
-                        f"{self._name(staged)} was given other memory by another thread; save "
-                        "where nothing trains, or under a lock"
-                    )
             self._copy_now(now)
             after = _versions(now)
             if before == after:
@@ -193,16 +187,27 @@ class Snapshot:
         large: list[Chunk] = []
         for staged in tensors:
             address, nbytes = staged.address, staged.nbytes
-            if address and nbytes <= brief_bytes:
-                _brief_memmove(base + staged.offset, address, nbytes)
-            elif address:
-                large += chunks(base + staged.offset, address, nbytes)
+            if address:
+                if not staged.hold():
+                    self._refuse(staged)
+                if nbytes <= brief_bytes:
+                    _brief_memmove(base + staged.offset, address, nbytes)
+                else:
+                    large += chunks(base + staged.offset, address, nbytes)
             elif nbytes:
                 self._copy_elements(staged)
         if large:
             nbytes = sum(chunk[2] for chunk in large)
             parallel_list(lambda chunk: memmove(*chunk), large, name="copy", nbytes=nbytes)
         self._devices.cloned()
+
+    def _refuse(self, staged: StagedTensor) -> NoReturn:
+        name = self._name(staged)
+        _check(name, staged.live)  # it may have given its memory up
+        raise SnapshotDiscarded(
+            f"{name} was given other memory by another thread; save where nothing trains, or under "
+            "a lock"
+        )
 
     def fetch(self) -> None:
         """Bring what was cloned on its device into the staging memory; in the background."""
@@ -261,19 +266,16 @@ class Snapshot:
             self._views.setdefault(address, []).append(staged)
         if not on_cpu:
             return staged
-        contiguous = value.is_contiguous()
-        extent = nbytes if contiguous else _extent(value)
-        staged.end = end = value.storage_offset() * width + extent  # type: ignore[assignment]
-        staged.storage = storage = value.untyped_storage()
-        staged.start = storage.data_ptr()
-        if end > storage.nbytes():
-            raise UnsupportedValue("a tensor whose memory was given up")
-        if contiguous and not value.is_neg() and not (dtype in _COMPLEX and value.is_conj()):
-            staged.address = address
-            if address in self._owned:
-                owner = self._owned[address]
-                if tensor_bytes(owner) == nbytes and not value.is_inference():
-                    self.lazy.append((staged, owner))
+        as_it_lies = value.is_contiguous() and not value.is_neg() and address
+        if not as_it_lies or (dtype in _COMPLEX and value.is_conj()):
+            _check("", value)
+            return staged
+        staged.address = address
+        owner = self._owned.get(address)
+        if owner is not None and tensor_bytes(owner) == nbytes and not value.is_inference():
+            if not staged.hold():
+                raise UnsupportedValue("a tensor whose memory was given up")
+            self.lazy.append((staged, owner))
         return staged
 
     def _stage(self, kind: str, live: Any, dtype: str, nbytes: int) -> StagedTensor:
