@@ -22,16 +22,16 @@ if TYPE_CHECKING:
     from penstock.checkpoints.saver import AsyncCheckpointSaver
     from penstock.conversion.run import convert
     from penstock.errors import PenstockError
-    from penstock.replay.buffer import DictReplayBuffer
+    from penstock.replay.episodes.buffer import DictReplayBuffer
+    from penstock.replay.episodes.index import PrefixSum
     from penstock.replay.images import (
         compress_image,
         compress_image_seq,
         decompress_image,
         decompress_image_seq,
     )
-    from penstock.replay.index import PrefixSum
-    from penstock.replay.torchrl import CompressedStorage
-    from penstock.replay.torchrl_sampler import PrioritySampler
+    from penstock.replay.torchrl.sampler import PrioritySampler
+    from penstock.replay.torchrl.storage import CompressedStorage
     from penstock.rollouts.collect import PipelinedDataCollector
     from penstock.rollouts.compressed import CompressedDataCollector
     from penstock.rollouts.lerobot import export
@@ -77,13 +77,13 @@ _HOMES = {
     "AsyncCheckpointSaver": "penstock.checkpoints.saver",
     "CompressedDataCollector": "penstock.rollouts.compressed",
     "CompressedLidarTransform": "penstock.rollouts.transform",
-    "CompressedStorage": "penstock.replay.torchrl",
-    "DictReplayBuffer": "penstock.replay.buffer",
+    "CompressedStorage": "penstock.replay.torchrl.storage",
+    "DictReplayBuffer": "penstock.replay.episodes.buffer",
     "PenstockError": "penstock.errors",
     "PerformanceMonitor": "penstock.ui.monitor",
     "PipelinedDataCollector": "penstock.rollouts.collect",
-    "PrefixSum": "penstock.replay.index",
-    "PrioritySampler": "penstock.replay.torchrl_sampler",
+    "PrefixSum": "penstock.replay.episodes.index",
+    "PrioritySampler": "penstock.replay.torchrl.sampler",
     "RolloutStorage": "penstock.rollouts.storage",
     "advise": "penstock.tools.advise",
     "compress_image": "penstock.replay.images",

@@ -18,9 +18,9 @@ from tensordict import TensorDict
 
 from harness import run_and_kill
 from penstock.errors import DataError
-from penstock.replay.buffer import DictReplayBuffer
+from penstock.replay.episodes.buffer import DictReplayBuffer
 from penstock.replay.segments import MANIFEST, SegmentLog
-from penstock.replay.torchrl import CompressedStorage
+from penstock.replay.torchrl.storage import CompressedStorage
 
 SLOTS = 1100
 STEP = 170  # no divisor of anything: blocks are half written, the ring wraps anywhere

@@ -14,7 +14,7 @@ import torch
 from tensordict import TensorDict
 
 from penstock.errors import UnsupportedValue, UsageError
-from penstock.replay.buffer import DictReplayBuffer
+from penstock.replay.episodes.buffer import DictReplayBuffer
 
 KEYS = ["obs", "reward", "done"]
 

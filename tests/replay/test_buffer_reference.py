@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from penstock.errors import UsageError
-from penstock.replay.buffer import DictReplayBuffer
+from penstock.replay.episodes.buffer import DictReplayBuffer
 
 CODECS = ["auto", "raw", "lz4", "bits", "sparse", "zstd"]
 COMBINATIONS = list(itertools.product(CODECS, ["frame", "block", "episode"], ["fifo", "lru"]))

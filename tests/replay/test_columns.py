@@ -8,10 +8,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from penstock import errors
-from penstock.replay import columns as module
 from penstock.replay.arena import Arena
-from penstock.replay.columns import CompressedColumns, Encoded
 from penstock.replay.frames import choose_codec
+from penstock.replay.torchrl import columns as module
+from penstock.replay.torchrl.columns import CompressedColumns, Encoded
 
 SIZE = 400
 

@@ -18,8 +18,8 @@ from penstock.lerobot.layout import Feature
 from penstock.lerobot.reader import Dataset
 from penstock.lerobot.video import VideoSettings
 from penstock.lerobot.writer import DatasetWriter
-from penstock.replay import lerobot
-from penstock.replay.buffer import DictReplayBuffer
+from penstock.replay.episodes import lerobot
+from penstock.replay.episodes.buffer import DictReplayBuffer
 from penstock.rollouts.lerobot import export
 from penstock.rollouts.storage import RolloutStorage
 

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from penstock.errors import UsageError
-from penstock.replay.index import EpisodeIndex, PrefixSum
+from penstock.replay.episodes.index import EpisodeIndex, PrefixSum
 
 OPERATIONS = 100
 RUNS = 100  # together 10,000 operations

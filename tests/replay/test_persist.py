@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from penstock.errors import CorruptFile, DataError, StorageError, UnknownFormat, UsageError
-from penstock.replay.buffer import DictReplayBuffer
+from penstock.replay.episodes.buffer import DictReplayBuffer
 from penstock.replay.segments import SegmentLog
 
 KEYS = ["obs", ("deep", "x"), "reward", "done"]
@@ -178,7 +178,7 @@ def test_tensordicts_stay_tensordicts(tmp_path: Path) -> None:
 def test_large_buffers_are_written_in_pieces(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("penstock.replay.persist._SEGMENT_BYTES", 20_000)
+    monkeypatch.setattr("penstock.replay.episodes.persist._SEGMENT_BYTES", 20_000)
     buffer = made(max_size=10_000)
     for serial in range(30):
         buffer.add(episode(60, serial))
@@ -188,7 +188,7 @@ def test_large_buffers_are_written_in_pieces(
 
 
 def test_saving_while_others_add(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("penstock.replay.persist._SEGMENT_BYTES", 20_000)
+    monkeypatch.setattr("penstock.replay.episodes.persist._SEGMENT_BYTES", 20_000)
     buffer = made(max_size=2000)
     stop = threading.Event()
 

@@ -11,10 +11,10 @@ from hypothesis import strategies as st
 
 from penstock.core.reuse import ReusedMemory
 from penstock.errors import CorruptFile, UsageError
-from penstock.replay import records as records_module
 from penstock.replay.arena import Arena
-from penstock.replay.records import Column
-from penstock.replay.schema import Field
+from penstock.replay.episodes import records as records_module
+from penstock.replay.episodes.records import Column
+from penstock.replay.episodes.schema import Field
 
 MEMORY = ReusedMemory()
 

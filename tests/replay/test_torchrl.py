@@ -11,8 +11,8 @@ from torchrl.data import (
 )
 
 from penstock import errors
-from penstock.replay.columns import CompressedColumns
-from penstock.replay.torchrl import CompressedStorage
+from penstock.replay.torchrl.columns import CompressedColumns
+from penstock.replay.torchrl.storage import CompressedStorage
 from penstock.tensors import DTYPE_NAMES
 
 from .torchrl_items import assert_same, items, pair, trajectories

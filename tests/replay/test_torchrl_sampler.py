@@ -13,8 +13,8 @@ from torchrl.data import LazyTensorStorage, ReplayBuffer, TensorDictReplayBuffer
 
 from penstock import errors
 from penstock.core.pack import Item, PackWriter
-from penstock.replay.torchrl import CompressedStorage
-from penstock.replay.torchrl_sampler import PrioritySampler
+from penstock.replay.torchrl.sampler import PrioritySampler
+from penstock.replay.torchrl.storage import CompressedStorage
 
 
 def items(count, start=0):

@@ -18,9 +18,9 @@ from torchrl.data import ReplayBuffer, TensorDictReplayBuffer
 
 from penstock import errors
 from penstock.replay.segments import MANIFEST, SegmentLog
-from penstock.replay.torchrl import CompressedStorage
-from penstock.replay.torchrl_content import BLOCK
-from penstock.replay.torchrl_save import HOLDER
+from penstock.replay.torchrl.content import BLOCK
+from penstock.replay.torchrl.save import HOLDER
+from penstock.replay.torchrl.storage import CompressedStorage
 
 
 def numbered(start, count):
@@ -284,7 +284,7 @@ MEANWHILE = {
 @pytest.mark.parametrize("turn", [1, 4])
 def test_others_go_on_while_it_saves(tmp_path, monkeypatch, what, turn):
     """Between the segments of a save somebody writes; what is saved is the last of it."""
-    monkeypatch.setattr("penstock.replay.torchrl_save._SEGMENT_BYTES", 1)  # a block per segment
+    monkeypatch.setattr("penstock.replay.torchrl.save._SEGMENT_BYTES", 1)  # a block per segment
     buffer = filled(BLOCK * 6, BLOCK * 6)
     storage = buffer.storage
     original, turns = SegmentLog.append, []

@@ -20,7 +20,7 @@ from torchrl.data import (
 from torchrl.envs import EnvBase, SerialEnv
 
 from penstock import errors
-from penstock.replay.torchrl import CompressedStorage
+from penstock.replay.torchrl.storage import CompressedStorage
 
 from .torchrl_items import assert_same, items, pair
 

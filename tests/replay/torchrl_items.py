@@ -4,7 +4,7 @@ import torch
 from tensordict import TensorDict
 from torchrl.data import LazyTensorStorage
 
-from penstock.replay.torchrl import CompressedStorage
+from penstock.replay.torchrl.storage import CompressedStorage
 
 
 def items(*batch, seed=0, names=None):

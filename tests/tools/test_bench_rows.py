@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from penstock.replay.index import PrefixSum
+from penstock.replay.episodes.index import PrefixSum
 from penstock.tools.bench import Row, Settings
 from penstock.tools.bench.checkpoint import claims as checkpoint_claims
 from penstock.tools.bench.checkpoint.durable import DELTA, FULL, SEED, TORCH

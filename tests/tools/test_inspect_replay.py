@@ -7,8 +7,8 @@ from tensordict import TensorDict
 from torchrl.data import TensorDictReplayBuffer
 
 from penstock.cli import main
-from penstock.replay.buffer import DictReplayBuffer
-from penstock.replay.torchrl import CompressedStorage
+from penstock.replay.episodes.buffer import DictReplayBuffer
+from penstock.replay.torchrl.storage import CompressedStorage
 from penstock.rollouts.storage import RolloutStorage
 from penstock.tools import doctor, inspect
 

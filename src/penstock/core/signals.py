@@ -1,7 +1,7 @@
 """Finish pending work before SIGINT or SIGTERM takes its course; postpone them for a moment.
 
-The handler of a `SignalGuard` calls back, then does exactly what would have happened without it: the user's handler,
-KeyboardInterrupt, or the default action of the signal.
+The handler of a `SignalGuard` calls back, then does exactly what would have happened without it:
+the user's handler, KeyboardInterrupt, or the default action of the signal.
 """
 
 from __future__ import annotations

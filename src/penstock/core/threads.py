@@ -83,8 +83,9 @@ def _thread(target: Callable[[], None], name: str) -> threading.Thread:
 
 
 def start(thread: threading.Thread) -> None:
-    """Start a thread whatever signal comes: an interrupt within `Thread.start` could leave the
-    lock of its event taken, and the thread waiting for it for ever.
+    """Start a thread, whatever signal comes.
+
+    An interrupt within `Thread.start` may leave a lock taken for which the new thread waits.
     """
     undisturbed(thread.start)
 

@@ -193,7 +193,7 @@ def _episode_frames(
     segment: PackReader, number: int, record: dict[str, Any], want: int
 ) -> NDArray[np.uint8]:
     from penstock.core.reuse import ReusedMemory
-    from penstock.replay.records import Column
+    from penstock.replay.episodes.records import Column
 
     column = Column.from_config(record)
     lengths, sizes = segment.read("lengths"), segment.read(f"sizes.{number}")

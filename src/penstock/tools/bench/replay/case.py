@@ -14,9 +14,9 @@ from torchrl.data import LazyTensorStorage, TensorDictReplayBuffer
 from torchrl.data.replay_buffers.samplers import SliceSampler
 from torchrl.data.replay_buffers.storages import CompressedListStorage
 
-from penstock.replay.buffer import DictReplayBuffer
+from penstock.replay.episodes.buffer import DictReplayBuffer
 from penstock.replay.priority import SumTree
-from penstock.replay.torchrl import CompressedStorage
+from penstock.replay.torchrl.storage import CompressedStorage
 from penstock.tools.bench import Case, Extra, Row, Settings
 from penstock.tools.bench.experience import SeedBuffer, transitions
 from penstock.tools.bench.measure import Timing, burst, clock, interleave, judge_peers, time_rows

@@ -14,9 +14,9 @@ import torch
 from numpy.typing import NDArray
 from tensordict import TensorDict
 
+from penstock.replay.episodes.index import PrefixSum
 from penstock.replay.images import compress_image
-from penstock.replay.index import PrefixSum
-from penstock.replay.torchrl import CompressedStorage
+from penstock.replay.torchrl.storage import CompressedStorage
 from penstock.tools.bench import Row, Settings
 from penstock.tools.bench.experience import SeedBuffer
 from penstock.tools.bench.lz4_levels import measure_lz4

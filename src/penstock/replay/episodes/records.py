@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 from penstock.core.reuse import ReusedMemory
 from penstock.errors import CorruptFile, UsageError
 from penstock.replay.arena import Parts
+from penstock.replay.episodes.schema import Field, show
 from penstock.replay.frames import (
     LARGEST_FRAME_BYTES,
     FrameCodec,
@@ -24,7 +25,6 @@ from penstock.replay.frames import (
     choose_codec,
     frame_codec,
 )
-from penstock.replay.schema import Field, show
 
 Bytes = NDArray[np.uint8]
 Ints = NDArray[np.int64]

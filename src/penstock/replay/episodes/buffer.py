@@ -13,11 +13,11 @@ import torch
 from numpy.typing import ArrayLike, NDArray
 
 from penstock.errors import UsageError
-from penstock.replay import batches, persist
-from penstock.replay.held import Held
-from penstock.replay.parts import EpisodeInParts
-from penstock.replay.schema import Key, as_key, as_path, is_tensordict, read_episode
-from penstock.replay.settings import Settings, natural
+from penstock.replay.episodes import batches, persist
+from penstock.replay.episodes.held import Held
+from penstock.replay.episodes.parts import EpisodeInParts
+from penstock.replay.episodes.schema import Key, as_key, as_path, is_tensordict, read_episode
+from penstock.replay.episodes.settings import Settings, natural
 
 if TYPE_CHECKING:
     from penstock.lerobot.reader import Dataset
@@ -131,7 +131,7 @@ class DictReplayBuffer:
             UsageError: There is no such feature or episode, or an option is wrong.
             DataError: There is no dataset, or it is damaged.
         """
-        from penstock.replay.lerobot import Source  # FFmpeg and parquet come with it
+        from penstock.replay.episodes.lerobot import Source  # FFmpeg and parquet come with it
 
         source = Source.open(dataset, keys, episodes, rename)
         size = source.frames if max_size is None else max_size

@@ -8,7 +8,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from penstock.errors import UsageError
-from penstock.replay.index import EpisodeIndex
+from penstock.replay.episodes.index import EpisodeIndex
 from penstock.replay.priority import SumTree, importance_weights
 
 Ints = NDArray[np.int64]

@@ -16,9 +16,9 @@ from penstock.core.memory import format_bytes
 from penstock.core.reuse import ReusedMemory
 from penstock.errors import UsageError
 from penstock.replay.arena import Arena, Parts
-from penstock.replay.index import EpisodeIndex
-from penstock.replay.records import Column, RecordWriter
-from penstock.replay.settings import Settings
+from penstock.replay.episodes.index import EpisodeIndex
+from penstock.replay.episodes.records import Column, RecordWriter
+from penstock.replay.episodes.settings import Settings
 
 Bytes = NDArray[np.uint8]
 Ints = NDArray[np.int64]

@@ -20,11 +20,11 @@ from numpy.typing import NDArray
 from penstock.core import tree
 from penstock.core.pack import Item
 from penstock.errors import CorruptFile, DataError, UsageError
-from penstock.replay.held import Held
-from penstock.replay.records import Column
+from penstock.replay.episodes.held import Held
+from penstock.replay.episodes.records import Column
+from penstock.replay.episodes.settings import Settings
+from penstock.replay.episodes.store import EpisodeStore
 from penstock.replay.segments import LogReader, SegmentLog
-from penstock.replay.settings import Settings
-from penstock.replay.store import EpisodeStore
 
 Ints = NDArray[np.int64]
 

@@ -8,8 +8,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from penstock.errors import UsageError
-from penstock.replay.frame_priority import FramePriorities
-from penstock.replay.index import EpisodeIndex
+from penstock.replay.episodes.frame_priority import FramePriorities
+from penstock.replay.episodes.index import EpisodeIndex
 
 Ints = NDArray[np.int64]
 Bools = NDArray[np.bool_]

@@ -9,10 +9,10 @@ from typing import Any
 from typing_extensions import Self
 
 from penstock.errors import UsageError
-from penstock.replay.held import Held
-from penstock.replay.records import RecordWriter
-from penstock.replay.schema import is_tensordict, read_episode
-from penstock.replay.store import EpisodeStore
+from penstock.replay.episodes.held import Held
+from penstock.replay.episodes.records import RecordWriter
+from penstock.replay.episodes.schema import is_tensordict, read_episode
+from penstock.replay.episodes.store import EpisodeStore
 
 
 class EpisodeInParts:

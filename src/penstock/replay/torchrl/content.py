@@ -15,13 +15,13 @@ from numpy.typing import NDArray
 
 from penstock.core.pack import DTYPES
 from penstock.errors import CorruptFile, UsageError
-from penstock.replay.columns import CompressedColumns, Encoded
 from penstock.replay.frames import FrameCodec, frame_codec
-from penstock.replay.torchrl_keys import Key, KeyTree, as_rows, from_rows, key_from_json
+from penstock.replay.torchrl.columns import CompressedColumns, Encoded
+from penstock.replay.torchrl.keys import Key, KeyTree, as_rows, from_rows, key_from_json
 from penstock.tensors import DTYPE_NAMES, flat_words
 
 if TYPE_CHECKING:
-    from penstock.replay.torchrl import CompressedStorage
+    from penstock.replay.torchrl.storage import CompressedStorage
 
 BLOCK = 256
 NONSENSE = (LookupError, ValueError, TypeError, AttributeError, OverflowError, RuntimeError)

@@ -17,12 +17,12 @@ from penstock.errors import DataError, UsageError
 from penstock.lerobot.columns import Columns
 from penstock.lerobot.layout import AUTO_FEATURES
 from penstock.lerobot.reader import Dataset, Episode, Frame
-from penstock.replay.schema import Key, as_path, nested
+from penstock.replay.episodes.schema import Key, as_path, nested
 from penstock.ui.progress import Mode, Progress
 from penstock.ui.suggestions import did_you_mean
 
 if TYPE_CHECKING:
-    from penstock.replay.buffer import DictReplayBuffer
+    from penstock.replay.episodes.buffer import DictReplayBuffer
 
 DONE = "next.done"
 # What a step leads to: LeRobot calls it next.reward, a replay buffer reward.

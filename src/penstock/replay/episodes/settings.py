@@ -10,9 +10,9 @@ from typing import Any
 
 from penstock.core.memory import parse_bytes
 from penstock.errors import CorruptFile, UsageError
+from penstock.replay.episodes.records import MODES
+from penstock.replay.episodes.schema import Key, KeyPath, as_path, as_paths, known, show
 from penstock.replay.frames import CODEC_NAMES
-from penstock.replay.records import MODES
-from penstock.replay.schema import Key, KeyPath, as_path, as_paths, known, show
 from penstock.ui.suggestions import did_you_mean
 
 _DEFAULT_ALPHA = 0.6

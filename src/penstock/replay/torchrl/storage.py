@@ -28,11 +28,11 @@ with needs_torchrl("CompressedStorage"):
     from tensordict import TensorDict, TensorDictBase
     from torchrl.data import LazyTensorStorage, TensorStorage
 
-from penstock.replay.columns import CompressedColumns, Encoded
 from penstock.replay.frames import FrameCodec, choose_codec
-from penstock.replay.torchrl_content import SlotTracker, export_state, import_state
-from penstock.replay.torchrl_index import as_tensordict, is_view, place, reads_columns, slots_at
-from penstock.replay.torchrl_keys import (
+from penstock.replay.torchrl.columns import CompressedColumns, Encoded
+from penstock.replay.torchrl.content import SlotTracker, export_state, import_state
+from penstock.replay.torchrl.index import as_tensordict, is_view, place, reads_columns, slots_at
+from penstock.replay.torchrl.keys import (
     Codecs,
     Key,
     KeyTree,
@@ -45,8 +45,8 @@ from penstock.replay.torchrl_keys import (
     walk,
     wanted_codec,
 )
-from penstock.replay.torchrl_save import SegmentCheckpointer
-from penstock.replay.torchrl_view import StorageSlice
+from penstock.replay.torchrl.save import SegmentCheckpointer
+from penstock.replay.torchrl.slices import StorageSlice
 
 Slots = NDArray[np.int64]
 Leaves = dict[tuple[str, ...], torch.Tensor]

@@ -10,11 +10,11 @@ import torch
 from numpy.typing import ArrayLike, NDArray
 
 from penstock.errors import UsageError
-from penstock.replay.frame_priority import FramePriorities
-from penstock.replay.sampling import Ahead, Draw, discounted, look_ahead
-from penstock.replay.schema import KeyPath, known, nested, show
-from penstock.replay.settings import Settings
-from penstock.replay.store import EpisodeStore
+from penstock.replay.episodes.frame_priority import FramePriorities
+from penstock.replay.episodes.sampling import Ahead, Draw, discounted, look_ahead
+from penstock.replay.episodes.schema import KeyPath, known, nested, show
+from penstock.replay.episodes.settings import Settings
+from penstock.replay.episodes.store import EpisodeStore
 
 Ints = NDArray[np.int64]
 Leaves = list[tuple[KeyPath, torch.Tensor]]

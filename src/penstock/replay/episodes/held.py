@@ -11,12 +11,12 @@ from numpy.typing import NDArray
 
 from penstock.errors import UsageError
 from penstock.replay.arena import Parts
-from penstock.replay.frame_priority import FramePriorities
-from penstock.replay.records import Column
-from penstock.replay.sampling import Sampler
-from penstock.replay.schema import Field
-from penstock.replay.settings import Settings
-from penstock.replay.store import EpisodeStore
+from penstock.replay.episodes.frame_priority import FramePriorities
+from penstock.replay.episodes.records import Column
+from penstock.replay.episodes.sampling import Sampler
+from penstock.replay.episodes.schema import Field
+from penstock.replay.episodes.settings import Settings
+from penstock.replay.episodes.store import EpisodeStore
 
 
 class Held:

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from tensordict import TensorDict, TensorDictBase, is_tensor_collection, unravel_key
 
 if TYPE_CHECKING:
-    from penstock.replay.torchrl import CompressedStorage
+    from penstock.replay.torchrl.storage import CompressedStorage
 
 Path = tuple[str, ...]
 Slots = NDArray[np.int64]

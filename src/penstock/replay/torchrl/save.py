@@ -20,7 +20,7 @@ from torchrl.data.replay_buffers.checkpointers import StorageCheckpointerBase
 from penstock.core.pack import Item
 from penstock.errors import CorruptFile, DataError, UsageError
 from penstock.replay.segments import LogReader, SegmentLog
-from penstock.replay.torchrl_content import (
+from penstock.replay.torchrl.content import (
     BLOCK,
     NONSENSE,
     Ints,
@@ -30,11 +30,11 @@ from penstock.replay.torchrl_content import (
     install,
     part_of,
 )
-from penstock.replay.torchrl_keys import as_rows, as_words
+from penstock.replay.torchrl.keys import as_rows, as_words
 from penstock.tensors import DTYPE_NAMES
 
 if TYPE_CHECKING:
-    from penstock.replay.torchrl import CompressedStorage
+    from penstock.replay.torchrl.storage import CompressedStorage
 
 HOLDER = "CompressedStorage"
 _SEGMENT_BYTES = 64 << 20

@@ -1,0 +1,1 @@
+"""DictReplayBuffer: episodes of dicts, compressed, with an index and partial reads."""
