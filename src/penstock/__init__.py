@@ -30,7 +30,7 @@ if TYPE_CHECKING:
         decompress_image,
         decompress_image_seq,
     )
-    from penstock.replay.torchrl.sampler import PrioritySampler
+    from penstock.replay.torchrl.sampler import PrioritySampler, PrioritySliceSampler
     from penstock.replay.torchrl.storage import CompressedStorage
     from penstock.rollouts.collect import PipelinedDataCollector
     from penstock.rollouts.compressed import CompressedDataCollector
@@ -53,6 +53,7 @@ __all__ = [
     "PipelinedDataCollector",
     "PrefixSum",
     "PrioritySampler",
+    "PrioritySliceSampler",
     "RolloutStorage",
     "__version__",
     "advise",
@@ -84,6 +85,7 @@ _HOMES = {
     "PipelinedDataCollector": "penstock.rollouts.collect",
     "PrefixSum": "penstock.replay.episodes.index",
     "PrioritySampler": "penstock.replay.torchrl.sampler",
+    "PrioritySliceSampler": "penstock.replay.torchrl.sampler",
     "RolloutStorage": "penstock.rollouts.storage",
     "advise": "penstock.tools.advise",
     "compress_image": "penstock.replay.images",

@@ -13,7 +13,7 @@ from torchrl.data import LazyTensorStorage, ReplayBuffer, TensorDictReplayBuffer
 
 from penstock import errors
 from penstock.core.pack import Item, PackWriter
-from penstock.replay.torchrl.sampler import PrioritySampler
+from penstock.replay.torchrl.sampler import PrioritySampler, PrioritySliceSampler
 from penstock.replay.torchrl.storage import CompressedStorage
 
 
@@ -184,8 +184,81 @@ def test_alpha_may_change():
     buffer.sampler.alpha = 0.9
     np.testing.assert_allclose(priorities(buffer), values.double().numpy() ** 0.9, rtol=1e-6)
     buffer.sampler.alpha = 0.0
-    with pytest.raises(errors.UsageError, match="cannot be raised"):
+    with pytest.warns(errors.PenstockWarning, match="drawn alike until their priority is updated"):
         buffer.sampler.alpha = 0.5
+    np.testing.assert_array_equal(priorities(buffer), np.ones(10))
+    buffer.update_priority(torch.arange(5), values[:5])
+    np.testing.assert_allclose(priorities(buffer)[:5], values[:5].double().numpy() ** 0.5)
+
+
+def test_the_largest_priority_within_the_buffer():
+    for within, wanted in ((False, 50.0), (True, 3.0)):
+        buffer = make(10, alpha=0.5, eps=0.0, max_priority_within_buffer=within)
+        buffer.extend(items(10))
+        buffer.update_priority(torch.arange(10), torch.tensor([50.0, *[3.0] * 9]))
+        assert buffer.sampler.default_priority == 50
+        buffer.update_priority(torch.tensor([0]), torch.tensor([1.0]))
+        assert buffer.sampler.default_priority == pytest.approx(wanted)
+    buffer.update_priority(torch.tensor([4]), torch.tensor([9.0]))
+    buffer.extend(items(5))  # slot 4, the largest, is written over: TorchRL forgets it as well
+    assert buffer.sampler.default_priority == 1.0
+
+
+def test_weights_of_another_type():
+    buffer = make(10, dtype=torch.float64)
+    buffer.extend(items(10))
+    assert buffer.sample()["priority_weight"].dtype == torch.float64
+    for sampler in (PrioritySampler, PrioritySliceSampler):
+        with pytest.raises(errors.UsageError, match=r"dtype is torch.int64"):
+            sampler(
+                10,
+                0.5,
+                0.5,
+                dtype=torch.int64,
+                **{"slice_len": 2} if "Slice" in sampler.__name__ else {},
+            )
+
+
+def slices(size=100, storage=CompressedStorage, **options):
+    sampler = PrioritySliceSampler(
+        size, alpha=1.0, beta=1.0, eps=0.0, slice_len=3, traj_key="episode", **options
+    )
+    buffer = TensorDictReplayBuffer(
+        storage=storage(size), sampler=sampler, batch_size=30, priority_key="td_error"
+    )
+    data = items(63)
+    data["episode"] = torch.arange(63) // 7
+    data["next", "done"] = (torch.arange(63) % 7 == 6).unsqueeze(-1)
+    buffer.extend(data)
+    return buffer
+
+
+@pytest.mark.parametrize("storage", [CompressedStorage, LazyTensorStorage])
+def test_slices_by_priority(storage, tmp_path):
+    buffer = slices(storage=storage)
+    values = torch.zeros(63) + 1e-6
+    values[[8, 9, 30]] = torch.tensor([1.0, 2.0, 5.0])
+    buffer.update_priority(torch.arange(63), values)
+    starts = []
+    for _ in range(100):
+        batch = buffer.sample()
+        steps = batch["n"].view(-1, 3)
+        assert (steps.diff(dim=1) == 1).all()
+        assert torch.equal(batch["pixels"][:, 0].long(), batch["n"] % 251)
+        assert (batch["episode"].view(-1, 3).diff(dim=1) == 0).all()
+        starts += steps[:, 0].tolist()
+    shares = [starts.count(slot) / len(starts) for slot in (8, 9, 30)]
+    np.testing.assert_allclose(shares, [1 / 8, 2 / 8, 5 / 8], atol=0.06)
+    # The last two steps of an episode begin no slice, and have their priorities again afterwards.
+    assert not {5, 6, 12, 13} & set(starts)
+    np.testing.assert_allclose(buffer.sampler._sum_tree[np.arange(63)], values, rtol=1e-6)
+    other = slices(storage=storage)
+    other.load_state_dict(copy.deepcopy(buffer.state_dict()))
+    buffer.dumps(tmp_path / "saved")
+    third = slices(storage=storage)
+    third.loads(tmp_path / "saved")
+    for loaded in (other, third):
+        np.testing.assert_allclose(loaded.sampler._sum_tree[np.arange(63)], values, rtol=1e-6)
 
 
 def test_saved_and_loaded(tmp_path):

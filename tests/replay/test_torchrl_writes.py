@@ -32,7 +32,8 @@ def change(data, key, value):
 
 
 WRONG = {
-    "not a tensordict": (torch.zeros(4, 3), errors.UnsupportedValue, "takes TensorDicts"),
+    "not a tensordict": (torch.zeros(4, 3), errors.UsageError, "first data was a TensorDict"),
+    "not a tensor": ({"a": "text"}, errors.UnsupportedValue, "takes tensors.*not str"),
     "text": (
         change(items(4), "note", NonTensorData("x", batch_size=[4])),
         errors.UnsupportedValue,

@@ -145,9 +145,12 @@ class SumTree:
         if stratified:
             draws += np.arange(n)
             draws /= max(n, 1)
-        draws *= self.total
-        out = np.zeros(n, np.int64)
-        _find(self._entries, self._sums, self._starts, draws, out)
+        return self.find(draws * self.total)
+
+    def find(self, sums: Floats) -> Ints:
+        """Return, for each sum, the first entry up to which all priorities make more than it."""
+        out = np.zeros(sums.size, np.int64)
+        _find(self._entries, self._sums, self._starts, sums.copy(), out)
         return out
 
 

@@ -10,6 +10,7 @@ import json
 import os
 import random
 import runpy
+import signal
 import sys
 import time
 import types
@@ -384,6 +385,7 @@ def install():
 
 
 if __name__ == "__main__":
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a background job is started without
     torch.set_num_threads(1)
     install()
     script = sys.argv.pop(1)

@@ -12,11 +12,13 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from tensordict import TensorDict, TensorDictBase
 
 from penstock.core.pack import DTYPES
 from penstock.errors import CorruptFile, UsageError
 from penstock.replay.frames import FrameCodec, frame_codec
 from penstock.replay.torchrl.columns import CompressedColumns, Encoded
+from penstock.replay.torchrl.forms import Form, form_from_json
 from penstock.replay.torchrl.keys import Key, KeyTree, as_rows, from_rows, key_from_json
 from penstock.tensors import DTYPE_NAMES, flat_words
 
@@ -105,10 +107,29 @@ def export_state(storage: CompressedStorage) -> dict[str, Any]:
     }
 
 
+def export_plain(storage: CompressedStorage) -> dict[str, Any]:
+    """Return everything decoded, as a LazyTensorStorage would."""
+    if not storage.initialized:
+        return {"_storage": {}, "initialized": False, "_len": 0}
+    content = storage.get(slice(None))
+    if not isinstance(content, torch.Tensor | TensorDictBase):
+        raise UsageError(
+            f"a LazyTensorStorage has no state of {storage._form}; use compressed=True"
+        )
+    whole = content[:1].expand(storage._dims[0], *content.shape[1:]).clone()
+    whole[: len(content)] = content
+    if not isinstance(whole, torch.Tensor):
+        whole = TensorDict(dict(whole.items()), whole.batch_size).state_dict()
+    return {"_storage": whole, "initialized": True, "_len": len(storage)}
+
+
 def import_state(storage: CompressedStorage, state: dict[str, Any]) -> None:
-    """Take over what `export_state` returned."""
+    """Take over what `export_state` returned, or a LazyTensorStorage's `state_dict`."""
     if not state.get("initialized"):
         storage._empty()
+        return
+    if "_storage" in state:
+        _import_plain(storage, state)
         return
     part: Part = {}
     try:
@@ -119,6 +140,28 @@ def import_state(storage: CompressedStorage, state: dict[str, Any]) -> None:
     except NONSENSE as error:
         raise CorruptFile(f"this state makes no sense ({error!r})") from error
     install(storage, description, [part])
+
+
+def _import_plain(storage: CompressedStorage, state: dict[str, Any]) -> None:
+    """Take over the state of a LazyTensorStorage: all of its slots, written or not, in one tree."""
+    try:
+        content, length = state["_storage"], int(state["_len"])
+        if not isinstance(content, torch.Tensor):
+            content = TensorDict({}, []).load_state_dict(content, strict=False)
+        dims = tuple(content.shape[: storage.ndim])
+        written = content[: -(-length // max(1, int(np.prod(dims[1:]))))]
+    except NONSENSE as error:
+        raise CorruptFile(f"this state makes no sense ({error!r})") from error
+    expected = -(-storage.max_size // max(1, int(np.prod(dims[1:]))))
+    if len(dims) != storage.ndim or dims[0] != expected:
+        raise UsageError(
+            f"it was saved with {list(dims)} slots, this storage has max_size={storage.max_size} "
+            f"and ndim={storage.ndim}; make it as it was"
+        )
+    storage._empty()
+    if len(written):
+        storage.set(range(len(written)), written)
+        storage._len = length
 
 
 def part_of(storage: CompressedStorage, slots: Ints) -> Part:
@@ -142,6 +185,7 @@ def describe(storage: CompressedStorage) -> dict[str, Any]:
         codec = columns.codecs[key.column].config() if columns and key.column is not None else None
         keys.append({**key.to_json(), "codec": codec, "first": key.path in storage._first_paths})
     return {
+        "form": storage._form.to_json(),
         "dims": list(storage._dims),
         "len": len(storage),
         "cursor": storage._last_cursor_index,
@@ -186,6 +230,7 @@ def install(storage: CompressedStorage, state: Any, parts: Iterable[Part]) -> Sl
         first = frozenset(
             key.path for key, record in zip(keys, state["keys"], strict=True) if record["first"]
         )
+        form = form_from_json(state.get("form"))  # files of before have none
         length, cursor, names = int(state["len"]), state["cursor"], state["names"]
         slots = int(np.prod(dims))
         if not 0 <= length <= slots or not (cursor is None or 0 <= cursor < slots):
@@ -202,6 +247,8 @@ def install(storage: CompressedStorage, state: Any, parts: Iterable[Part]) -> Sl
         plain = tree.assemble(shaped, dims, torch.device("cpu"), names).to(device)
     except NONSENSE as error:
         raise CorruptFile(f"its description makes no sense ({error!r})") from error
+    if form != Form() or storage._form.kind is None:  # a file does not name a tensorclass
+        storage._form = form
     storage.device = device
     storage._storage, storage.initialized = plain, True
     storage.max_size = slots

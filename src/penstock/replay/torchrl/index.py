@@ -8,10 +8,9 @@ from typing import Any
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from tensordict import TensorDict, TensorDictBase, is_tensor_collection
-from tensordict.utils import is_tensorclass
+from tensordict import TensorDict, TensorDictBase
 
-from penstock.errors import UnsupportedValue, UsageError
+from penstock.errors import UsageError
 
 Slots = NDArray[np.int64]
 
@@ -19,6 +18,15 @@ Slots = NDArray[np.int64]
 _COLUMN_MODULES = ("torchrl.data.replay_buffers.samplers", "torchrl.data.replay_buffers.her")
 _COLUMN_METHODS = ("set_at_", "set_", "update_")
 _INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8)
+
+
+def key_path(index: Any) -> tuple[str, ...] | None:
+    """Return the path of a key, if an index is one: a string, or strings in a tuple."""
+    if isinstance(index, str):
+        return (index,)
+    if isinstance(index, tuple) and index and all(isinstance(part, str) for part in index):
+        return index
+    return None
 
 
 def slots_at(dims: tuple[int, ...], index: Any) -> Slots:
@@ -105,30 +113,6 @@ def _last_of_each(rows: Slots) -> Slots | None:
         return None
     kept: Slots = np.sort(rows.size - 1 - at)
     return kept
-
-
-def as_tensordict(data: Any) -> TensorDictBase:
-    """Return data as one dense TensorDict.
-
-    Raises:
-        UnsupportedValue: It is something else.
-        UsageError: Its parts do not fit together.
-    """
-    if isinstance(data, list) and data and all(is_tensor_collection(item) for item in data):
-        try:
-            data = torch.stack(data)
-        except RuntimeError as error:
-            raise UsageError(f"the items of the list do not fit together ({error})") from error
-    if not is_tensor_collection(data) or is_tensorclass(data):
-        raise UnsupportedValue(
-            f"a compressed storage takes TensorDicts, not {type(data).__qualname__}; wrap it in one"
-        )
-    if type(data) is TensorDict:
-        return data
-    try:
-        return data.contiguous()
-    except RuntimeError as error:
-        raise UsageError(f"the stacked data is ragged ({error}); pad it first") from error
 
 
 def is_view(index: Any) -> bool:

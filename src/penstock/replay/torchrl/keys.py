@@ -241,7 +241,7 @@ def from_rows(rows: NDArray[np.uint8], key: Key, batch: tuple[int, ...]) -> torc
     """View rows of bytes as a tensor of slots."""
     if not rows.size:  # torch does not view nothing as another type
         return torch.empty((*batch, *key.shape), dtype=key.dtype)
-    return torch.from_numpy(rows).view(key.dtype).view(*batch, *key.shape)
+    return torch.from_numpy(rows).view(key.dtype).view((*batch, *key.shape))
 
 
 def some_items(key: Key, tensor: torch.Tensor, lead: int) -> NDArray[Any]:

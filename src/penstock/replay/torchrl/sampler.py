@@ -7,6 +7,7 @@ is a subclass of it, because replay buffers ask for one; it replaces all that to
 from __future__ import annotations
 
 import json
+import warnings
 from os import PathLike
 from pathlib import Path
 from typing import Any, cast
@@ -18,11 +19,11 @@ from numpy.typing import NDArray
 from penstock.core.extras import needs_torchrl
 from penstock.core.files import make_folder, storage_error
 from penstock.core.pack import Item, PackReader, PackWriter
-from penstock.errors import CorruptFile, UnknownFormat, UsageError
+from penstock.errors import CorruptFile, PenstockWarning, UnknownFormat, UsageError
 from penstock.replay.priority import SumTree, importance_weights
 
 with needs_torchrl("PrioritySampler"):
-    from torchrl.data.replay_buffers.samplers import PrioritizedSampler
+    from torchrl.data.replay_buffers.samplers import PrioritizedSampler, PrioritizedSliceSampler
     from torchrl.data.replay_buffers.storages import Storage
 
 KIND = "replay-sampler"
@@ -45,8 +46,11 @@ class PrioritySampler(PrioritizedSampler):  # type: ignore[misc]
         alpha: 0 draws uniformly, 1 in full proportion.
         beta: How far the weights correct the bias: 0 not at all, 1 in full.
         eps: Added to each priority, so that none is 0.
+        dtype: Of the weights; priorities are always kept as float64.
         reduction: How the priorities of a stored trajectory become one: "max", "min", "median" or
             "mean".
+        max_priority_within_buffer: New items get the largest priority that is in the buffer now,
+            not the largest that was ever seen.
         seed: Of its own random numbers; `buffer.set_rng` takes precedence.
 
     Raises:
@@ -67,7 +71,9 @@ class PrioritySampler(PrioritizedSampler):  # type: ignore[misc]
         alpha: float = 0.7,
         beta: float = 0.5,
         eps: float = 1e-8,
+        dtype: torch.dtype = torch.float32,
         reduction: str = "max",
+        max_priority_within_buffer: bool = False,
         *,
         seed: int | None = None,
     ) -> None:
@@ -80,8 +86,8 @@ class PrioritySampler(PrioritizedSampler):  # type: ignore[misc]
         self._max_capacity = max_capacity
         self._alpha, self._beta, self._eps = float(alpha), float(beta), float(eps)
         self.reduction = reduction
-        self.dtype = torch.float32
-        self._max_priority_within_buffer = False
+        self.dtype = _weight_dtype(dtype)
+        self._max_priority_within_buffer = max_priority_within_buffer
         self._device = None
         self._generator = np.random.default_rng(seed)
         self._init()
@@ -116,7 +122,7 @@ class PrioritySampler(PrioritizedSampler):  # type: ignore[misc]
         index: Any = torch.from_numpy(slots)
         if storage.ndim > 1:
             index = tuple(map(torch.from_numpy, np.unravel_index(slots, tuple(storage.shape))))
-        return index, {"priority_weight": torch.from_numpy(weights.astype(np.float32))}
+        return index, {"priority_weight": torch.from_numpy(weights).to(self.dtype)}
 
     @torch.no_grad()
     def update_priority(
@@ -160,10 +166,14 @@ class PrioritySampler(PrioritizedSampler):  # type: ignore[misc]
         if not slots.size:
             return
         self._tree.set(slots, (values + self._eps) ** self._alpha)
-        largest = float(values.max())
-        if self._max_priority[0] is None or largest > self._max_priority[0]:
+        largest, at = self._max_priority
+        if largest is None or values.max() > largest:
             at = int(slots[values.argmax()]) if values.size == slots.size else int(slots[0])
-            self._max_priority = (largest, at)
+            self._max_priority = (float(values.max()), at)
+        elif self._max_priority_within_buffer and self._alpha and (slots == at).any():
+            kept = self._priorities()
+            largest = max(0.0, float(kept.max()) ** (1 / self._alpha) - self._eps)
+            self._max_priority = (largest, int(kept.argmax()))
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state: numbers, and the priorities as one tensor."""
@@ -244,16 +254,77 @@ class PrioritySampler(PrioritizedSampler):  # type: ignore[misc]
         if not written.size:
             return
         if old_alpha == 0:
-            raise UsageError(
-                "with alpha 0 the priorities are not kept, so alpha cannot be raised from it; "
-                "start with a small number instead"
+            warnings.warn(
+                "with alpha 0 the priorities are not kept: items are drawn alike until their "
+                "priority is updated; start with a small number instead",
+                PenstockWarning,
+                stacklevel=3,
             )
+            return
         self._tree.set(written, values[written] ** (new_alpha / old_alpha))
 
     def _draws(self) -> np.random.Generator:
         if self._rng is None:
             return self._generator
         return cast(np.random.Generator, _TorchDraws(self._rng))
+
+
+class PrioritySliceSampler(PrioritizedSliceSampler):  # type: ignore[misc]
+    """Draws slices of trajectories, by the priorities of their first steps.
+
+    It is TorchRL's PrioritizedSliceSampler, with all its arguments, over our own trees: its own
+    ones need a compiled extension that must match the version of torch.
+
+    Example:
+        sampler = PrioritySliceSampler(1_000_000, alpha=0.7, beta=0.5, slice_len=16)
+    """
+
+    def _init(self) -> None:
+        _weight_dtype(self.dtype)
+        self._sum_tree = SegmentTree(self._max_capacity, self.dtype, "total")
+        self._min_tree = SegmentTree(self._max_capacity, self.dtype, "min")
+        self._max_priority: Any = None
+
+
+class SegmentTree:
+    """A SumTree as the samplers of TorchRL use theirs.
+
+    Args:
+        capacity: Number of entries.
+        dtype: In which they are answered.
+        query: Which property of the tree answers `query`.
+    """
+
+    def __init__(self, capacity: int, dtype: torch.dtype, query: str) -> None:
+        self._tree = SumTree(capacity)
+        self._dtype = np.float32 if dtype == torch.float32 else np.float64
+        self._query = query
+
+    def __len__(self) -> int:
+        return self._tree.capacity
+
+    def __getitem__(self, index: Any) -> Any:
+        values = self._tree.get(np.asarray(index, np.int64)).astype(self._dtype)
+        return values.item() if isinstance(index, int) else values
+
+    def __setitem__(self, index: Any, value: Any) -> None:
+        slots = np.asarray(index, np.int64).reshape(-1)
+        self._tree.set(slots, np.broadcast_to(_doubles(value).reshape(-1), slots.shape))
+
+    def query(self, start: int, stop: int) -> float:
+        """Answer for all entries; those that were never set do not count."""
+        value: float = getattr(self._tree, self._query)
+        return value
+
+    def scan_lower_bound(self, sums: Any) -> torch.Tensor:
+        """Find entries by their running sums."""
+        return torch.from_numpy(self._tree.find(_doubles(sums).reshape(-1)))
+
+
+def _weight_dtype(dtype: torch.dtype) -> torch.dtype:
+    if dtype not in (torch.float32, torch.float64):
+        raise UsageError(f"dtype is {dtype}; use torch.float32 or torch.float64")
+    return dtype
 
 
 def _doubles(values: Any) -> NDArray[np.float64]:

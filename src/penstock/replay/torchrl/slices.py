@@ -83,7 +83,12 @@ class StorageSlice(TensorDict):  # type: ignore[misc]
         if self._owner is None or path not in self._compressed:
             super().set_at_(key, value, index, **options)
             return self
-        slots = torch.from_numpy(self._slots)[index].numpy()
+        try:
+            slots = torch.from_numpy(self._slots)[index].numpy()
+        except IndexError:  # it goes into the items: they are written anew as a whole
+            whole = self._owner.get(path).view(-1, *self._owner.shape_of(path))[self._slots]
+            whole[index] = value
+            return self.set_(key, whole)
         self._write(slots, {path: value}, lambda: self._update_copy(path, value, index))
         return self
 
@@ -128,6 +133,34 @@ class StorageSlice(TensorDict):  # type: ignore[misc]
         assert self._owner is not None
         with self._owner.changing(slots, changes):
             plain()
+
+
+class TensorSlice(torch.Tensor):
+    """The slice of a storage of bare tensors that are compressed; writes go to the storage, too."""
+
+    # What is derived from it is a plain tensor.
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+    _content: StorageSlice
+
+    @classmethod
+    def over(cls, data: torch.Tensor, content: StorageSlice) -> TensorSlice:
+        """Make one of the only tensor of a slice."""
+        made = data.as_subclass(cls)
+        made._content = content
+        return made
+
+    def transpose(self, dim0: int, dim1: int) -> Any:
+        """Swap two of the dimensions, as a buffer with `dim_extend=1` does."""
+        turned = super().transpose(dim0, dim1)
+        content = (
+            self._content.transpose(dim0, dim1) if max(dim0, dim1) < self._content.ndim else None
+        )
+        return TensorSlice.over(turned, content) if isinstance(content, StorageSlice) else turned
+
+    def __setitem__(self, index: Any, value: Any) -> None:
+        """Write items, whole ones or parts of them."""
+        super().__setitem__(index, value)
+        self._content.set_("0", self.as_subclass(torch.Tensor))
 
 
 def _key(key: Any) -> Path:

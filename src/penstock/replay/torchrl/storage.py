@@ -26,12 +26,14 @@ from penstock.errors import UnsupportedValue, UsageError
 
 with needs_torchrl("CompressedStorage"):
     from tensordict import TensorDict, TensorDictBase
+    from torch.utils._pytree import tree_map
     from torchrl.data import LazyTensorStorage, TensorStorage
 
 from penstock.replay.frames import FrameCodec, choose_codec
 from penstock.replay.torchrl.columns import CompressedColumns, Encoded
-from penstock.replay.torchrl.content import SlotTracker, export_state, import_state
-from penstock.replay.torchrl.index import as_tensordict, is_view, place, reads_columns, slots_at
+from penstock.replay.torchrl.content import SlotTracker, export_plain, export_state, import_state
+from penstock.replay.torchrl.forms import Form, form_of, stack_items
+from penstock.replay.torchrl.index import is_view, key_path, place, reads_columns, slots_at
 from penstock.replay.torchrl.keys import (
     Codecs,
     Key,
@@ -46,7 +48,7 @@ from penstock.replay.torchrl.keys import (
     wanted_codec,
 )
 from penstock.replay.torchrl.save import SegmentCheckpointer
-from penstock.replay.torchrl.slices import StorageSlice
+from penstock.replay.torchrl.slices import StorageSlice, TensorSlice
 
 Slots = NDArray[np.int64]
 Leaves = dict[tuple[str, ...], torch.Tensor]
@@ -61,9 +63,10 @@ _ADDED_BY_TORCHRL = {("index",)}  # by some writers, to some data
 class CompressedStorage(LazyTensorStorage):  # type: ignore[misc]
     """A storage for TorchRL's replay buffers that compresses what is worth it.
 
-    It takes TensorDicts, nested as they like, and gives back exactly what was put in. The codec of
-    each key is chosen at the first write, from its data, and verified by a round trip. Batches are
-    decoded into memory that is used again once nobody holds the batch any more.
+    It takes TensorDicts, nested as they like, tensorclasses, bare tensors and pytrees of tensors,
+    and gives back exactly what was put in. The codec of each key is chosen at the first write, from
+    its data, and verified by a round trip. Batches are decoded into memory that is used again once
+    nobody holds the batch any more.
 
     Reading by an index gives copies. Of a slice (`storage[:]`), small keys are views, as in
     LazyTensorStorage; large keys are decoded copies. The methods of a slice (`slice[i, j] = data`,
@@ -115,6 +118,7 @@ class CompressedStorage(LazyTensorStorage):  # type: ignore[misc]
         self._lock = threading.RLock()
         self._saving = threading.Lock()
         self._memory = ReusedMemory()
+        self._form = Form()
         self._tree = KeyTree([], {})
         self._first_paths: frozenset[tuple[str, ...]] = frozenset()
         self._columns: CompressedColumns | None = None
@@ -139,20 +143,27 @@ class CompressedStorage(LazyTensorStorage):  # type: ignore[misc]
             key.path: codecs[key.column].id for key in self._tree.keys if key.column is not None
         }
 
+    def shape_of(self, path: tuple[str, ...]) -> tuple[int, ...]:
+        """Return the shape of a key in one slot."""
+        return self._tree.by_path[path].shape
+
     def set(self, cursor: Any, data: Any, *, set_cursor: bool = True) -> None:
         """Write slots; called by the buffer's writer.
 
         Args:
             cursor: A slot, or several, along the first dimension.
-            data: A TensorDict with as many items.
+            data: As many items, in the form of the first data; a list holds them one by one.
             set_cursor: False writes in place: the length stays, and keys may be left out.
 
         Raises:
             UsageError: The data does not fit what is stored; the storage is unchanged.
             UnsupportedValue: Something in it is not a tensor.
         """
-        data = as_tensordict(data)
+        if isinstance(data, list) and data:
+            data = stack_items(data)
         with self._lock:
+            form = self._form if self.initialized else form_of(data)
+            data = form.wrap(data, self._lead(cursor))
             slots, cursor, data = place(cursor, data, self.ndim, self.max_size, self._dims)
             lead = slots.ndim
             leaves = dict(walk(data))
@@ -172,29 +183,50 @@ class CompressedStorage(LazyTensorStorage):  # type: ignore[misc]
             first = not self.initialized
             super().set(cursor, plain, set_cursor=set_cursor)
             if first:
+                self._form = form
                 self._adopt(tree, columns, SlotTracker(self._capacity))
             elif not leaves.keys() <= tree.by_path.keys():
                 self._add_keys(leaves, lead)
             self._tracker.touch(flat)
 
-    def get(self, index: Any) -> TensorDict:
-        """Read slots; any index that a TensorDict takes."""
+    def get(self, index: Any) -> Any:
+        """Read slots, by any index that a TensorDict takes; or one key of all of them."""
         with self._lock:
-            slots = self._fast_slots(index)
-            if slots is not None:
-                return self._gather(slots, self._tree.big)
-            return self._get_any(index, self._tree.big)
+            return self._read(index, self._tree.big)
 
     def __getitem__(self, item: Any) -> Any:
         # A sampler asks for `storage[:]` at every batch, to look at one small column of it. Who
         # asks decides only about cost: a caller that is not known here gets everything.
         if self._tree.big and reads_columns(sys._getframe(1)):
             with self._lock:
-                slots = self._fast_slots(item)
-                if slots is not None:
-                    return self._gather(slots, [])
-                return self._slice(super().get(item), item)
+                return self._read(item, [])
         return self.get(item)
+
+    def _read(self, index: Any, big: list[int]) -> Any:
+        """Read slots, in the form of the data; of the compressed keys only those in `big`."""
+        path = key_path(index)
+        if path is not None:
+            wanted = [k for k in self._tree.big if self._tree.keys[k].path[: len(path)] == path]
+            return self._get_any(slice(None), wanted)[path]
+        slots = self._fast_slots(index)
+        if slots is not None:
+            return self._form.unwrap(self._gather(slots, big))
+        if self._form.structure is not None and type(index) is tuple and len(index) > self.ndim:
+            whole = self._form.unwrap(self._get_any(slice(None), self._tree.big))
+            return tree_map(lambda leaf: leaf[index], whole)  # into the tensors, beyond the slots
+        content = self._get_any(index, big)
+        data = self._form.unwrap(content)
+        if self._form.is_tensor and isinstance(content, StorageSlice) and self._tree.big:
+            return TensorSlice.over(data, content)
+        return data
+
+    def _lead(self, cursor: Any) -> int:
+        """Return how many dimensions of data are slots, if it is written at a cursor."""
+        if isinstance(cursor, int | np.integer):
+            return int(self.ndim) - 1
+        if isinstance(cursor, tuple) or getattr(cursor, "dtype", None) in (torch.bool, np.bool_):
+            return slots_at(self._dims, cursor).ndim if self._dims else int(self.ndim)
+        return int(self.ndim)
 
     @contextmanager
     def changing(self, slots: Slots, changes: Mapping[tuple[str, ...], Any]) -> Iterator[None]:
@@ -238,15 +270,21 @@ class CompressedStorage(LazyTensorStorage):  # type: ignore[misc]
         """Return a storage of one dimension with the same content, decoded."""
         if self.ndim == 1:
             return self
-        return TensorStorage(self.get(slice(None)).flatten(0, self.ndim - 1))
+        content = self._get_any(slice(None), self._tree.big).flatten(0, self.ndim - 1)
+        return TensorStorage(self._form.unwrap(content))
 
-    def state_dict(self) -> dict[str, Any]:
-        """Return the content as tensors, for `torch.save`; large keys stay compressed."""
+    def state_dict(self, *, compressed: bool = True) -> dict[str, Any]:
+        """Return the content as tensors, for `torch.save`.
+
+        Args:
+            compressed: Whether large keys stay compressed. False returns what a LazyTensorStorage
+                of this size would, and takes as much memory; such a one can load it.
+        """
         with self._lock:
-            return export_state(self)
+            return export_state(self) if compressed else export_plain(self)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Take over what `state_dict` returned.
+        """Take over what `state_dict` returned, also that of a LazyTensorStorage.
 
         Raises:
             UsageError: It is of a storage of another size.
@@ -420,11 +458,13 @@ class CompressedStorage(LazyTensorStorage):  # type: ignore[misc]
         device = self._storage.device
         return tensor if device is None or device.type == "cpu" else tensor.to(device)
 
-    def _get_any(self, index: Any, big: list[int]) -> TensorDict:
+    def _get_any(self, index: Any, big: list[int]) -> Any:
         """Let a TensorDict of slot numbers say what an index means, however odd it is."""
         plain = super().get(index)
-        if not big:
+        if not self._tree.big:
             return plain
+        if not big:
+            return self._slice(plain, index)
         slots = slots_at((self._len_along_dim0, *self._dims[1:]), index)
         tensors = {k: plain.get(self._tree.keys[k].path) for k in self._tree.plain}
         for k in big:
