@@ -121,14 +121,20 @@ def test_auto_takes_what_suits_the_data():
     assert choose_codec(np.zeros((50, 3), np.float32)).id == "raw"  # too small to be worth it
 
 
-def test_auto_is_smaller_than_zlib_on_depth():
+@pytest.mark.parametrize(("wanted", "noise"), [("lz4hc", 0.0), ("auto", 1.5)])
+def test_smaller_than_zlib_on_depth(wanted, noise):
     import zlib
 
-    for noise in (0.0, 1.5):
-        frames = pictures(noise=noise)
-        codec = choose_codec(frames)
-        used = codec.encode(frames.reshape(len(frames), -1))[1].sum()
-        assert used < sum(len(zlib.compress(frame.tobytes(), 3)) for frame in frames)
+    frames = pictures(noise=noise)
+    codec = choose_codec(frames, wanted)
+    used = codec.encode(frames.reshape(len(frames), -1))[1].sum()
+    assert used < sum(len(zlib.compress(frame.tobytes(), 3)) for frame in frames)
+
+
+def test_auto_takes_a_third_of_clean_depth_at_most():
+    frames = pictures()
+    used = choose_codec(frames).encode(frames.reshape(len(frames), -1))[1].sum()
+    assert used * 3 < frames.size
 
 
 @pytest.mark.parametrize("layout", ["chw", "hwc"])
@@ -165,4 +171,4 @@ def test_settings_from_a_file_are_checked(config):
 
 
 def test_names_are_complete():
-    assert set(module.CODEC_NAMES) == {"auto", *module._KINDS}
+    assert set(module.CODEC_NAMES) == {"auto", "lz4hc", *module._KINDS}

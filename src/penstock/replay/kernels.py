@@ -40,8 +40,12 @@ def copy_frames(addresses, lengths, out):
 def _subtract_rows(frame, out, row):
     """Write each row as the difference to the one above."""
     out[:row] = frame[:row]
-    for i in range(row, frame.size):
-        out[i] = frame[i] - frame[i - row]
+    for start in range(row, frame.size, row):  # by rows, so that it is vectorised
+        above = frame[start - row : start]
+        here = frame[start : start + row]
+        change = out[start : start + row]
+        for i in range(here.size):
+            change[i] = here[i] - above[i]
 
 
 @compiled
