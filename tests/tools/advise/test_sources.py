@@ -12,6 +12,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 from tensordict import TensorDict
+from torchrl.data import LazyTensorStorage, TensorDictReplayBuffer
 
 import penstock
 from penstock.errors import (
@@ -143,14 +144,47 @@ def test_a_replay_buffer(tmp_path):
     assert '"lz4"' in found.settings[0]
 
 
-def test_a_torchrl_storage(tmp_path):
-    storage = penstock.CompressedStorage(500)
-    pixels = torch.from_numpy(depth_pictures(100))
-    storage.set(range(100), TensorDict({"pixels": pixels, "r": torch.zeros(100)}, [100]))
-    storage.dumps(tmp_path / "storage")
-    found = advise(tmp_path / "storage", seconds=SECONDS)
-    assert found.verdict == "B"
-    assert {key.name for key in found.measurements.keys} == {"pixels", "r"}
+@pytest.mark.parametrize("kind", [penstock.CompressedStorage, LazyTensorStorage])
+@pytest.mark.parametrize("ndim", [1, 2])
+def test_a_buffer_of_torchrl(tmp_path, kind, ndim):
+    """Saved as a buffer, as a storage alone, and in memory: the settings are those of a storage."""
+    batch = [100] if ndim == 1 else [20, 5]
+    pixels = torch.from_numpy(depth_pictures(100)).view(*batch, 84, 84)
+    data = TensorDict(
+        {"next": TensorDict({"pixels": pixels}, batch), "r": torch.zeros(batch)}, batch
+    )
+    made = TensorDictReplayBuffer(storage=kind(500, ndim=ndim), dim_extend=0)
+    made.extend(data)
+    made.dumps(tmp_path / "buffer")
+    made.storage.dumps(tmp_path / "storage")
+    limits = {"memory": "200kB", "seconds": SECONDS}
+    for source in (tmp_path / "buffer", tmp_path / "storage", made, made.storage):
+        found = advise(source, **limits)
+        assert {key.name for key in found.measurements.keys} >= {"next.pixels", "r"}
+        (line,) = found.settings
+        assert line.startswith("CompressedStorage(500, codecs={('next', 'pixels'): ")
+        assert line.endswith('spill_dir="spill")')
+        storage = eval(line, {"CompressedStorage": penstock.CompressedStorage})
+        storage.set(range(100), data.reshape(100))
+
+
+def test_a_damaged_storage_of_torchrl(tmp_path):
+    made = TensorDictReplayBuffer(storage=LazyTensorStorage(50))
+    made.extend(TensorDict({"x": torch.zeros(20, 300)}, [20]))
+    made.dumps(tmp_path)
+    for name, content in (
+        ("meta.json", "{"),
+        ("meta.json", '{"x": {"dtype": "torch.float32", "shape": [9e99, 300]}}'),
+        ("meta.json", '{"x": {"dtype": "os.system", "shape": [50, 300]}}'),
+        ("storage_metadata.json", '{"len": 7000}'),
+    ):
+        file = tmp_path / "storage" / name
+        before = file.read_text()
+        file.write_text(content)
+        with pytest.raises(DataError, match="its files make no sense"):
+            advise(tmp_path, seconds=SECONDS)
+        file.write_text(before)
+    assert advise(tmp_path, seconds=SECONDS).measurements.frames == 20
 
 
 def test_a_recording_and_its_dataset(tmp_path):

@@ -38,7 +38,7 @@ class DictReplayBuffer:
         keys: What an episode holds: names, or tuples of names for nested keys.
         device: Where batches go.
         img_compressed: Compress every key that gains by it ("auto"); else store keys as they are.
-        codecs: "auto", "raw", "lz4", "lz4hc", "bits", "sparse" or "zstd", for all or by key; the keys
+        codecs: "auto", "raw", "lz4", "lz4hc", "bits", "sparse" or "zstd", for all or by key; keys
             left out follow `img_compressed`.
         mode: What is compressed as one, for all keys or by key: "frame" reads fastest, "block" and
             "episode" are smaller and must unpack more than was asked for.

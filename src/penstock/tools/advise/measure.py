@@ -86,6 +86,7 @@ def measure_source(source: Source, machine: Machine, seconds: float) -> Measurem
         disk_bytes=source.disk_bytes,
         delta_every=source.delta_every if stored.differences else 0,
         notes=tuple(source.notes),
+        slots=source.slots,
         keys=tuple(keys),
         machine=machine,
     )

@@ -107,6 +107,7 @@ class Measurements:
         keys: One entry per key, the largest first.
         machine: Where all of it was measured.
         delta_every: Checkpoints per keyframe that `KeyMeasure.delta` was measured for; 0 for none.
+        slots: Of the storage of TorchRL that the data is in; 0 for none.
         notes: What else the user should know, a line each.
     """
 
@@ -121,6 +122,7 @@ class Measurements:
     machine: Machine
     delta_every: int = 0
     notes: tuple[str, ...] = ()
+    slots: int = 0
 
     def to_json(self) -> dict[str, Any]:
         """Return JSON-able values."""

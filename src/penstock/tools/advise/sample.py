@@ -139,6 +139,7 @@ class Source:
     frames: int = 0
     environments: int = 0
     disk_bytes: int = 0
+    slots: int = 0  # of a storage of TorchRL
     delta_every: int = 0  # checkpoints per keyframe, if they are a series
     notes: list[str] = field(default_factory=list)
     keys: list[Key] = field(default_factory=list)

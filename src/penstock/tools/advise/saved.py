@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,12 +17,15 @@ from penstock.errors import CorruptFile, UsageError
 from penstock.tools import inspect_replay
 from penstock.tools.advise.arrays import leaves_of
 from penstock.tools.advise.sample import (
+    Held,
     Key,
     Sampled,
     Source,
+    Values,
     batch_group,
     choose_rows,
     choose_steps,
+    nbytes,
     spread,
     total,
 )
@@ -31,6 +35,8 @@ Array = NDArray[Any]
 
 _FILES = 16  # that a sample is taken from
 _HEADERS = 500  # that are read
+_DEEPEST = 64
+_DESCRIPTION_BYTES = 16 << 20
 
 
 def rollout_source(where: Path, budget: int) -> Source:
@@ -154,6 +160,8 @@ def replay_source(where: Path, budget: int) -> Source:
     if not facts["frames"]:
         return source
     with SegmentLog.read(where) as log:
+        if log.holder != "dict":
+            source.slots = math.prod(log.state["dims"])
         records = list(log.state.get("keys") or log.state.get("columns") or [])
         for record, known in zip(records, facts["keys"], strict=True):
             size = facts["frames"] * known["frame_bytes"]
@@ -171,6 +179,80 @@ def replay_source(where: Path, budget: int) -> Source:
                         f"{segment.path} is damaged: its records make no sense ({error!r})"
                     ) from error
     return source
+
+
+def storage_source(storage: Any, budget: int) -> Source:
+    """Sample a storage of TorchRL in memory: items from all over it."""
+    import torch
+
+    source = Source("TorchRL storage", slots=int(storage.max_size), frames=len(storage))
+    if source.frames:
+        storage = storage.flatten() if getattr(storage, "ndim", 1) > 1 else storage
+        one = leaves_of(storage[torch.tensor([0])])
+        rows = _rows(source, budget, sum(nbytes(leaf.dtype, leaf.shape) for _, leaf in one))
+        _add_items(source, leaves_of(storage[torch.tensor(_positions(rows))]), ())
+    return source
+
+
+def memmap_source(where: Path, budget: int) -> Source:
+    """Sample what `dumps` of a TorchRL storage writes: one file of plain numbers per key.
+
+    Raises:
+        CorruptFile: Its description makes no sense.
+    """
+    source = Source("TorchRL storage", str(where))
+    try:
+        source.frames = int(_json(where / "storage_metadata.json")["len"])
+        lead = len(_json(where / "meta.json").get("shape") or [0])  # the batch size of all keys
+        leaves = list(_memmaps(where, (), lead))
+        source.slots = min((leaf.shape[0] for _, leaf in leaves), default=0)
+        if not 0 <= source.frames <= source.slots:
+            raise ValueError(f"{source.frames} items in {source.slots} slots")
+    except (LookupError, ValueError, TypeError, AttributeError) as error:
+        raise CorruptFile(f"{where} is damaged: its files make no sense ({error!r})") from error
+    source.disk_bytes = sum(leaf.words.nbytes for _, leaf in leaves)
+    if source.frames:
+        rows = _rows(source, budget, source.disk_bytes // source.slots)
+        _add_items(source, list(leaves), rows)
+    return source
+
+
+def _memmaps(
+    folder: Path, path: tuple[str, ...], lead: int
+) -> Iterator[tuple[tuple[str, ...], Held]]:
+    """Yield the arrays of a folder: its files say which there are, its description of what."""
+    described = _json(folder / "meta.json")
+    for part in sorted(folder.iterdir()):
+        if part.is_symlink() or len(path) > _DEEPEST:
+            continue
+        if part.is_dir() and (part / "meta.json").is_file():
+            yield from _memmaps(part, (*path, part.name), lead)
+        elif part.suffix == ".memmap" and part.stem in described:
+            dtype = str(described[part.stem]["dtype"]).removeprefix("torch.")
+            shape = tuple(map(int, described[part.stem]["shape"]))
+            if 0 < nbytes(dtype, shape) <= part.stat().st_size:
+                words = np.memmap(part, DTYPES[dtype].words, "r", shape=shape)
+                yield (*path, part.stem), Held(words.reshape(-1, *shape[lead:]), dtype)
+
+
+def _json(path: Path) -> Any:
+    with path.open("rb") as file:
+        return json.loads(file.read(_DESCRIPTION_BYTES))
+
+
+def _rows(source: Source, budget: int, item_bytes: int) -> list[slice]:
+    return spread(source.frames, max(1, budget // max(1, item_bytes) // 16), 16)
+
+
+def _add_items(source: Source, leaves: Sequence[tuple[Any, Values]], rows: Sequence[slice]) -> None:
+    """Add items of a storage, each the whole content of one slot."""
+    for path, leaf in leaves:
+        shape = (source.frames, *leaf.shape[1:])
+        size = nbytes(leaf.dtype, shape)
+        items = leaf.take(rows, 0)
+        source.keys.append(
+            Key(path, "replay", leaf.dtype, shape, size, size, [Sampled(items, items)])
+        )
 
 
 def _add_segment(

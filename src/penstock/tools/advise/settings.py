@@ -94,9 +94,23 @@ def _buffer(
             words += [f"max_bytes={_size(limits.memory / SLACK)}", 'spill_dir="spill"']
         else:
             words.append(f"max_bytes={_size(limits.memory / SLACK)}")
+    if measurements.slots:
+        return _storage(measurements.slots, words[1:])
     if dataset:
         return f"DictReplayBuffer.from_lerobot({dataset!r}, {', '.join(words)})"
     return f"DictReplayBuffer(max_size={max(1, frames)}, {', '.join(words)})"
+
+
+def _storage(slots: int, words: list[str]) -> str:
+    """Return the call that makes a storage for TorchRL, with the settings of a replay buffer."""
+    names = {"img_compressed=False": 'codecs="raw"', "max_bytes": "memory_bytes"}
+    for old, new in names.items():
+        words = [word.replace(old, new) for word in words]
+    if any(word.startswith("memory_bytes") for word in words) and not any(
+        word.startswith("spill_dir") for word in words
+    ):
+        words.append('spill_dir="spill"')  # a storage has a fixed number of slots: none may go
+    return f"CompressedStorage({', '.join([str(slots), *words])})"
 
 
 def _quoted(key: KeyMeasure) -> str:

@@ -121,10 +121,15 @@ def open_source(data: Any, budget: int) -> Source:
             return _open_path(where, budget)
         except OSError as error:
             raise storage_error("read", where, error) from error
+    if hasattr(data, "storage") or hasattr(data, "max_size"):
+        from penstock.tools.advise.saved import storage_source
+
+        return storage_source(getattr(data, "storage", data), budget)
     if isinstance(data, Mapping) or arrays.leaves_of(data):
         return arrays.dict_source(data, budget)
     raise UsageError(
-        f"advise takes a path, a TensorDict or a dict of arrays, not {type(data).__name__}"
+        f"advise takes a path, a TensorDict, a dict of arrays or a replay buffer of TorchRL, not "
+        f"{type(data).__name__}"
     )
 
 
@@ -141,6 +146,10 @@ def _open_path(where: Path, budget: int) -> Source:
         return bag_source(where, budget)
     from penstock.tools.advise import saved, states
 
+    if (where / "buffer_metadata.json").is_file():  # what `dumps` of a TorchRL buffer leaves
+        where /= "storage"
+    if (where / "storage_metadata.json").is_file():
+        return saved.memmap_source(where, budget)
     if inspect_replay.is_replay(where):
         return saved.replay_source(where, budget)
     if inspect_run.is_run(where):
