@@ -354,6 +354,22 @@ def test_sweep_knows_a_reused_pid(tmp_path: Path) -> None:
     assert sweep(tmp_path / "missing") == []
 
 
+def test_a_process_that_nobody_asked_for_is_dead(tmp_path: Path) -> None:
+    """A killed process keeps its pid and its start time until its parent has waited for it."""
+    code = "from penstock.core.files import process_owner as p; print(p(), flush=True); input()"
+    with subprocess.Popen(
+        [sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as process:
+        assert process.stdout is not None
+        owner = process.stdout.readline().strip()
+        assert not files.owner_is_dead(owner)
+        process.kill()
+        state = Path(f"/proc/{process.pid}/stat")
+        while b") Z" not in state.read_bytes():
+            time.sleep(0.01)
+        assert files.owner_is_dead(owner)
+
+
 def test_sweep_does_not_follow_links(tmp_path: Path) -> None:
     host, pid, ticks, space = files.process_owner().split("-")
     precious = tmp_path / "precious"

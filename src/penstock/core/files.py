@@ -122,9 +122,15 @@ def _pid_namespace() -> str:
 
 
 def _start_ticks(pid: int) -> int:
-    """Return when a process started, in ticks since boot: setting the clock does not change it."""
-    stat = Path(f"/proc/{pid}/stat").read_bytes()
-    return int(stat.rpartition(b")")[2].split()[19])
+    """Return when a process started, in ticks since boot: setting the clock does not change it.
+
+    Raises:
+        ProcessLookupError: It has ended, and only waits for its parent to ask how.
+    """
+    state, *stat = Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].split()
+    if state in (b"Z", b"X"):
+        raise ProcessLookupError
+    return int(stat[18])
 
 
 def temporary_path(folder: Path) -> Path:
