@@ -94,7 +94,7 @@ def test_overwritten_slots_start_anew():
     assert priorities(buffer).tolist() == [1, 1, 1, 1, 0.25, 0.25, 0.25, 0.25, 0.25, 0.25]
     buffer.empty()
     assert priorities(buffer).sum() == 0
-    with pytest.raises(errors.UsageError, match="storage is empty"):
+    with pytest.raises(errors.UsageError, match="empty storage"):
         buffer.sample()
 
 
@@ -184,9 +184,11 @@ def test_alpha_may_change():
     buffer.sampler.alpha = 0.9
     np.testing.assert_allclose(priorities(buffer), values.double().numpy() ** 0.9, rtol=1e-6)
     buffer.sampler.alpha = 0.0
-    with pytest.warns(errors.PenstockWarning, match="drawn alike until their priority is updated"):
+    with pytest.warns(errors.PenstockWarning, match="away from 0.*drawn alike"):
         buffer.sampler.alpha = 0.5
     np.testing.assert_array_equal(priorities(buffer), np.ones(10))
+    assert buffer.sampler._sum_tree.query(0, 10) == 10
+    assert (buffer.sampler._min_tree.query(0, 10), buffer.sampler._sum_tree[3]) == (1, 1)
     buffer.update_priority(torch.arange(5), values[:5])
     np.testing.assert_allclose(priorities(buffer)[:5], values[:5].double().numpy() ** 0.5)
 

@@ -34,6 +34,10 @@ _NONSENSE = (LookupError, ValueError, TypeError, AttributeError, UsageError)
 Ints = NDArray[np.int64]
 
 
+class EmptyStorage(UsageError, RuntimeError):
+    """There is nothing to sample; TorchRL's samplers raise a RuntimeError."""
+
+
 class PrioritySampler(PrioritizedSampler):  # type: ignore[misc]
     """Draws slots in proportion to (priority + eps) ** alpha.
 
@@ -97,6 +101,14 @@ class PrioritySampler(PrioritizedSampler):  # type: ignore[misc]
         """Where the tree is: always in memory."""
         return torch.device("cpu")
 
+    @property
+    def _sum_tree(self) -> SegmentTree:  # as code written for TorchRL's sampler may look at it
+        return SegmentTree(self._tree, self.dtype, "total")
+
+    @property
+    def _min_tree(self) -> SegmentTree:
+        return SegmentTree(self._tree, self.dtype, "min")
+
     def _init(self) -> None:
         self._tree = SumTree(self._max_capacity)
         self._max_priority: Any = None  # a property of the parent: None reads as (None, None)
@@ -109,7 +121,7 @@ class PrioritySampler(PrioritizedSampler):  # type: ignore[misc]
         """
         length = len(storage)
         if length == 0:
-            raise UsageError("the storage is empty; add something before sampling")
+            raise EmptyStorage("cannot sample from an empty storage; add something first")
         if not self._tree.total > 0:
             raise UsageError("no slot has a priority yet; was this storage filled by other means?")
         slots = self._tree.sample(batch_size, self._draws(), stratified=False)
@@ -255,8 +267,8 @@ class PrioritySampler(PrioritizedSampler):  # type: ignore[misc]
             return
         if old_alpha == 0:
             warnings.warn(
-                "with alpha 0 the priorities are not kept: items are drawn alike until their "
-                "priority is updated; start with a small number instead",
+                "alpha was changed away from 0, with which no priorities are kept: items are drawn "
+                "alike until their priority is updated; start with a small number instead",
                 PenstockWarning,
                 stacklevel=3,
             )
@@ -281,8 +293,8 @@ class PrioritySliceSampler(PrioritizedSliceSampler):  # type: ignore[misc]
 
     def _init(self) -> None:
         _weight_dtype(self.dtype)
-        self._sum_tree = SegmentTree(self._max_capacity, self.dtype, "total")
-        self._min_tree = SegmentTree(self._max_capacity, self.dtype, "min")
+        self._sum_tree = SegmentTree(SumTree(self._max_capacity), self.dtype, "total")
+        self._min_tree = SegmentTree(SumTree(self._max_capacity), self.dtype, "min")
         self._max_priority: Any = None
 
 
@@ -290,13 +302,13 @@ class SegmentTree:
     """A SumTree as the samplers of TorchRL use theirs.
 
     Args:
-        capacity: Number of entries.
-        dtype: In which they are answered.
+        tree: The tree.
+        dtype: In which entries are answered.
         query: Which property of the tree answers `query`.
     """
 
-    def __init__(self, capacity: int, dtype: torch.dtype, query: str) -> None:
-        self._tree = SumTree(capacity)
+    def __init__(self, tree: SumTree, dtype: torch.dtype, query: str) -> None:
+        self._tree = tree
         self._dtype = np.float32 if dtype == torch.float32 else np.float64
         self._query = query
 
