@@ -56,7 +56,7 @@ beside: $(BESIDE)/.installed
 	$(BESIDE)/bin/python -m pip install --quiet --disable-pip-version-check .
 
 $(BESIDE)/.installed:
-	test -x $(BESIDE)/bin/python || python3.12 -m venv $(BESIDE)
+	test -x $(BESIDE)/bin/python || $$($(PYTHON) .ci/versions.py find 3.12) -m venv $(BESIDE)
 	$(BESIDE)/bin/python -m pip install --quiet --disable-pip-version-check 'lerobot[dataset]==0.6.1'
 	@touch $@
 

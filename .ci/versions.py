@@ -3,6 +3,7 @@
     python .ci/versions.py test     # the tests that need no torch; on 3.10 also with the lowest
                                     # version of each dependency, and those of torch 2.0.1
     python .ci/versions.py smoke    # install, convert a sample, doctor: a minute in all
+    python .ci/versions.py find 3.12    # where an interpreter is
 
 Pythons are looked for as python3.X on PATH and among pyenv's; PENSTOCK_PYTHONS names more, as
 paths with ":" between them. One line tells what became of each. Environments stay in
@@ -188,9 +189,13 @@ def smoke(version: str, python: Path, wheel: Path) -> Iterator[Outcome]:
 def main() -> int:
     """Go through the versions; 1 if anything failed, or no Python was found."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("what", choices=["test", "smoke"])
+    parser.add_argument("what", choices=["test", "smoke", "find"])
     parser.add_argument("versions", nargs="*", default=VERSIONS, help="such as 3.10; all if none")
     words = parser.parse_args()
+    if words.what == "find":
+        found = find_python(words.versions[0])
+        print(found or f"python{words.versions[0]}")
+        return found is None
     HOME.mkdir(exist_ok=True)
     wheel = build_wheel()
     each, done = (test, "tested") if words.what == "test" else (smoke, "smoked")
