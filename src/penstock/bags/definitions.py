@@ -7,6 +7,7 @@ defined, must not contain themselves, and must stay within the limits.
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -48,6 +49,40 @@ _SHORT: Final = {
     "time": "builtin_interfaces/msg/Time",
     "duration": "builtin_interfaces/msg/Duration",
 }
+
+
+def same_definition(one: str, other: str) -> bool:
+    """Tell whether two definitions lay messages out alike: comments and the order of parts aside.
+
+    Recorders write them differently for one and the same type (in ROS 1: of the same md5sum).
+    """
+    return one == other or _essence(one) == _essence(other)
+
+
+def _essence(definition: str) -> tuple[tuple[str, ...], frozenset[tuple[str, ...]]]:
+    first, *others = (
+        tuple(" ".join(line.split()) for line in map(_without_comment, part) if line.strip())
+        for part in _parts(definition)
+    )
+    return first, frozenset(others)
+
+
+def _parts(definition: str) -> Iterator[list[str]]:
+    """Yield the lines of the type itself, then those of each type that it needs."""
+    lines: list[str] = []
+    for line in definition.splitlines():
+        if _SEPARATOR.fullmatch(line.strip()):
+            yield lines
+            lines = []
+        else:
+            lines.append(line)
+    yield lines
+
+
+def _without_comment(line: str) -> str:
+    if line.lstrip().startswith(("string ", "wstring ")) and "=" in line.partition("#")[0]:
+        return line  # the rest of a constant text is part of it
+    return line.partition("#")[0]
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,11 +7,12 @@ from pathlib import Path
 
 from penstock.bags.limits import Limits
 from penstock.bags.reader import Bag
+from penstock.bags.source import ZSTD_MAGIC
 from penstock.core.files import storage_error
 from penstock.errors import DataError, UnknownFormat
 
 _MAGICS = {b"#ROSBAG": "bag", b"\x89MCAP": "mcap", b"SQLite format 3\0": "db3"}
-_ZSTD_MAGIC = b"\x28\xb5\x2f\xfd"
+
 _FILE_NAME = re.compile(r".*\.(bag|bag\.active|db3|mcap|db3\.zstd|mcap\.zstd)")
 _PART_NAME = re.compile(r".*\.(db3|mcap|db3\.zstd|mcap\.zstd)")
 METADATA = "metadata.yaml"
@@ -104,7 +105,7 @@ def _kind(path: Path) -> str:
     for magic, kind in _MAGICS.items():
         if head.startswith(magic):
             return kind
-    if head.startswith(_ZSTD_MAGIC) and path.suffix == ".zstd":
+    if head.startswith(ZSTD_MAGIC) and path.suffix == ".zstd":
         return "zstd"
     what = "is empty" if not head else "is not a bag"
     raise UnknownFormat(f"{path} {what}; .bag (2.0), .db3 and .mcap files can be read")

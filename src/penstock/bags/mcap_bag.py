@@ -42,7 +42,7 @@ from penstock.bags.mcap_records import (
     walk,
 )
 from penstock.bags.reader import Message
-from penstock.bags.source import Source, inflate, inflate_prefix
+from penstock.bags.source import ZSTD_MAGIC, Source, inflate, inflate_message, inflate_prefix
 from penstock.errors import CorruptFile, UnknownFormat
 
 LOOSE = "loose"  # the compression of a stretch of messages outside of chunks
@@ -252,4 +252,7 @@ class McapBag(ChunkedBag):
                 raise BadRecord(f"a message of channel {key} is not where or when the index says")
             if length > record_limit:
                 self.limits.check_record(self.path, length)
-            yield Message(topics[key], ordinal, t_ns, view[offset + head_bytes : stop])
+            message: bytes | memoryview = view[offset + head_bytes : stop]
+            if message[:4] == ZSTD_MAGIC and self._connections[key].encoding == "cdr":
+                message = inflate_message(self.path, message, self.limits)
+            yield Message(topics[key], ordinal, t_ns, message)

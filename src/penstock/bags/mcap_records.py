@@ -152,7 +152,7 @@ class ChunkIndex(NamedTuple):
 
 
 def parse_chunk_index(data: bytes | memoryview) -> ChunkIndex:
-    """Return an entry about a chunk; its counts are None if it has no message indexes."""
+    """Return an entry about a chunk; its counts are None if they cannot be told from it."""
     fields = Fields(data, "a chunk index")
     start_ns, end_ns, pos, length = fields.numbers(Struct("<QQQQ"))
     offsets = fields.counts()
@@ -161,14 +161,16 @@ def parse_chunk_index(data: bytes | memoryview) -> ChunkIndex:
     _, size_bytes = fields.numbers(_TWO_U64)
     counts: dict[int, int] | None = None
     if offsets and index_bytes:
-        # Each index record is 15 bytes and 16 for every message: its length tells their number.
+        # Each index record is 15 bytes and 16 for every message: its length tells their number,
+        # unless it holds more than this version of the format knows of.
         order = sorted(offsets.items(), key=lambda item: item[1])
         stops = [offset for _, offset in order[1:]] + [pos + length + index_bytes]
         counts = {}
         for (key, offset), stop in zip(order, stops, strict=True):
             entries, rest = divmod(stop - offset - 15, 16)
             if rest or entries < 0:
-                raise BadRecord("a chunk index names wrong offsets")
+                counts = None
+                break
             counts[key] = entries
     return ChunkIndex(start_ns, end_ns, pos, length, counts, index_bytes, compression, size_bytes)
 

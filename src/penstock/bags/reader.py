@@ -23,6 +23,7 @@ import numpy as np
 from numpy.typing import NDArray
 from typing_extensions import Self
 
+from penstock.bags.definitions import same_definition
 from penstock.bags.limits import Limits
 from penstock.errors import CorruptFile, DataError, UsageError
 
@@ -106,10 +107,12 @@ def join_topics(topics: Iterable[Topic]) -> dict[str, Topic]:
     for topic in topics:
         known = joined.get(topic.name)
         if known is not None:
-            same = (known.type, known.definition, known.encoding) == (
-                topic.type,
-                topic.definition,
-                topic.encoding,
+            # In ROS 1 the definition is the identity: tf/tfMessage is tf2_msgs/TFMessage.
+            named = known.type == topic.type or (known.encoding == "ros1" and known.definition)
+            same = (
+                bool(named)
+                and known.encoding == topic.encoding
+                and same_definition(known.definition, topic.definition)
             )
             topic = replace(known, count=known.count + topic.count, mixed=known.mixed or not same)
         joined[topic.name] = topic

@@ -23,6 +23,7 @@ DECOMPRESSION_ERRORS: Final = (
     MemoryError,
     zstd.ZstdError,
 )
+ZSTD_MAGIC: Final = b"\x28\xb5\x2f\xfd"  # how no CDR data begins
 _PIECE_BYTES: Final = 1 << 16
 
 
@@ -125,6 +126,21 @@ def inflate_prefix(
     except DECOMPRESSION_ERRORS:
         pass
     return bytes(found)
+
+
+def inflate_message(path: Path, data: bytes | memoryview, limits: Limits) -> bytes:
+    """Return a message that was compressed on its own (rosbag2's compression mode "message")."""
+    decompressor = zstd.ZstdDecompressor()
+    most_bytes = max(limits.ratio_from_bytes, len(data) * limits.ratio)
+    try:
+        plain: bytes = decompressor.decompress(
+            data, max_length=min(most_bytes, limits.record_bytes)
+        )
+    except DECOMPRESSION_ERRORS as error:
+        raise CorruptFile(f"{path}: a message cannot be decompressed ({error})") from error
+    if not decompressor.eof:
+        raise CorruptFile(f"{path}: a compressed message is cut, or above the limits")
+    return plain
 
 
 def new_decompressor(compression: str) -> Any:

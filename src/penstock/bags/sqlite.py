@@ -18,12 +18,11 @@ from numpy.typing import NDArray
 
 from penstock.bags.limits import Limits, expect
 from penstock.bags.reader import Bag, Message, SalvageReport, Topic, Wanted, join_topics
-from penstock.bags.source import DECOMPRESSION_ERRORS, new_decompressor
+from penstock.bags.source import ZSTD_MAGIC, inflate_message
 from penstock.errors import CorruptFile, DataError, LimitExceeded, UnknownFormat
 
 # sqlite3 fails to decode its own message about a damaged schema.
 READ_ERRORS: Final = (sqlite3.Error, UnicodeDecodeError)
-ZSTD_MAGIC: Final = b"\x28\xb5\x2f\xfd"
 _BATCH: Final = 4096
 _NEEDED: Final = {
     "topics": {"id", "name", "type", "serialization_format"},
@@ -109,7 +108,7 @@ class SqliteBag(Bag):
                 if not isinstance(data, bytes) or not isinstance(t_ns, int):
                     raise CorruptFile(f"{self.path}: a row of messages holds no message")
                 if data.startswith(ZSTD_MAGIC):
-                    data = self._inflate(data)
+                    data = inflate_message(self.path, data, self.limits)
                 yield Message(topic, ordinal, t_ns, data)
 
     def _rows(
@@ -285,25 +284,14 @@ class SqliteBag(Bag):
                 self.compression = "zstd"
             break
 
-    def _inflate(self, data: bytes) -> bytes:
-        decompressor = new_decompressor("zstd")
-        most_bytes = max(self.limits.ratio_from_bytes, len(data) * self.limits.ratio)
-        try:
-            plain: bytes = decompressor.decompress(
-                data, max_length=min(most_bytes, self.limits.record_bytes)
-            )
-        except DECOMPRESSION_ERRORS as error:
-            raise CorruptFile(f"{self.path}: a message cannot be decompressed ({error})") from error
-        if not decompressor.eof:
-            raise CorruptFile(f"{self.path}: a compressed message is cut, or above the limits")
-        return plain
-
     def _is_message(self, topic_id: object, t_ns: object, data: object) -> bool:
         """Tell whether the columns of a row are a message."""
         if not (topic_id in self._names and type(t_ns) is int and isinstance(data, bytes)):
             return False
         try:
-            return not data.startswith(ZSTD_MAGIC) or bool(self._inflate(data))
+            return not data.startswith(ZSTD_MAGIC) or bool(
+                inflate_message(self.path, data, self.limits)
+            )
         except DataError:
             return False
 

@@ -313,6 +313,7 @@ class _Camera:
             yield self._take(message.data)
 
     def _take(self, data: bytes | memoryview) -> Shown:
+        data = bytes(data)  # a view keeps its whole chunk, and only its own bytes are counted
         first, after = self._firsts[self._next : self._next + 2].tolist()
         self._next += 1
         return data, first, after
