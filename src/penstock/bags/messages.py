@@ -85,6 +85,7 @@ class Decoder:
             raise type(error)(f"{self._where}: {error}") from error
         self._layout = Layout(self._types, topic.type, topic.encoding)
         self._vectors: dict[str, Callable[[Data], NDArray[np.float64]]] = {}
+        self._names: dict[str, Callable[[Data], tuple[str, ...]] | None] = {}
         self._stamp = self._make_stamp_reader()
         self._whole: Callable[[Data], object] | None = None
 
@@ -118,6 +119,16 @@ class Decoder:
                 raise DataError(f"{self._where}: {error}; {self._hint(path)}") from None
         try:
             return find(data)
+        except DataError as error:
+            raise DataError(f"{self._where}: {path}: {error}") from None
+
+    def names(self, data: Data, path: str) -> tuple[str, ...]:
+        """Return the names of the numbers at a path, as a JointState gives them; () for none."""
+        if path not in self._names:
+            self._names[path] = self._layout.find_names(path)
+        find = self._names[path]
+        try:
+            return () if find is None else find(data)
         except DataError as error:
             raise DataError(f"{self._where}: {path}: {error}") from None
 

@@ -25,6 +25,7 @@ TIMES: Final = {
 }
 _STEP: Final = re.compile(r"([A-Za-z][A-Za-z0-9_]*)(?:\[([0-9]{1,9})\])?")
 _MOST_LISTED: Final = 2000
+_MOST_KNOWN: Final = 64
 
 # Moves a position in a message behind a value.
 Skip = Callable[["Reader", int], int]
@@ -121,6 +122,43 @@ class Layout:
             return found[0] if len(found) == 1 else np.concatenate(found or [np.empty(0)])
 
         return vector
+
+    def find_names(self, path: str) -> Callable[[bytes | memoryview], tuple[str, ...]] | None:
+        """Return a function from a message to the names of the numbers at a path.
+
+        They are the texts of the field "name" beside an array, as in JointState. None if there is
+        no such field, or no array.
+        """
+        head, dot, _ = path.rpartition(".")
+        try:
+            steps, field = self._plan(f"{head}{dot}name")
+            _, numbers = self._plan(path)
+        except DataError:
+            return None
+        if field.type != "string" or field.size is None or numbers.size is None:
+            return None
+        skip = self._node(field).skip
+        known: dict[tuple[int, bytes], tuple[str, ...]] = {}
+
+        def names(data: bytes | memoryview) -> tuple[str, ...]:
+            reader = Reader(data, self.cdr)
+            start = 0
+            try:
+                for step in steps:
+                    start = step(reader, start)
+                stop = skip(reader, start)
+                if stop > reader.size:
+                    raise DataError("the message is cut")
+                key = start % 4, bytes(reader.view[start:stop])  # where it begins moves the padding
+                if key not in known:
+                    if len(known) >= _MOST_KNOWN:
+                        known.clear()
+                    known[key] = _texts(reader, start, field.size or 0)
+                return known[key]
+            except struct.error:
+                raise DataError("the message is cut") from None
+
+        return names
 
     def _plan(self, path: str) -> tuple[list[Skip], Field]:
         """Return the moves that lead to the value at a path, and what it is."""
@@ -278,6 +316,19 @@ def _read_numbers(field: Field) -> Callable[[Reader, int, list[NDArray[np.float6
         return stop
 
     return read
+
+
+def _texts(reader: Reader, pos: int, fixed: int) -> tuple[str, ...]:
+    count = fixed
+    if fixed < 0:
+        count, pos = reader.count(pos)
+    found = []
+    for _ in range(count):
+        length, pos = reader.count(pos)
+        text = bytes(reader.view[pos : pos + length]).rstrip(b"\0")
+        found.append(text.decode("utf-8", "replace"))
+        pos += length
+    return tuple(found)
 
 
 def _skip_string(reader: Reader, pos: int) -> int:

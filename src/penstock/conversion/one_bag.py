@@ -24,7 +24,7 @@ from penstock.conversion import settings
 from penstock.conversion.account import Account
 from penstock.conversion.align import Times
 from penstock.conversion.budget import MemoryWatch
-from penstock.conversion.features import describe
+from penstock.conversion.features import columns_in_order, describe
 from penstock.conversion.lanes import Lanes
 from penstock.conversion.pictures import Pictures, Shown
 from penstock.conversion.plan import Plan, plan_bag, summary
@@ -107,8 +107,10 @@ def convert_bag(job: Job, advance: Advance) -> Converted:
         plan = plan_bag(bag, mapping)
         if job.max_frames is not None:
             plan = plan.head(job.max_frames)
-        _check_features(bag, features, describe(bag, mapping, plan))
-        run = _Run(bag, plan, mapping, features, job, advance)
+        found = describe(bag, mapping, plan)
+        order = columns_in_order(str(bag.path), features, found)
+        _check_features(bag, features, found)
+        run = _Run(bag, plan, mapping, features, job, advance, order)
         with MemoryWatch(job.memory_bytes, run.budgets) as watch:
             folders = run.run()
     return Converted(
@@ -161,7 +163,9 @@ class _Run:
         features: Mapping[str, Feature],
         job: Job,
         advance: Advance,
+        order: Mapping[str, list[int]],
     ) -> None:
+        self._order = order
         self._bag = bag
         self._plan = plan
         self._mapping = mapping
@@ -188,7 +192,7 @@ class _Run:
         return [self._finished[number] for number in sorted(self._finished)]
 
     def _read(self) -> None:
-        rows = Rows(self._bag, self._plan, self._mapping)
+        rows = Rows(self._bag, self._plan, self._mapping, self._order)
         cameras = {name: _Camera(self, name) for name in self._plan.cameras}
         by_topic: dict[str, list[_Camera]] = {}
         for camera in cameras.values():

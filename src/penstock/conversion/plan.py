@@ -84,6 +84,8 @@ class Plan:
         skew_ns: For each feature, the stamp of its message minus the time of the frame.
         timeline: The topic of the timeline, or "fixed rate".
         timeline_hz: Its rate.
+        joints: By topic and field: the names of the numbers in the first message, where it has any.
+            Later messages may have them in another order.
     """
 
     times: Times
@@ -96,6 +98,7 @@ class Plan:
     timeline: str
     timeline_hz: float
     topics: list[str] = field(default_factory=list)
+    joints: dict[tuple[str, str], tuple[str, ...]] = field(default_factory=dict)
 
     @property
     def frames(self) -> int:

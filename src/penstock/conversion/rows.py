@@ -15,6 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from penstock.bags import Bag, Decoder, Message
+from penstock.conversion.features import other_joints
 from penstock.conversion.mapping import GAP_FLAG, Source, Vector
 from penstock.conversion.mapping import Mapping as Settings
 from penstock.conversion.plan import Plan, SourcePlan
@@ -34,6 +35,7 @@ class _Topic:
     paths: tuple[str, ...]
     next_wanted: int = 0  # place in `wanted` of the next message to decode
     forgotten: int = 0  # how many of `wanted` were dropped from `values`
+    joints: dict[str, tuple[str, ...]] = field(default_factory=dict)  # by path
     values: dict[str, list[Array]] = field(default_factory=dict)
 
     def take(self, message: Message) -> bool:
@@ -43,9 +45,23 @@ class _Topic:
         if message.ordinal != self.wanted[self.next_wanted]:
             return False
         for path in self.paths:
-            self.values[path].append(self.decoder.vector(message.data, path))
+            values = self.decoder.vector(message.data, path)
+            if path in self.joints:
+                values = self._in_order(values, path, message)
+            self.values[path].append(values)
         self.next_wanted += 1
         return True
+
+    def _in_order(self, values: Array, path: str, message: Message) -> Array:
+        """Return the numbers in the order in which the first message named its joints."""
+        names, wanted = self.decoder.names(message.data, path), self.joints[path]
+        if names == wanted:
+            return values
+        if len(names) != len(values) or set(names) != set(wanted):
+            raise DataError(
+                f"{self.name}: {path} of message {message.ordinal} {other_joints(wanted, names)}"
+            )
+        return values[[names.index(name) for name in wanted]]
 
     def rows(self, ordinals: NDArray[np.int64], path: str) -> Array:
         """Return the values of some messages, one row each."""
@@ -78,13 +94,17 @@ class Rows:
         bag: Where the messages come from; its decoders are used.
         plan: Which message makes which frame.
         settings: The mapping.
+        order: Of features whose numbers come in another order than the dataset's: their columns.
 
     Attributes:
         topics: The topics whose messages `take` wants.
     """
 
-    def __init__(self, bag: Bag, plan: Plan, settings: Settings) -> None:
+    def __init__(
+        self, bag: Bag, plan: Plan, settings: Settings, order: Mapping[str, list[int]]
+    ) -> None:
         self._plan = plan
+        self._order = order
         self._settings = settings
         self._where = str(bag.path)
         self._topics = {
@@ -92,6 +112,11 @@ class Rows:
         }
         for topic in self._topics.values():
             topic.values = {path: [] for path in topic.paths}
+            topic.joints = {
+                path: plan.joints[topic.name, path]
+                for path in topic.paths
+                if (topic.name, path) in plan.joints
+            }
         self._windows = list(_windows(plan.episodes, settings.window_frames))
         self._next = 0
         self._bases: dict[tuple[str, int], Array] = {}
@@ -185,7 +210,7 @@ class Rows:
                         1
                     ]
                 at += part.shape[1]
-            columns[name] = joined.astype(np.float32)
+            columns[name] = joined[:, self._order.get(name, slice(None))].astype(np.float32)
         if self._plan.flags is not None:
             columns[GAP_FLAG] = self._plan.flags[first:after, None].astype(np.float32)
         return columns

@@ -8,7 +8,7 @@ import shutil
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Final, Literal
 
@@ -27,7 +27,8 @@ from penstock.core.files import storage_error
 from penstock.core.memory import parse_bytes, rss_bytes
 from penstock.errors import DataError, PenstockError, StorageError, UsageError
 from penstock.lerobot import doctor
-from penstock.lerobot.layout import VERSIONS, Feature, Version
+from penstock.lerobot.layout import INFO_PATH, VERSIONS, Feature, Version
+from penstock.lerobot.metadata import read_info
 from penstock.lerobot.writer import DatasetWriter
 from penstock.ui.progress import Mode, Progress
 from penstock.ui.suggestions import did_you_mean
@@ -195,7 +196,7 @@ def carry_out(request: Request) -> Report:
     report = Report(request.out, request.mapping)
     report.memory_limit_bytes = request.memory_bytes
     prints = {path: fingerprint(path) for path in request.bags}
-    features = _features(request, report)
+    features = _named_as_before(request, _features(request, report))
     with (
         MemoryWatch() as watch,
         DatasetWriter(
@@ -235,6 +236,21 @@ def _features(request: Request, report: Report) -> dict[str, Feature]:
             first = first or error
     assert first is not None
     raise first
+
+
+def _named_as_before(request: Request, features: dict[str, Feature]) -> dict[str, Feature]:
+    """Take over the order of the joints, or their lack of names, from the dataset that goes on."""
+    if request.mode in ("create", "overwrite") or not (request.out / INFO_PATH).is_file():
+        return features
+    before = read_info(request.out).features
+    found = dict(features)
+    for name, feature in features.items():
+        names = before[name].names if name in before else feature.names
+        if feature.is_picture or not (names is None or isinstance(names, list)):
+            continue
+        if names is None or (isinstance(feature.names, list) and set(names) == set(feature.names)):
+            found[name] = replace(feature, names=names)
+    return found
 
 
 def _convert_all(
