@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: setup demo test test-versions smoke lint bench bench-peers stress test-peers peers beside integrations format clean
+.PHONY: setup demo test test-versions test-recordings smoke lint bench bench-peers stress test-peers peers beside integrations format clean
 
 setup: $(STAMP)
 
@@ -19,7 +19,7 @@ demo: setup
 	$(BIN)/penstock demo
 
 test: setup
-	$(BIN)/python -m pytest -m "not stress and not peers" -n 2 --dist worksteal
+	$(BIN)/python -m pytest -m "not stress and not peers and not recordings" -n 2 --dist worksteal
 
 # The wheel on every Python from 3.10 to 3.13 that is found, and on 3.10 with torch 2.0.1 (4 GB, once).
 test-versions: setup
@@ -39,6 +39,10 @@ bench: setup
 
 stress: setup
 	$(BIN)/python -m pytest -m stress --timeout 3000
+
+# Recordings of others and the MCAP conformance suite, where they are (see tests/test_recordings.py).
+test-recordings: setup
+	$(BIN)/python -m pytest -m recordings -n 2 -rs tests/test_recordings.py
 
 # The real lerobot, in an environment of its own: about 8 GB and 8 minutes, once.
 PEERS := .venv-peers
