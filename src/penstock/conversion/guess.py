@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from typing import Any, Final
 
-from penstock.bags import Bag, Topic
+from penstock.bags import Bag
 from penstock.conversion import kuavo
 from penstock.conversion.align import SECOND_NS, in_order
 from penstock.conversion.mapping import (
@@ -17,21 +17,14 @@ from penstock.conversion.mapping import (
     Source,
     Vector,
 )
-from penstock.errors import DataError
+from penstock.conversion.worth import Worth, first_message, worth_of
+from penstock.errors import DataError, UsageError
+from penstock.lerobot.images import picture_size
 
 _IMAGES: Final = ("sensor_msgs/msg/Image", "sensor_msgs/msg/CompressedImage")
-_STATE_FIELDS: Final[tuple[str, ...]] = (
-    "position",
-    "joint_data.joint_q",
-    "joint_q",
-    "q",
-    "data.position",
-    "data",
-)
-_ACTION_WORDS: Final = re.compile(r"(cmd|command|action|target|desired|goal|traj|setpoint)", re.I)
-_SMALL_TYPES: Final = ("sensor_msgs/msg/JointState", "geometry_msgs/msg/TwistStamped")
-_LATCHED: Final = ("/tf", "/tf_static", "/rosout", "/parameter_events", "/diagnostics")
 _DEFAULT_FPS: Final = 30
+_MOST_OF_A_STATE: Final = 64
+_MOST_FPS: Final = 100  # without a camera
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,16 +63,26 @@ def guess_mapping(bag: Bag) -> Mapping:
     """
     if kuavo.is_kuavo({name for name, topic in bag.topics.items() if topic.count}):
         return _guess_kuavo(bag)
+    chosen, left_out = look(bag)
+    cameras = [t for t in bag.topics.values() if t.type in _IMAGES and t.name not in left_out]
+    if not chosen and not cameras:
+        reasons = "; ".join(f"{name}: {reason}" for name, reason in left_out.items())
+        raise DataError(
+            f"{bag.path}: there is nothing to learn from ({reasons[:300] or 'no messages'}); map "
+            "what you need with --map"
+        )
+    fps = _camera_rate(bag) if cameras else _common_rate(bag, list(chosen))
     features: dict[str, Vector | Camera] = {}
-    states: list[tuple[Topic, str]] = []
-    actions: list[tuple[Topic, str]] = []
-    for topic, field in _numeric(bag):
-        (actions if _ACTION_WORDS.search(topic.name) else states).append((topic, field))
-    if states:
-        features["observation.state"] = _vector(states)
-    if actions:
-        features["action"] = _vector(actions)
-    cameras = [t for t in bag.topics.values() if t.type in _IMAGES and t.count]
+    groups: dict[str, list[Source]] = {}
+    states = {worth.role for worth in chosen.values()} & {"state"}
+    for name, worth in chosen.items():
+        narrow = not states and worth.numbers <= _MOST_OF_A_STATE
+        key = "observation.state" if worth.role == "state" or narrow else ""
+        key = "action" if worth.role == "action" else key or f"observation.{_plain_name(name)}"
+        groups.setdefault(key, []).extend(Source((name,), field) for field in worth.fields)
+    for key in sorted(groups, key=lambda key: (key != "observation.state", key != "action")):
+        slowest = min(true_rate(bag, source.topics[0]) for source in groups[key])
+        features[key] = _vector(groups[key], slow=slowest * 1.5 < fps)
     for topic in cameras:
         depth = "depth" in topic.name.lower()
         name = _camera_name(topic.name)
@@ -87,10 +90,55 @@ def guess_mapping(bag: Bag) -> Mapping:
         while key in features:
             key += "_2"
         features[key] = Camera((topic.name,), kind="depth" if depth else "color")
-    if not features:
-        names = ", ".join(bag.topics) or "none"
-        raise DataError(f"{bag.path}: no camera and no numbers among its topics ({names[:200]})")
-    return Mapping(fps=_camera_rate(bag), features=features)
+    return Mapping(fps=fps, features=features)
+
+
+def look(bag: Bag) -> tuple[dict[str, Worth], dict[str, str]]:
+    """Return what to take of which topics, and of all others why they are left out."""
+    chosen: dict[str, Worth] = {}
+    left_out: dict[str, str] = {}
+    pictures: list[str] = []
+    for name, topic in bag.topics.items():
+        found = Worth(reason="no messages")
+        try:
+            if topic.count and topic.type in _IMAGES:
+                image = bag.decoder(name).image(first_message(bag, name))
+                picture_size(image.data, image.encoding, image.width, image.height)
+                pictures.append(name)
+                continue
+            if topic.count:
+                found = worth_of(topic, bag)
+        except (DataError, UsageError) as error:
+            reason = str(error).removeprefix(f"{bag.path}: ").removeprefix(f"{name}: ")
+            found = Worth(reason=reason)
+        if found.fields:
+            chosen[name] = found
+        else:
+            left_out[name] = found.reason
+    # What speaks once, or only for a while, would cost the frames in which it is silent.
+    spans = {name: _span_s(bag, name) for name in [*chosen, *pictures]}
+    longest = max(spans.values(), default=0.0)
+    for name in list(chosen):
+        if spans[name] < longest / 2:
+            left_out[name] = f"it covers {spans[name]:.1f} of {longest:.1f} s"
+            del chosen[name]
+    return chosen, left_out
+
+
+def _span_s(bag: Bag, topic: str) -> float:
+    times = bag.times(topic)
+    return float(times.max() - times.min()) / SECOND_NS if len(times) else 0.0
+
+
+def true_rate(bag: Bag, topic: str) -> float:
+    """Return the messages per second of a topic over all of its time; bursts do not count more."""
+    span_s, count = _span_s(bag, topic), len(bag.times(topic))
+    return (count - 1) / span_s if span_s else 0.0
+
+
+def _common_rate(bag: Bag, topics: list[str]) -> int:
+    """Return the rate of the topic that speaks most, for a dataset without pictures."""
+    return int(min(max(round(max(true_rate(bag, name) for name in topics)), 1), _MOST_FPS))
 
 
 def _camera_rate(bag: Bag) -> int:
@@ -118,24 +166,14 @@ def _guess_kuavo(bag: Bag) -> Mapping:
     return replace(mapping, features=features)
 
 
-def _numeric(bag: Bag) -> Iterator[tuple[Topic, str]]:
-    """Yield the topics that look like joints, grippers or commands, with their field."""
-    for topic in bag.topics.values():
-        if not topic.count or topic.type in _IMAGES or topic.name.startswith(_LATCHED):
-            continue
-        try:
-            fields = bag.decoder(topic.name).fields()
-        except DataError:
-            continue
-        found = next((field for field in _STATE_FIELDS if field in fields), None)
-        if found is None and topic.type == "geometry_msgs/msg/TwistStamped":
-            found = "twist"
-        if found is not None:
-            yield topic, found
+def _vector(sources: list[Source], slow: bool) -> Vector:
+    if slow:  # it holds until the next message, however long that takes
+        return Vector(tuple(sources), align="hold", tolerance_s=0.0)
+    return Vector(tuple(sources))
 
 
-def _vector(topics: list[tuple[Topic, str]]) -> Vector:
-    return Vector(tuple(Source((topic.name,), field) for topic, field in topics))
+def _plain_name(topic: str) -> str:
+    return "_".join(re.findall(r"[A-Za-z0-9]+", topic))[:60] or "topic"
 
 
 def _camera_name(topic: str) -> str:
@@ -174,7 +212,16 @@ def to_yaml(mapping: Mapping, bag: Bag) -> str:
             lines += _camera_lines(feature, bag)
         else:
             lines += _vector_lines(feature, bag)
+    used = {name for f in mapping.features.values() for name in _topics(f)}
+    reasons = {name: why for name, why in look(bag)[1].items() if name not in used}
+    if reasons:
+        lines += ["", "# Left out:", *(f"#   {name}: {why}" for name, why in reasons.items())]
     return "\n".join(lines) + "\n"
+
+
+def _topics(feature: Vector | Camera) -> Iterator[str]:
+    for source in [feature] if isinstance(feature, Camera) else feature.sources:
+        yield from source.topics
 
 
 def _camera_lines(camera: Camera, bag: Bag) -> list[str]:

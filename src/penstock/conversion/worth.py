@@ -1,0 +1,162 @@
+"""Which numbers of a topic are worth having, and what they are to a learner: state, action, other.
+
+Decided by the definition of the message, with a table for the types whose definition does not tell.
+What is left out has a reason that a person can read.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Final, Literal
+
+import numpy as np
+
+from penstock.bags import Bag, Decoder, Topic
+from penstock.errors import DataError
+
+Role = Literal["state", "action", "other"]
+
+MOST_NUMBERS: Final = 2048
+_MOST_FIELDS: Final = 16
+# In this order: the first that holds anything is the one that matters.
+_FIRST_OF: Final[tuple[str, ...]] = (
+    *("position", "joint_data.joint_q", "joint_q", "q", "data.position"),
+    *("velocity", "effort", "points[0].positions", "axes", "ranges"),
+)
+_FIELDS: Final = {  # where the definition holds settings and codes beside the measurement
+    "NavSatFix": ("latitude", "longitude", "altitude"),
+    "BatteryState": ("voltage", "percentage"),
+    "Range": ("range",),
+}
+_NEVER: Final = {
+    "rcl_interfaces/": "parameters and logs",
+    "rosgraph_msgs/": "logs and clocks",
+    "diagnostic_msgs/": "diagnostics",
+    "visualization_msgs/": "drawings",
+    "rosbag2_interfaces/": "events of the recorder",
+    "actionlib_msgs/": "the progress of actions",
+    "dynamic_reconfigure/": "parameters",
+    "bond/": "signs of life",
+    "map_msgs/": "a map",
+    "tf2_msgs/": "transforms of many frames",
+    "tf/": "transforms of many frames",
+    "sensor_msgs/msg/CameraInfo": "a calibration",
+    "sensor_msgs/msg/PointCloud": "a point cloud",
+    "nav_msgs/msg/OccupancyGrid": "a map",
+    "nav_msgs/msg/Path": "a path of many poses",
+    "std_msgs/msg/Header": "a stamp alone",
+    "std_msgs/msg/Bool": "a single flag",
+}
+_STATES: Final = ("JointState", "JointStates", "Odometry")
+_ACTIONS: Final = ("JointTrajectory", "AckermannDrive", "AckermannDriveStamped")
+_COMMANDS: Final = ("Twist", "TwistStamped")  # unless their name says that they were measured
+_ACTION_WORDS: Final = re.compile(r"(cmd|command|action|target|desired|goal|traj|setpoint)", re.I)
+_MEASURED_WORDS: Final = re.compile(r"(odom|state|feedback|measured|actual|estimate|sensor)", re.I)
+_SMALL: Final = re.compile(r"(uint8|int8|byte|char|octet|bool)\[")
+
+
+@dataclass(frozen=True, slots=True)
+class Worth:
+    """What to take of a topic.
+
+    Attributes:
+        fields: The fields, in order; none if the topic is left out.
+        role: What they are.
+        reason: Why it is left out.
+        numbers: How many they are.
+    """
+
+    fields: tuple[str, ...] = ()
+    role: Role = "other"
+    reason: str = ""
+    numbers: int = 0
+
+
+def worth_of(topic: Topic, bag: Bag) -> Worth:
+    """Decide about a topic of a bag; its first message is read only where that is needed.
+
+    Raises:
+        DataError: Its messages cannot be decoded.
+    """
+    for kind, reason in _NEVER.items():
+        if topic.type.startswith(kind):
+            return Worth(reason=reason)
+    if topic.name.endswith("_service_event") or "/_action/" in topic.name:
+        return Worth(reason="events of a service")
+    decoder = bag.decoder(topic.name)
+    leaves = decoder.fields()
+    kept = {path for path, text in leaves.items() if _is_number(path, text)}
+    if not kept:
+        small = any(_SMALL.match(text) for text in leaves.values())
+        return Worth(reason="bytes, not numbers" if small else "no numbers")
+    data = first_message(bag, topic.name)
+    chosen = next(
+        (path for path in _FIRST_OF if path in kept and _count(decoder, data, path)), None
+    )
+    fields = (chosen,) if chosen else tuple(_within(decoder, data, kept, ""))
+    kind = topic.type.rpartition("/")[2]
+    if kept.issuperset(_FIELDS.get(kind, ("",))):
+        fields = _FIELDS[kind]
+    numbers = sum(_count(decoder, data, path) for path in fields)
+    if not numbers:
+        return Worth(reason="its numbers are empty")
+    if numbers > MOST_NUMBERS:
+        return Worth(reason=f"{numbers} numbers are too many to guess")
+    if len(fields) > _MOST_FIELDS:
+        return Worth(reason=f"{len(fields)} fields are too many to guess")
+    return Worth(fields, _role(topic), numbers=numbers)
+
+
+def first_message(bag: Bag, topic: str) -> bytes | memoryview:
+    """Return the bytes of the first message of a topic."""
+    for message in bag.read([topic], {topic: np.zeros(1, np.int64)}):
+        return message.data
+    raise DataError(f"{topic} has no message")
+
+
+def _role(topic: Topic) -> Role:
+    kind = topic.type.rpartition("/")[2]
+    measured = _MEASURED_WORDS.search(topic.name)
+    if kind in _ACTIONS or _ACTION_WORDS.search(topic.name) or (kind in _COMMANDS and not measured):
+        return "action"
+    return (
+        "state" if kind in _STATES or "Pose" in kind or "joint" in topic.name.lower() else "other"
+    )
+
+
+def _is_number(path: str, text: str) -> bool:
+    """Tell whether a field is one to keep: no stamp, flag, covariance, or list of messages."""
+    if "covariance" in path or path.startswith(("header.", "layout.")) or ".header." in path:
+        return False
+    if text.startswith(("time", "duration", "bool")) or _SMALL.match(text):
+        return False
+    return "[0]." not in path or path == "points[0].positions"
+
+
+def _within(
+    decoder: Decoder, data: bytes | memoryview, kept: set[str], prefix: str
+) -> Iterator[str]:
+    """Yield the fewest fields that hold these numbers and no others: whole sub-messages first."""
+    names = dict.fromkeys(path[len(prefix) :].split(".")[0] for path in decoder.fields()
+                          if path.startswith(prefix))  # fmt: skip
+    for name in names:
+        path = prefix + name
+        if path in kept:
+            yield path
+            continue
+        inside = {leaf for leaf in kept if leaf.startswith(f"{path}.")}
+        if not inside:
+            continue
+        if _count(decoder, data, path) == sum(_count(decoder, data, leaf) for leaf in inside):
+            yield path
+        else:
+            yield from _within(decoder, data, kept, f"{path}.")
+
+
+def _count(decoder: Decoder, data: bytes | memoryview, path: str) -> int:
+    try:
+        return len(decoder.vector(data, path))
+    except DataError:
+        return 0

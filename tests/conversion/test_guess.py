@@ -1,0 +1,141 @@
+"""What a recording that nobody has described becomes: features, and reasons for the rest."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+from rosbags.rosbag2 import StoragePlugin, Writer
+from rosbags.typesys import Stores, get_types_from_msg, get_typestore
+
+from penstock import convert
+from penstock.bags import open_bag
+from penstock.conversion.guess import guess_mapping, look, to_yaml
+from penstock.conversion.mapping import Mapping, Vector
+from penstock.errors import DataError
+
+STORE = get_typestore(Stores.ROS2_HUMBLE)
+STORE.register(
+    get_types_from_msg("float64 x\nfloat32[3] rest\nbool armed\nstring note\n", "my_msgs/msg/Arm")
+)
+T = STORE.types
+
+
+def header():
+    return T["std_msgs/msg/Header"](T["builtin_interfaces/msg/Time"](1, 0), "frame")
+
+
+def xyz(kind="Vector3", n=3):
+    return T[f"geometry_msgs/msg/{kind}"](*np.arange(1.0, n + 1))
+
+
+def cloud():
+    return T["sensor_msgs/msg/PointCloud2"](
+        header(), 1, 5, [], False, 4, 20, np.zeros(20, np.uint8), True
+    )
+
+
+def odometry():
+    pose = T["geometry_msgs/msg/Pose"](xyz("Point"), xyz("Quaternion", 4))
+    twist = T["geometry_msgs/msg/Twist"](xyz(), xyz())
+    covariance = np.zeros(36)
+    return T["nav_msgs/msg/Odometry"](
+        header(),
+        "base",
+        T["geometry_msgs/msg/PoseWithCovariance"](pose, covariance),
+        T["geometry_msgs/msg/TwistWithCovariance"](twist, covariance),
+    )
+
+
+MESSAGES = {
+    "/cmd_vel": lambda: T["geometry_msgs/msg/Twist"](xyz(), xyz()),
+    "/odom": odometry,
+    "/imu": lambda: T["sensor_msgs/msg/Imu"](
+        *(header(), xyz("Quaternion", 4), np.zeros(9), xyz(), np.zeros(9), xyz(), np.zeros(9))
+    ),
+    "/wrench": lambda: T["geometry_msgs/msg/WrenchStamped"](
+        header(), T["geometry_msgs/msg/Wrench"](xyz(), xyz())
+    ),
+    "/fix": lambda: T["sensor_msgs/msg/NavSatFix"](
+        header(), T["sensor_msgs/msg/NavSatStatus"](0, 1), 48.1, 11.5, 500.0, np.zeros(9), 0
+    ),
+    "/arm": lambda: T["my_msgs/msg/Arm"](1.0, np.ones(3, np.float32), True, "text"),
+    "/points": cloud,
+    "/armed": lambda: T["std_msgs/msg/Bool"](True),
+    "/chatter": lambda: T["std_msgs/msg/String"]("hello"),
+    "/wide": lambda: T["std_msgs/msg/Float64MultiArray"](
+        T["std_msgs/msg/MultiArrayLayout"]([], 0), np.zeros(5000)
+    ),
+    "/audio": lambda: T["std_msgs/msg/UInt8MultiArray"](
+        T["std_msgs/msg/MultiArrayLayout"]([], 0), np.zeros(50, np.uint8)
+    ),
+}
+
+
+def write(path: Path, topics: dict[str, float]) -> Path:
+    """Write a bag of 3 s; each topic with its rate, 0 for a single message."""
+    with Writer(path, version=9, storage_plugin=StoragePlugin.MCAP) as writer:
+        for topic, hz in topics.items():
+            message = MESSAGES[topic]()
+            kind = message.__msgtype__
+            connection = writer.add_connection(topic, kind, typestore=STORE)
+            data = STORE.serialize_cdr(message, kind)
+            for number in range(max(1, round(3 * hz))):
+                writer.write(connection, 10**9 + round(number / (hz or 1) * 10**9), data)
+    return path
+
+
+def sources(mapping: Mapping) -> dict[str, list[str]]:
+    return {
+        name: [f"{source.topics[0]} {source.field}" for source in feature.sources]
+        for name, feature in mapping.features.items()
+        if isinstance(feature, Vector)
+    }
+
+
+def test_standard_messages(tmp_path):
+    rates = dict.fromkeys(MESSAGES, 20.0) | {"/fix": 2.0, "/wrench": 0.0}
+    path = write(tmp_path / "bag", rates)
+    with open_bag(path) as bag:
+        mapping = guess_mapping(bag)
+        _, left_out = look(bag)
+        text = to_yaml(mapping, bag)
+    assert mapping.fps == 20
+    assert sources(mapping) == {
+        "observation.state": ["/odom pose.pose", "/odom twist.twist"],
+        "action": ["/cmd_vel linear", "/cmd_vel angular"],
+        "observation.imu": [
+            *("/imu orientation", "/imu angular_velocity", "/imu linear_acceleration")
+        ],
+        "observation.fix": ["/fix latitude", "/fix longitude", "/fix altitude"],
+        "observation.arm": ["/arm x", "/arm rest"],
+    }
+    assert mapping.features["observation.fix"].align == "hold"  # 2 Hz among 20
+    assert left_out == {
+        "/wrench": "it covers 0.0 of 3.0 s",
+        "/points": "a point cloud",
+        "/armed": "a single flag",
+        "/chatter": "no numbers",
+        "/wide": "5000 numbers are too many to guess",
+        "/audio": "bytes, not numbers",
+    }
+    for topic, reason in left_out.items():
+        assert f"#   {topic}: {reason}" in text
+    report = convert([path], tmp_path / "out", check=True)
+    assert report.ok
+    assert report.frames_out >= 50
+
+
+def test_only_what_a_learner_cannot_use(tmp_path):
+    path = write(tmp_path / "bag", {"/chatter": 5.0, "/points": 5.0})
+    with pytest.raises(DataError, match=r"nothing to learn from .*/chatter: no numbers"):
+        convert([path], tmp_path / "out")
+
+
+def test_one_narrow_sensor_is_the_state(tmp_path):
+    with open_bag(write(tmp_path / "bag", {"/imu": 50.0, "/cmd_vel": 10.0})) as bag:
+        mapping = guess_mapping(bag)
+    assert list(mapping.features) == ["observation.state", "action"]
+    assert mapping.fps == 50
+    assert (mapping.features["action"].align, mapping.features["action"].tolerance_s) == ("hold", 0)
