@@ -215,7 +215,7 @@ def ended(pid):
 
 def main(root):
     torch.set_num_threads(1)
-    torch.optim.SGD([torch.zeros(1)])  # imports much
+    torch.optim.SGD([torch.zeros(1)], lr=0.1)  # imports much
     wrong = []
     took_s = {}
     for lazy in (False, True):

@@ -85,6 +85,7 @@ def test_torch_files_with_numpy(tmp_path):
 
 
 def test_torch_files_with_tensordicts(tmp_path):
+    pytest.importorskip("torch", "2.5")  # older ones have no list of harmless classes
     tensordict = pytest.importorskip("tensordict", minversion="0.9")
     batch = tensordict.TensorDict({"a": torch.randn(2, 3), "in": {"b": torch.ones(2)}}, [2])
     stack = tensordict.lazy_stack([batch, batch + 1])

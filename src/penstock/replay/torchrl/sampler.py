@@ -20,11 +20,12 @@ from penstock.core.extras import needs_torchrl
 from penstock.core.files import make_folder, storage_error
 from penstock.core.pack import Item, PackReader, PackWriter
 from penstock.errors import CorruptFile, PenstockWarning, UnknownFormat, UsageError
-from penstock.replay.priority import SumTree, importance_weights
 
 with needs_torchrl("PrioritySampler"):
     from torchrl.data.replay_buffers.samplers import PrioritizedSampler, PrioritizedSliceSampler
     from torchrl.data.replay_buffers.storages import Storage
+
+from penstock.replay.priority import SumTree, importance_weights
 
 KIND = "replay-sampler"
 _FILE = "sampler.pack"
