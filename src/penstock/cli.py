@@ -52,10 +52,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         # The reader has gone (`| head`): point stdout elsewhere, or the interpreter complains.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
-    except _Terminated:
-        return _fail("terminated", EXIT_TERMINATED, words)
-    except KeyboardInterrupt:
-        return _fail("interrupted", EXIT_INTERRUPTED, words)
+    except _Terminated as stop:
+        return _fail(": ".join(["terminated", *map(str, stop.args)]), EXIT_TERMINATED, words)
+    except KeyboardInterrupt as stop:
+        return _fail(": ".join(["interrupted", *map(str, stop.args)]), EXIT_INTERRUPTED, words)
     except PenstockError as error:
         return _fail(f"error: {error}", error.exit_code, words)
     except OSError as error:

@@ -16,6 +16,7 @@ from penstock.cli import main
 from penstock.conversion.run import fingerprint
 from penstock.errors import DataError, LockHeld, UsageError
 from penstock.lerobot.reader import Dataset
+from penstock.lerobot.writer import DatasetWriter
 from penstock.tools.samples import read_number
 
 QUIET = {"progress": "quiet", "memory": "1GB"}
@@ -222,6 +223,43 @@ def test_salvage_recovers_what_there_is_and_says_so(samples, tmp_path):
     assert report.ok, report.text()
     assert 30 < report.frames_out < 60
     assert "recovered" in report.bags[0].salvage
+
+
+def test_salvage_may_be_added_on_resume(samples, tmp_path):
+    """A damaged bag fails, and the error says so: pass --salvage."""
+    good = samples(seconds=2).path
+    cut = tmp_path / "cut.bag"
+    cut.write_bytes(good.read_bytes()[: good.stat().st_size * 3 // 4])
+    report = penstock.convert([good, cut], tmp_path / "out", **QUIET)
+    assert "--salvage" in report.failed[cut]
+    report = penstock.convert([good, cut], tmp_path / "out", resume=True, salvage=True, **QUIET)
+    assert report.ok, report.text()
+    assert (len(report.bags), report.skipped, report.total_episodes) == (1, [good], 2)
+
+
+def test_episodes_that_came_from_elsewhere(samples, tmp_path):
+    """A dataset may hold episodes of other programs that use our writer."""
+    first, second = samples(seconds=2).path, samples(seconds=2, seed=1).path
+    penstock.convert(first, tmp_path / "out", **QUIET)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(DatasetWriter, "committed", property(lambda self: [{"simulation": 3}]))
+        report = penstock.convert(second, tmp_path / "out", append=True, **QUIET)
+    assert report.ok
+
+
+def test_an_interrupt_says_how_to_go_on(samples, tmp_path, monkeypatch, capfd):
+    from penstock.conversion import run
+
+    def jobs(todo, workers, meter):
+        yield from ()
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(run, "run_jobs", jobs)
+    words = ["convert", str(samples(seconds=2).path), str(tmp_path / "out")]
+    assert main(words) == 130
+    assert capfd.readouterr().err.splitlines()[-1] == (
+        "penstock: interrupted: 0 of 1 bags are done; go on with --resume"
+    )
 
 
 def test_one_bag_with_parts_of_it_committed_is_completed(samples, tmp_path):

@@ -209,7 +209,12 @@ def carry_out(request: Request) -> Report:
             settings={"mapping": request.mapping.to_json(), "salvage": request.salvage},
         ) as writer,
     ):
-        _convert_all(request, writer, features, prints, report)
+        try:
+            _convert_all(request, writer, features, prints, report)
+        except KeyboardInterrupt as stop:
+            done = len(report.bags) + len(report.skipped)
+            stop.args = (f"{done} of {len(request.bags)} bags are done; go on with --resume",)
+            raise
         if writer.total_episodes == 0:
             reasons = list(report.failed.values())
             more = f" (and {len(reasons) - 1} more bags failed)" if len(reasons) > 1 else ""
@@ -263,6 +268,8 @@ def _convert_all(
     committed: dict[str, set[int]] = {}
     complete: set[str] = set()
     for source in writer.committed:
+        if not {"fingerprint", "part", "parts"} <= source.keys():
+            continue  # not from a bag: somebody else's episodes
         committed.setdefault(source["fingerprint"], set()).add(source["part"])
         if len(committed[source["fingerprint"]]) == source["parts"]:
             complete.add(source["fingerprint"])

@@ -31,6 +31,7 @@ from penstock.lerobot.state import (
 Mode = Literal["create", "resume", "append", "overwrite"]
 LOCK_NAME = ".penstock.lock"
 SETTINGS = f"{PRIVATE_FOLDER}/settings.json"
+_FREE = ("settings.salvage",)  # may change: it decides which bags can be read, not what they become
 JOURNAL = f"{PRIVATE_FOLDER}/journal.jsonl"
 STAGING = f"{PRIVATE_FOLDER}/staging"
 _FORMAT = 1
@@ -106,6 +107,8 @@ def read_settings(root: Path) -> tuple[Spec, dict[str, Any]]:
 
 def check_same(root: Path, stored: Any, given: Any, path: str = "") -> None:
     """Refuse to go on with other settings; the error names the first that differs."""
+    if path in _FREE:
+        return
     if isinstance(stored, dict) and isinstance(given, dict):
         for key in [*stored, *(key for key in given if key not in stored)]:
             below = f"{path}.{key}" if path else str(key)
