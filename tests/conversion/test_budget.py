@@ -195,6 +195,7 @@ def test_watch_halves_and_grows_budgets(monkeypatch: pytest.MonkeyPatch) -> None
 def test_watch_thins_its_samples(monkeypatch: pytest.MonkeyPatch) -> None:
     sizes = iter(range(10_000))
     monkeypatch.setattr(memory, "rss_bytes", lambda tree: next(sizes))
+    monkeypatch.setattr(memory, "highest_rss_bytes", lambda: 0)
     with MemoryWatch(interval_s=60) as watch:
         for _ in range(8999):
             watch._sample()
@@ -202,6 +203,14 @@ def test_watch_thins_its_samples(monkeypatch: pytest.MonkeyPatch) -> None:
     gaps = {b - a for (_, a), (_, b) in zip(watch.samples, watch.samples[1:], strict=False)}
     assert len(gaps) == 1  # even over the whole run
     assert watch.peak_bytes == 8999
+
+
+def test_a_peak_between_two_samples_counts() -> None:
+    with MemoryWatch(interval_s=60) as watch:
+        spike = bytearray(300 << 20)
+        spike[:] = b"x" * len(spike)
+        del spike
+    assert watch.peak_bytes > 300 << 20
 
 
 def test_watch_error_reaches_the_caller(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -23,6 +23,7 @@ Place = tuple[int, int, int]
 
 _PLACE: Final = Struct("<IQI")
 AHEAD_BYTES: Final = 64 * 10**6
+SMALL_PART: Final = 8  # a message of less than this part of its chunk is copied out of it
 _MOST_WORKERS: Final = 8
 
 
@@ -150,6 +151,7 @@ class ChunkedBag(Bag):
                     count = chunk.count(ids)
                     found = counter.take(self._chunk_entries(chunk, ids, data, count))
                 yield from self._messages(data, *found)
+                del data  # else two chunks are in memory while the next is loaded
 
     def _todo(self, ids: dict[int, str], counter: _Counter) -> Iterator[_Todo]:
         """Yield the chunks that hold wanted messages, with those messages."""

@@ -15,7 +15,7 @@ import numpy as np
 from isal import isal_zlib
 from numpy.typing import NDArray
 
-from penstock.bags.chunks import Chunk, ChunkedBag, Entries, Place
+from penstock.bags.chunks import SMALL_PART, Chunk, ChunkedBag, Entries, Place
 from penstock.bags.limits import BadRecord, Limits, expect
 from penstock.bags.mcap_records import (
     CHANNEL,
@@ -240,7 +240,7 @@ class McapBag(ChunkedBag):
     ) -> Iterator[Message]:
         view = memoryview(data)
         head_at, head_bytes = MESSAGE_HEAD.unpack_from, MESSAGE_HEAD.size
-        record_limit = self.limits.record_bytes
+        record_limit, small = self.limits.record_bytes, len(data) // SMALL_PART
         topics = {key: self._connections[key].topic for key in np.unique(entries.ids).tolist()}
         columns = (column.tolist() for column in (*entries, ordinals))
         for t_ns, offset, key, ordinal in zip(*columns, strict=True):
@@ -253,6 +253,8 @@ class McapBag(ChunkedBag):
             if length > record_limit:
                 self.limits.check_record(self.path, length)
             message: bytes | memoryview = view[offset + head_bytes : stop]
+            if length < small:  # a view would keep the whole chunk
+                message = bytes(message)
             if message[:4] == ZSTD_MAGIC and self._connections[key].encoding == "cdr":
                 message = inflate_message(self.path, message, self.limits)
             yield Message(topics[key], ordinal, t_ns, message)

@@ -67,7 +67,7 @@ class Message(NamedTuple):
         ordinal: Its number within the topic, in file order, from 0.
         t_ns: When it was received (log time).
         data: Its bytes. They stay valid for as long as they are held; a memoryview keeps the
-            whole chunk that it lies in alive (about 1 MB), so copy what is kept for long.
+            chunk that it lies in alive, of which it is an eighth at least.
     """
 
     topic: str

@@ -16,7 +16,7 @@ from typing import Final
 import numpy as np
 from numpy.typing import NDArray
 
-from penstock.bags.chunks import Chunk, ChunkedBag, Connection, Entries, Place
+from penstock.bags.chunks import SMALL_PART, Chunk, ChunkedBag, Connection, Entries, Place
 from penstock.bags.limits import BadRecord, Limits, expect
 from penstock.bags.reader import Message
 from penstock.bags.source import Source, inflate, inflate_prefix
@@ -294,6 +294,7 @@ class Ros1Bag(ChunkedBag):
         # Headers of one connection differ in the time alone, which is the last field as nearly
         # all writers order them: they are recognised without parsing.
         known: dict[int, bytes] = {}
+        small = len(data) // SMALL_PART
         columns = (column.tolist() for column in (*entries, ordinals))
         for t_ns, offset, key, ordinal in zip(*columns, strict=True):
             prefix = known.get(key, b"")
@@ -309,7 +310,10 @@ class Ros1Bag(ChunkedBag):
                 raise BadRecord(
                     f"a message of connection {key} is not where or when the index says"
                 )
-            yield Message(self._connections[key].topic, ordinal, t_ns, view[start:stop])
+            message: bytes | memoryview = view[start:stop]
+            if stop - start < small:  # a view would keep the whole chunk
+                message = bytes(message)
+            yield Message(self._connections[key].topic, ordinal, t_ns, message)
 
     def _parse_message(self, data: bytes, offset: int, key: int) -> tuple[int, int, int]:
         """Return the time of a message, and where its data begins and ends."""

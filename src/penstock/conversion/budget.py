@@ -11,7 +11,7 @@ from typing import Final
 
 from typing_extensions import Self
 
-from penstock.core.memory import rss_bytes
+from penstock.core.memory import highest_rss_bytes, rss_bytes
 from penstock.core.threads import POLL_S, start
 from penstock.errors import UsageError
 
@@ -150,6 +150,7 @@ class MemoryWatch:
         self.limit_bytes = None if limit_bytes is None else _positive(limit_bytes)
         self.peak_bytes = 0
         self.samples: list[tuple[float, int]] = []
+        self._highest_before = 0
         self._budgets = budgets
         self._first_limits: dict[Budget, int] = {}
         self._interval_s = interval_s
@@ -161,6 +162,7 @@ class MemoryWatch:
 
     def __enter__(self) -> Self:
         self._start_s = time.perf_counter()
+        self._highest_before = highest_rss_bytes()
         self._sample()  # so that even the shortest block has a peak
         start(self._thread)
         return self
@@ -177,6 +179,9 @@ class MemoryWatch:
         self._closing.set()
         if self._thread.is_alive():
             self._thread.join()
+        highest = highest_rss_bytes()
+        if highest > self._highest_before:  # a peak between two samples
+            self.peak_bytes = max(self.peak_bytes, highest)
         for budget, limit_bytes in self._first_limits.items():
             budget.resize(limit_bytes)
         self._first_limits.clear()

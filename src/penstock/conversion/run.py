@@ -195,20 +195,29 @@ def carry_out(request: Request) -> Report:
     start_s = time.perf_counter()
     report = Report(request.out, request.mapping)
     report.memory_limit_bytes = request.memory_bytes
+    with MemoryWatch() as watch:
+        _write(request, report)
+        report.wall_s = time.perf_counter() - start_s
+        if request.check:
+            with Progress(_size(request.out), "check", "bytes", request.progress) as progress:
+                checkup = doctor.check(request.out, "sample", progress)
+            report.findings, report.checked = checkup.findings, checkup.checked
+    report.peak_bytes, report.memory = watch.peak_bytes, watch.samples
+    return report
+
+
+def _write(request: Request, report: Report) -> None:
     prints = {path: fingerprint(path) for path in request.bags}
     features = _named_as_before(request, _features(request, report))
-    with (
-        MemoryWatch() as watch,
-        DatasetWriter(
-            request.out,
-            features,
-            request.mapping.fps,
-            request.mapping.robot_type,
-            version=request.version,
-            mode=request.mode,
-            settings={"mapping": request.mapping.to_json(), "salvage": request.salvage},
-        ) as writer,
-    ):
+    with DatasetWriter(
+        request.out,
+        features,
+        request.mapping.fps,
+        request.mapping.robot_type,
+        version=request.version,
+        mode=request.mode,
+        settings={"mapping": request.mapping.to_json(), "salvage": request.salvage},
+    ) as writer:
         try:
             _convert_all(request, writer, features, prints, report)
         except KeyboardInterrupt as stop:
@@ -221,13 +230,6 @@ def carry_out(request: Request) -> Report:
             raise DataError(f"nothing was converted: {reasons[0] if reasons else 'no bag'}{more}")
         writer.finalize()
         report.total_episodes, report.total_frames = writer.total_episodes, writer.total_frames
-    report.peak_bytes, report.memory = watch.peak_bytes, watch.samples
-    report.wall_s = time.perf_counter() - start_s
-    if request.check:
-        with Progress(_size(request.out), "check", "bytes", request.progress) as progress:
-            checkup = doctor.check(request.out, "sample", progress)
-        report.findings, report.checked = checkup.findings, checkup.checked
-    return report
 
 
 def _features(request: Request, report: Report) -> dict[str, Feature]:

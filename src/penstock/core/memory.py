@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import os
 import re
+from contextlib import suppress
 from decimal import Decimal
+from pathlib import Path
 from typing import Final
 
 import psutil
@@ -65,6 +67,14 @@ def rss_bytes(tree: bool = True) -> int:
     if not tree:
         return int(psutil.Process().memory_info().rss)
     return sum(map(_resident_bytes, _process_tree(os.getpid())))
+
+
+def highest_rss_bytes() -> int:
+    """Return the most that this process ever had in memory; 0 where the system does not tell."""
+    with suppress(OSError, ValueError, IndexError):
+        status = Path("/proc/self/status").read_text()
+        return int(status.partition("VmHWM:")[2].split()[0]) * 1024
+    return 0
 
 
 def _resident_bytes(pid: int) -> int:
