@@ -28,6 +28,7 @@ from penstock.errors import CorruptFile, MissingExtra, UsageError
 from penstock.ui.suggestions import did_you_mean
 
 try:
+    from penstock.core.kernels.native import LZ4_HARD_BYTES
     from penstock.replay import kernels
 except ModuleNotFoundError as error:
     raise MissingExtra("numba", "rl") from error
@@ -122,7 +123,9 @@ class Lz4Frames(_RowFrames):
         # Frames that do not shrink are kept as they are: only the last one needs LZ4's worst case.
         out = np.empty(frames.size + self.size // 255 + 64, np.uint8)
         scratch = SCRATCH.array("frame", self.size, np.uint8)
-        used = kernels.lz4_encode(frames, self.row, self.level, scratch, out, lengths)
+        words = -(-LZ4_HARD_BYTES // 8) if self.level else 0
+        state = SCRATCH.array("lz4hc", words, np.uint64)
+        used = kernels.lz4_encode(frames, self.row, self.level, scratch, state, out, lengths)
         return out[:used], lengths
 
     def _decode(self, addresses: Addresses, lengths: Longs, out: Bytes) -> int:

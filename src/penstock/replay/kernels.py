@@ -16,6 +16,7 @@ from penstock.core.kernels.native import (
     copy_bytes,
     lz4_pack,
     lz4_pack_hard,
+    lz4_pack_hard_again,
     lz4_unpack,
     pointer,
 )
@@ -59,7 +60,7 @@ def _add_rows(frame, row):
 
 
 @compiled
-def lz4_encode(frames, row, level, scratch, out, lengths):
+def lz4_encode(frames, row, level, scratch, state, out, lengths):
     """Compress frames one after another into `out`; return the bytes used.
 
     Args:
@@ -67,11 +68,13 @@ def lz4_encode(frames, row, level, scratch, out, lengths):
         row: Bytes of a picture row, each stored as the difference to the one above; 0 for none.
         level: 0 is the fast mode of LZ4, above it its slow, smaller one.
         scratch: uint8 [size].
+        state: uint64, `LZ4_HARD_BYTES` long, or empty for level 0.
         out: uint8, at least n * size + LZ4's worst case of one frame.
         lengths: int64 [n], filled.
     """
     count, size = frames.shape
     at = 0
+    used = 0
     for i in range(count):
         source = frames[i]
         if row:
@@ -79,14 +82,18 @@ def lz4_encode(frames, row, level, scratch, out, lengths):
             source = scratch
         room = out.size - at
         if level:
-            used = lz4_pack_hard(address_of(source), address_of(out[at:]), size, room, level)
+            work, begin, end = address_of(state), address_of(source), address_of(out[at:])
+            if used > 0:
+                used = lz4_pack_hard_again(work, begin, end, size, room, level)
+            else:
+                used = lz4_pack_hard(work, begin, end, size, room, level)
         else:
             used = lz4_pack(address_of(source), address_of(out[at:]), size, room)
+        lengths[i] = used
         if used <= 0 or used >= size:
             copy_bytes(address_of(out[at:]), address_of(frames[i]), size)
-            used = size
-        lengths[i] = used
-        at += used
+            lengths[i] = size
+        at += lengths[i]
     return at
 
 

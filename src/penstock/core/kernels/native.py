@@ -59,7 +59,15 @@ _W, _I, _U = types.uintp, types.int32, types.uint32
 lz4_unpack = _foreign(_LZ4, "LZ4_decompress_safe", _I(_W, _W, _I, _I))
 lz4_pack = _foreign(_LZ4, "LZ4_compress_default", _I(_W, _W, _I, _I))
 lz4_pack_fast = _foreign(_LZ4, "LZ4_compress_fast", _I(_W, _W, _I, _I, _I))
-lz4_pack_hard = _foreign(_LZ4, "LZ4_compress_HC", _I(_W, _W, _I, _I, _I))
+lz4_pack_hard = _foreign(_LZ4, "LZ4_compress_HC_extStateHC", _I(_W, _W, _W, _I, _I, _I))
+# The same with memory that the last call left in order: it need not be cleared.
+_AGAIN = "LZ4_compress_HC_extStateHC_fastReset"
+lz4_pack_hard_again = _foreign(
+    *(_LZ4, _AGAIN, _I(_W, _W, _W, _I, _I, _I)),
+    stand_in=_AGAIN if hasattr(_LZ4, _AGAIN) else "LZ4_compress_HC_extStateHC",
+)
+LZ4_HARD_BYTES: int = _LZ4.LZ4_sizeofStateHC()
+"""What `lz4_pack_hard` needs of memory to work in, aligned to 8 bytes."""
 crc32 = _foreign(_CRC, "crc32_gzip_refl", _U(_U, _W, types.uint64))
 copy_bytes = _foreign(ctypes.CDLL(None), "memcpy", _W(_W, _W, _W))  # three times as fast as a loop
 HAS_ZSTD = _ZSTD is not None
