@@ -43,10 +43,13 @@ def tensor_bytes(tensor: torch.Tensor) -> int:
 def check_storable(path: str, tensor: torch.Tensor) -> None:
     """Refuse, by its path, a tensor whose bytes alone do not say what it is."""
     plain = type(tensor) in PLAIN_CLASSES and tensor.layout is torch.strided
+    plain = plain and not tensor.is_nested
     if plain and tensor.dtype in DTYPE_NAMES and not tensor.is_meta:
         return
     if type(tensor) not in PLAIN_CLASSES:
         problem = f"a {type(tensor).__module__}.{type(tensor).__qualname__}"
+    elif tensor.is_nested:
+        problem = "a nested tensor"
     elif tensor.layout is not torch.strided:
         problem = f"a {tensor.layout} tensor"
     elif tensor.dtype not in DTYPE_NAMES:

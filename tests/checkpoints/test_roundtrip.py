@@ -273,3 +273,13 @@ def test_stock_safetensors_opens_what_we_write(tmp_path):
     assert_equal({name: plain[name] for name in state}, state)
     save(tmp_path, state)
     assert set(load_file(tmp_path / "state.pt")) == set(state)
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+def test_nested_tensors_are_refused_by_name(tmp_path):
+    nested = torch.nested.nested_tensor([torch.ones(2), torch.ones(3)])
+    with (
+        AsyncCheckpointSaver(tmp_path) as saver,
+        pytest.raises(errors.UnsupportedValue, match=r"model\.parts is a nested tensor"),
+    ):
+        saver.save_async({"model": {"parts": nested}}, "a.pt")

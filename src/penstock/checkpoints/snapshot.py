@@ -115,7 +115,7 @@ class Snapshot:
         try:
             keepers: dict[type, tree.Keep] = dict.fromkeys(PLAIN_CLASSES, self._tensor)
             self._state = tree.copy_containers(state, keepers, self._keep)
-        except UnsupportedValue:
+        except (UnsupportedValue, RuntimeError):  # of torch: a nested tensor has no shape
             tree.flatten(state, _check)  # refuses the same, and knows the path
             raise
 

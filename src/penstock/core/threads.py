@@ -30,7 +30,7 @@ R = TypeVar("R")
 CORES = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 POLL_S = 0.1
 _PATIENCE_S, _PATIENCE_WAITS = 0.5, 25
-_INLINE_BYTES = 4 << 20  # below this, threads cost more than they bring
+INLINE_BYTES = 4 << 20  # below this, threads cost more than they bring
 
 
 def poll(condition: Callable[[], bool], timeout: float | None) -> bool:
@@ -300,7 +300,7 @@ def parallel_list(
         name: Of the threads.
         nbytes: Bytes of all pieces together.
     """
-    if nbytes <= _INLINE_BYTES or len(pieces) < 2:
+    if nbytes <= INLINE_BYTES or len(pieces) < 2:
         return [work(piece) for piece in pieces]
     return list(parallel_map(work, pieces, name=name, helpers=min(4, CORES) - 1))
 

@@ -30,11 +30,7 @@ _PLAIN_KEYS = frozenset({str, int, bool, type(None)})
 _IMMUTABLE = frozenset(
     {str, bool, int, float, complex, bytes, type(None), *(np.dtype(k).type for k in _SCALAR_KINDS)}
 )
-_BUILDERS: dict[str, Callable[[Iterable[Any]], Any]] = {
-    "tuple": tuple,
-    "set": set,
-    "frozenset": frozenset,
-}
+_BUILDERS = {name: kind for kind, name in _SEQUENCES.items()}
 
 Store = Callable[[str, Any], Json | None]
 """Given a path and a foreign value (a tensor, …): its JSON record, or None to refuse it."""

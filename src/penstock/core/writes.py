@@ -124,7 +124,6 @@ class _Job:
     handle: SaveHandle
     write: Write | None
     size_bytes: int
-    started: bool = False
     ticket: list[None] = field(default_factory=lambda: [None])
 
     def claim(self) -> bool:
@@ -360,7 +359,6 @@ class WriteQueue:
         job = next((job for job in list(self._jobs) if job.claim()), None)
         if job is None:
             return False
-        job.started = True
         status, error = self._write(job)
         job.write = None  # lets go of the data before anyone is told
         report = job.handle.stats.pop("report", None)

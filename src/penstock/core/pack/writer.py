@@ -22,12 +22,11 @@ from penstock.core.files import NewFile, storage_error, write_all
 from penstock.core.pack.format import ALIGNMENT, DTYPES, MAX_DIMENSIONS, Entry, Index, render
 from penstock.core.pack.reader import PackReader
 from penstock.core.reuse import SCRATCH
-from penstock.core.threads import parallel_map
+from penstock.core.threads import INLINE_BYTES, parallel_map
 from penstock.errors import UsageError
 
 DEFAULT_BLOCK_BYTES = 1 << 20
 _COPY_BYTES = 8 << 20
-_INLINE_BYTES = 4 << 20  # below this, threads cost more than they bring
 _SMALL_BYTES = 1 << 20
 _WRITEBACK_BYTES = 8 << 20
 
@@ -140,7 +139,7 @@ class PackWriter:
         total = sum(item.values.nbytes for item in known) if known is not None else None
         blocks = self._blocks(items if known is None else known)
         try:
-            if total is not None and total <= _INLINE_BYTES:
+            if total is not None and total <= INLINE_BYTES:
                 for block in blocks:
                     self._write(self._encode(*block))
                 return
