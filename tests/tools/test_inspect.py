@@ -225,3 +225,26 @@ def test_damage_to_the_first_bytes_is_a_finding(tmp_path, at):
     assert doctor.check(tmp_path)
     (tmp_path / "note.txt").write_text("hello")
     assert doctor.check(tmp_path / "note.txt")
+
+
+def test_doctor_reads_recordings_and_refuses_nothing(tmp_path, capsys):
+    """A folder in which there is nothing to verify was called good."""
+    from penstock.cli import main
+    from penstock.tools.doctor import check_all
+    from penstock.tools.samples import write_sample
+
+    bags = tmp_path / "bags"
+    bags.mkdir()
+    for number in range(2):
+        name = bags / f"{number}.bag"
+        write_sample(name, seconds=0.5, cameras=1, width=64, height=48, seed=number)
+    found = check_all([bags])
+    assert (found.files, found.findings) == (2, [])
+    whole = (bags / "1.bag").read_bytes()
+    (bags / "1.bag").write_bytes(whole[: len(whole) // 2])
+    (finding,) = check_all([bags]).findings
+    assert finding.path == str(bags / "1.bag")
+    empty = tmp_path / "empty"
+    empty.mkdir()
+    assert main(["doctor", str(empty)]) == 1
+    assert "nothing that can be verified" in capsys.readouterr().out

@@ -10,14 +10,23 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+from penstock.bags import open_bag
 from penstock.checkpoints import folder
 from penstock.core.files import TEMPORARY_PREFIX, owner_is_dead, storage_error
 from penstock.core.memory import format_bytes
 from penstock.core.pack import PackReader
 from penstock.errors import PenstockError, UsageError
 from penstock.lerobot import doctor as lerobot_doctor
-from penstock.tools import inspect, inspect_dataset, inspect_replay, inspect_run
+from penstock.tools import (
+    inspect,
+    inspect_bag,
+    inspect_dataset,
+    inspect_replay,
+    inspect_run,
+)
 from penstock.ui.progress import Progress
+
+_SOUND = "cannot be verified"
 
 
 @dataclass(frozen=True)
@@ -76,7 +85,7 @@ def check_all(paths: Iterable[str | os.PathLike[str]], quick: bool = False) -> E
     """Verify several files and folders.
 
     Args:
-        paths: Datasets, checkpoints, rollouts, folders of them, saved replay buffers.
+        paths: Recordings, datasets, checkpoints, rollouts, folders of them, saved replay buffers.
         quick: Of a dataset, decode only a sample of the pictures.
 
     Raises:
@@ -86,11 +95,14 @@ def check_all(paths: Iterable[str | os.PathLike[str]], quick: bool = False) -> E
     result = Examination()
     files: list[Path] = []
     meant: set[Path] = set()  # what must be a checkpoint: named by the user, or by `latest`
-    for path in map(Path, paths):
+    named = [Path(path) for path in paths]
+    for path in named:
         if inspect_dataset.is_dataset(path):
             _check_dataset(path, result, quick)
         elif inspect_replay.is_replay(path):
             _check_replay(path, result)
+        elif bags := _bags(path):
+            _check_bags(bags, result)
         elif path.is_dir():
             for part in inspect_run.parts(path) if inspect_run.is_run(path) else [path]:
                 files += _folder_files(part, result)
@@ -109,8 +121,37 @@ def check_all(paths: Iterable[str | os.PathLike[str]], quick: bool = False) -> E
             progress.note(file.name)
             size_bytes = _check_file(file, result, meant=file in meant)
             progress.advance(size_bytes)
+    if not result.files and not result.findings and not any(_SOUND in n for n in result.notes):
+        problem = "nothing that can be verified: give recordings, datasets, checkpoints, rollouts"
+        result.findings += [Finding(str(path), problem) for path in named]
     result.seconds = time.perf_counter() - begin
     return result
+
+
+def _bags(path: Path) -> list[Path]:
+    """Return the recordings that a path means; none if it is something else."""
+    if inspect_bag.is_bag(path):
+        return [path]
+    if not path.is_dir() or inspect_run.is_run(path):
+        return []
+    return [part for part in sorted(path.iterdir()) if inspect_bag.is_bag(part)]
+
+
+def _check_bags(bags: list[Path], result: Examination) -> None:
+    """Read every message of recordings: their lengths, indexes and checksums must agree."""
+    with Progress(sum(map(inspect_bag.size_of, bags)), "doctor", "bytes") as progress:
+        for path in bags:
+            progress.note(path.name)
+            size_bytes = inspect_bag.size_of(path)
+            try:
+                with open_bag(path) as bag:
+                    for message in bag.read():
+                        del message
+            except PenstockError as error:
+                result.findings.append(Finding(str(path), str(error).removeprefix(f"{path}: ")))
+            result.files += 1
+            result.size_bytes += size_bytes
+            progress.advance(size_bytes)
 
 
 def _check_dataset(path: Path, result: Examination, quick: bool) -> None:
@@ -180,7 +221,7 @@ def _check_file(path: Path, result: Examination, *, meant: bool) -> int:
                 # torch.load itself ignores them.
                 result.notes.append(f"{path}: torch.save file, only its zip checksums verified")
         elif kind in ("pickle", "lz4", "safetensors"):
-            result.notes.append(f"{path}: cannot be verified: no checksums")
+            result.notes.append(f"{path}: {_SOUND}: no checksums")
             return size_bytes
         elif kind == "damaged":
             problems = ["damaged: its beginning or end is not that of a checkpoint"]

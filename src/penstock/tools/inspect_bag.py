@@ -29,6 +29,12 @@ def is_bag(path: Path) -> bool:
     return path.name.endswith(BAG_ENDINGS)
 
 
+def size_of(path: Path) -> int:
+    """Return the bytes of a recording."""
+    files = path.rglob("*") if path.is_dir() else [path]
+    return sum(file.stat().st_size for file in files if file.is_file())
+
+
 def describe(path: Path, salvage: bool = False) -> Facts:
     """Say what is in a bag."""
     with open_bag(path, salvage=salvage) as bag:
