@@ -139,3 +139,29 @@ def test_one_narrow_sensor_is_the_state(tmp_path):
     assert list(mapping.features) == ["observation.state", "action"]
     assert mapping.fps == 50
     assert (mapping.features["action"].align, mapping.features["action"].tolerance_s) == ("hold", 0)
+
+
+def test_a_folder_is_mapped_from_what_its_bags_share(tmp_path):
+    """A topic that only the first bag has would fail all others."""
+    folder = tmp_path / "bags"
+    folder.mkdir()
+    common = {"/odom": 20.0, "/cmd_vel": 20.0}
+    bags = [
+        write(folder / "0", common | {"/imu": 20.0}),
+        *(write(folder / str(number), common) for number in range(1, 4)),
+        write(folder / "4", {"/odom": 20.0}),
+    ]
+    report = convert(bags, tmp_path / "out", check=False)
+    assert list(report.failed) == [bags[4]]  # it lacks what most have
+    assert len(report.bags) == 4
+    late = write(folder / "5", {"/odom": 20.0, "/cmd_vel": 20.0, "/imu": 20.0, "/arm": 20.0})
+    report = convert([late], tmp_path / "out", append=True, check=False)  # mapped as before
+    assert report.ok and report.total_episodes == 5
+
+
+def test_the_first_bag_may_lack_what_the_others_have(tmp_path):
+    bags = [write(tmp_path / "0", {"/odom": 20.0})]
+    bags += [write(tmp_path / str(k), {"/odom": 20.0, "/cmd_vel": 20.0}) for k in (1, 2)]
+    report = convert(bags, tmp_path / "out", check=False)
+    assert list(report.failed) == [bags[0]]
+    assert len(report.bags) == 2

@@ -93,6 +93,20 @@ def guess_mapping(bag: Bag) -> Mapping:
     return Mapping(fps=fps, features=features)
 
 
+def only(mapping: Mapping, topics: set[str]) -> Mapping:
+    """Leave out what comes from other topics than these, unless nothing would be left."""
+    features: dict[str, Vector | Camera] = {}
+    for name, feature in mapping.features.items():
+        if isinstance(feature, Camera):
+            if topics.intersection(feature.topics):
+                features[name] = feature
+            continue
+        sources = tuple(s for s in feature.sources if not s.topics or topics & set(s.topics))
+        if sources:
+            features[name] = replace(feature, sources=sources)
+    return replace(mapping, features=features) if features else mapping
+
+
 def look(bag: Bag) -> tuple[dict[str, Worth], dict[str, str]]:
     """Return what to take of which topics, and of all others why they are left out."""
     chosen: dict[str, Worth] = {}

@@ -6,6 +6,7 @@ import hashlib
 import os
 import shutil
 import time
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -16,7 +17,7 @@ from penstock.bags import find_bags, open_bag
 from penstock.conversion import kuavo
 from penstock.conversion.budget import MemoryWatch
 from penstock.conversion.features import describe
-from penstock.conversion.guess import guess_mapping
+from penstock.conversion.guess import guess_mapping, only
 from penstock.conversion.mapping import Mapping
 from penstock.conversion.one_bag import Job
 from penstock.conversion.plan import plan_bag
@@ -29,6 +30,7 @@ from penstock.errors import DataError, PenstockError, StorageError, UsageError
 from penstock.lerobot import doctor
 from penstock.lerobot.layout import INFO_PATH, VERSIONS, Feature, Version
 from penstock.lerobot.metadata import read_info
+from penstock.lerobot.opening import SETTINGS, read_settings
 from penstock.lerobot.writer import DatasetWriter
 from penstock.ui.progress import Mode, Progress
 from penstock.ui.suggestions import did_you_mean
@@ -61,6 +63,9 @@ class Request:
     salvage: bool = False
     check: bool = True
     progress: Mode | None = None
+
+
+_MOST_LOOKED_AT: Final = 200  # bags, before a mapping is guessed
 
 
 def convert(
@@ -154,7 +159,8 @@ def make_request(
     elif map is not None:
         mapping = map if isinstance(map, Mapping) else load_map(Path(map))
     else:
-        mapping = _guess(used, salvage)
+        going_on = _mapping_of(Path(out)) if resume or append else None
+        mapping = going_on or _guess(used, salvage)
     given = {name: value for name, value in settings.items() if value is not None}
     if given:
         mapping = from_json({**mapping.to_json(), **given}, "the command")
@@ -178,16 +184,36 @@ def _check_outside(bags: Sequence[Path], out: Path) -> None:
 
 
 def _guess(bags: Sequence[Path], salvage: bool) -> Mapping:
-    """Guess the mapping from the first bag that can be opened."""
+    """Guess a mapping for what most of the bags have, from the first that has all of it."""
     error: PenstockError | None = None
-    for path in bags:
+    topics: dict[Path, set[str]] = {}
+    for path in bags[:_MOST_LOOKED_AT]:
         try:
             with open_bag(path, salvage=salvage) as bag:
-                return guess_mapping(bag)
+                topics[path] = {name for name, topic in bag.topics.items() if topic.count}
+        except DataError as problem:
+            error = error or problem
+    counts = Counter(name for names in topics.values() for name in names)
+    common = {name for name, count in counts.items() if 2 * count > len(topics)}
+    for path in sorted(topics, key=lambda path: len(common - topics[path])):
+        try:
+            with open_bag(path, salvage=salvage) as bag:
+                mapping = guess_mapping(bag)
+                # The profile of a robot knows itself which topics stand in for which.
+                return mapping if kuavo.is_kuavo(topics[path]) else only(mapping, common)
         except DataError as problem:
             error = error or problem
     assert error is not None  # find_bags returns at least one
     raise error
+
+
+def _mapping_of(out: Path) -> Mapping | None:
+    """Return the mapping of a dataset that goes on; None if there is none."""
+    with suppress(DataError):
+        if (out / SETTINGS).is_file():
+            _, content = read_settings(out)
+            return from_json(content["settings"]["mapping"], str(out))
+    return None
 
 
 def carry_out(request: Request) -> Report:
