@@ -32,12 +32,14 @@ class Rate:
     """How often a topic speaks.
 
     Attributes:
-        hz: Messages per second, by the median time between two; 0 for fewer than two.
+        hz: Messages per second, over all of the time from the first to the last; 0 for fewer.
+        usual_hz: By the median time between two: other than `hz` for bursts, or with long gaps.
         longest_gap_s: The longest time between two messages.
         disorder: Messages whose stamp does not rise.
     """
 
     hz: float
+    usual_hz: float
     longest_gap_s: float
     disorder: int
 
@@ -46,9 +48,11 @@ def rate_of(bag: Bag, topic: str) -> Rate:
     """Measure a topic from the index."""
     ordered = in_order(bag.times(topic))
     if len(ordered.times) < 2:
-        return Rate(0.0, 0.0, ordered.duplicates + ordered.disordered)
+        return Rate(0.0, 0.0, 0.0, ordered.duplicates + ordered.disordered)
     steps = ordered.times[1:] - ordered.times[:-1]
+    span_s = float(ordered.times[-1] - ordered.times[0]) / SECOND_NS
     return Rate(
+        (len(bag.times(topic)) - 1) / span_s,
         SECOND_NS / ordered.period_ns,
         float(steps.max()) / SECOND_NS,
         ordered.duplicates + ordered.disordered,
@@ -81,7 +85,7 @@ def guess_mapping(bag: Bag) -> Mapping:
         key = "action" if worth.role == "action" else key or f"observation.{_plain_name(name)}"
         groups.setdefault(key, []).extend(Source((name,), field) for field in worth.fields)
     for key in sorted(groups, key=lambda key: (key != "observation.state", key != "action")):
-        slowest = min(true_rate(bag, source.topics[0]) for source in groups[key])
+        slowest = min(rate_of(bag, source.topics[0]).hz for source in groups[key])
         features[key] = _vector(groups[key], slow=slowest * 1.5 < fps)
     for topic in cameras:
         depth = "depth" in topic.name.lower()
@@ -144,15 +148,9 @@ def _span_s(bag: Bag, topic: str) -> float:
     return float(times.max() - times.min()) / SECOND_NS if len(times) else 0.0
 
 
-def true_rate(bag: Bag, topic: str) -> float:
-    """Return the messages per second of a topic over all of its time; bursts do not count more."""
-    span_s, count = _span_s(bag, topic), len(bag.times(topic))
-    return (count - 1) / span_s if span_s else 0.0
-
-
 def _common_rate(bag: Bag, topics: list[str]) -> int:
     """Return the rate of the topic that speaks most, for a dataset without pictures."""
-    return int(min(max(round(max(true_rate(bag, name) for name in topics)), 1), _MOST_FPS))
+    return int(min(max(round(max(rate_of(bag, name).hz for name in topics)), 1), _MOST_FPS))
 
 
 def _camera_rate(bag: Bag) -> int:
@@ -162,7 +160,7 @@ def _camera_rate(bag: Bag) -> int:
     if not colour:
         return _DEFAULT_FPS
     main = max(colour, key=lambda t: t.count)
-    return max(round(rate_of(bag, main.name).hz), 1)
+    return max(round(rate_of(bag, main.name).usual_hz), 1)
 
 
 def _guess_kuavo(bag: Bag) -> Mapping:
