@@ -23,10 +23,16 @@ MAP = {
     "fps": 10,
     "features": {"observation.state": {"topic": "/joints", "field": "position"}},
 }
-VALUES = {"a": 1.0, "b": 2.0, "c": 3.0, "d": 4.0}
+VALUES = {"a": 1.0, "b": 2.0, "c": 3.0, "d": 4.0, "\n": 5.0}
 
 
-def write(path: Path, orders: list[str], kind: str = "mcap", velocity: bool = False) -> Path:
+def write(
+    path: Path,
+    orders: list[str],
+    kind: str = "mcap",
+    velocity: bool = False,
+    nameless: bool = False,
+) -> Path:
     """Write a bag of JointStates at 10 Hz; each message names its joints, a letter each."""
     if kind == "ros1":
         store, writer = get_typestore(Stores.ROS1_NOETIC), Writer1(path.with_suffix(".bag"))
@@ -44,7 +50,7 @@ def write(path: Path, orders: list[str], kind: str = "mcap", velocity: bool = Fa
             words = {"stamp": stamp, "frame_id": "f" * (number % 5)}
             if kind == "ros1":
                 words["seq"] = number
-            values = np.array([VALUES[joint] + number for joint in order])
+            values = np.array([VALUES[joint] + number for joint in order or "abc" * nameless])
             message = types[TYPE](
                 types["std_msgs/msg/Header"](**words),
                 [f"joint_{joint}" for joint in order],
@@ -58,9 +64,8 @@ def write(path: Path, orders: list[str], kind: str = "mcap", velocity: bool = Fa
 
 def state(out: Path) -> np.ndarray:
     files = sorted((out / "data").rglob("*.parquet"))
-    return np.concatenate(
-        [np.stack(pq.read_table(file)["observation.state"].to_pylist()) for file in files]
-    )
+    rows = [row for file in files for row in pq.read_table(file)["observation.state"].to_pylist()]
+    return np.array(rows).reshape(len(rows), -1)
 
 
 def names(out: Path) -> object:
@@ -99,7 +104,7 @@ def test_another_order_in_later_bags(tmp_path):
     ],
 )
 def test_other_joints_are_refused(tmp_path, orders, problem):
-    with pytest.raises(DataError, match=rf"{problem}.*`select`"):
+    with pytest.raises(DataError, match=rf"{problem}: the joints must stay"):
         convert([write(tmp_path / "take", orders)], tmp_path / "out", map=from_json(MAP))
 
 
@@ -145,3 +150,70 @@ def test_a_dataset_without_names_goes_on(tmp_path, monkeypatch):
     found = state(tmp_path / "out")
     assert np.array_equal(found - found[:, :1], np.tile([0.0, 1.0, 2.0], (len(found), 1)))
     assert names(tmp_path / "out") is None
+
+
+TWO = [["abc"] * 12, ["cab"] * 12]
+
+
+def convert_two(tmp_path: Path, features: dict, orders: list[list[str]] = TWO) -> np.ndarray:
+    """Convert bags of other orders, then append the last once more; return the state."""
+    recipe = from_json({"fps": 10, "features": features})
+    bags = [write(tmp_path / str(k), order) for k, order in enumerate(orders)]
+    convert(bags[:1], tmp_path / "out", map=recipe, check=False)
+    for bag in bags[1:]:
+        report = convert([bag], tmp_path / "out", map=recipe, check=False, append=True)
+        assert report.ok, report.text()
+    together = convert(bags, tmp_path / "together", map=recipe, check=False)
+    assert together.ok, together.text()
+    assert np.array_equal(state(tmp_path / "out"), state(tmp_path / "together"))
+    found = state(tmp_path / "out")
+    return found - np.tile(np.arange(len(found) // len(bags)), len(bags))[:, None]
+
+
+def source(**words: object) -> dict:
+    return {"topic": "/joints", "field": "position", **words}
+
+
+@pytest.mark.parametrize(
+    ("feature", "wanted"),
+    [
+        ({"sources": [source(select=[0, 2]), source(select=[2, 3], threshold=2.5)]}, None),
+        ({"sources": [source(select=[1, 2])]}, [2.0]),
+        ({"sources": [source(), source(select=[0, 1])]}, [1.0, 2.0, 3.0, 1.0]),
+        ({**source(), "names": ["x", "y", "z"]}, [1.0, 2.0, 3.0]),
+        ({**source(), "names": ["x", "y", "z"], "names_key": "motors"}, [1.0, 2.0, 3.0]),
+    ],
+)
+def test_the_order_is_put_right_before_anything_is_made_of_the_numbers(tmp_path, feature, wanted):
+    found = convert_two(tmp_path, {"observation.state": feature})
+    if wanted is None:  # the threshold is of joint c, in every bag
+        assert np.array_equal(found[:, :2], np.tile([1.0, 2.0], (len(found), 1)))
+    else:
+        assert np.array_equal(found, np.tile(wanted, (len(found), 1)))
+
+
+@pytest.mark.parametrize(
+    ("orders", "problem"),
+    [
+        ([""] + ["abc"] * 9, "names its joints, and the first message did not"),
+        (["abc"] * 5 + [""] * 5, "names no joints|changes its shape|has 0 numbers"),
+    ],
+)
+def test_names_that_come_and_go(tmp_path, orders, problem):
+    bag = write(tmp_path / "take", orders, nameless=True)
+    with pytest.raises(DataError, match=problem):
+        convert([bag], tmp_path / "out", map=from_json(MAP))
+
+
+def test_one_joint_by_its_place(tmp_path):
+    recipe = from_json({"fps": 10, "features": {"observation.state": source(field="position[0]")}})
+    convert([write(tmp_path / "1", ["abc"] * 9)], tmp_path / "out", map=recipe, check=False)
+    with pytest.raises(DataError, match="another joint than before: use `select`"):
+        bag = write(tmp_path / "2", ["abc"] * 5 + ["cab"] * 5)
+        convert([bag], tmp_path / "other", map=recipe)
+
+
+def test_hostile_names_stay_on_one_line(tmp_path):
+    bags = [write(tmp_path / "1", ["abc"] * 12), write(tmp_path / "2", ["ab\n"] * 12)]
+    report = convert(bags, tmp_path / "out", map=from_json(MAP), check=False)
+    assert "lacks joint_c and has joint_? besides" in report.failed[bags[1]]

@@ -26,6 +26,7 @@ TIMES: Final = {
 _STEP: Final = re.compile(r"([A-Za-z][A-Za-z0-9_]*)(?:\[([0-9]{1,9})\])?")
 _MOST_LISTED: Final = 2000
 _MOST_KNOWN: Final = 64
+_MOST_KNOWN_BYTES: Final = 1 << 16
 
 # Moves a position in a message behind a value.
 Skip = Callable[["Reader", int], int]
@@ -129,6 +130,7 @@ class Layout:
         They are the texts of the field "name" beside an array, as in JointState. None if there is
         no such field, or no array.
         """
+        path = path.partition("[")[0] if path.endswith("]") else path  # one item has its array's
         head, dot, _ = path.rpartition(".")
         try:
             steps, field = self._plan(f"{head}{dot}name")
@@ -150,11 +152,12 @@ class Layout:
                 if stop > reader.size:
                     raise DataError("the message is cut")
                 key = start % 4, bytes(reader.view[start:stop])  # where it begins moves the padding
-                if key not in known:
-                    if len(known) >= _MOST_KNOWN:
-                        known.clear()
-                    known[key] = _texts(reader, start, field.size or 0)
-                return known[key]
+                found = known.get(key)
+                if found is None:
+                    found = _texts(reader, start, field.size or 0)
+                    if len(known) < _MOST_KNOWN and len(key[1]) < _MOST_KNOWN_BYTES:
+                        known[key] = found
+                return found
             except struct.error:
                 raise DataError("the message is cut") from None
 

@@ -5,7 +5,7 @@ The first message of each topic tells; nothing else of the bag is decoded.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Sequence
 
 from penstock.bags import Bag, Message
 from penstock.conversion.mapping import GAP_FLAG, Mapping, Vector
@@ -14,9 +14,20 @@ from penstock.errors import DataError, UsageError
 from penstock.lerobot.images import picture_size
 from penstock.lerobot.layout import Feature
 
+Joints = dict[tuple[str, str], tuple[str, ...]]
+"""By topic and field: the names of the numbers, in the order that a dataset has them."""
 
-def describe(bag: Bag, mapping: Mapping, plan: Plan) -> dict[str, Feature]:
+
+def describe(
+    bag: Bag, mapping: Mapping, plan: Plan, joints: Joints | None = None
+) -> dict[str, Feature]:
     """Return the features that a bag gives; the plan learns the names of joints.
+
+    Args:
+        bag: The bag.
+        mapping: What is asked of it.
+        plan: Of the bag.
+        joints: As the dataset has them; None for the first bag, whose order counts.
 
     Raises:
         DataError: A message does not hold what the mapping asks of it.
@@ -25,7 +36,7 @@ def describe(bag: Bag, mapping: Mapping, plan: Plan) -> dict[str, Feature]:
     features: dict[str, Feature] = {}
     for name, feature in mapping.features.items():
         if isinstance(feature, Vector):
-            features[name] = _vector(bag, name, feature, plan, first)
+            features[name] = _vector(bag, name, feature, plan, first, joints or {})
             continue
         camera = plan.cameras[name]
         size = camera.camera.resize
@@ -57,9 +68,16 @@ def _first_messages(bag: Bag, plan: Plan) -> dict[str, Message]:
     return found
 
 
-def _vector(bag: Bag, name: str, feature: Vector, plan: Plan, first: dict[str, Message]) -> Feature:
+def _vector(
+    bag: Bag,
+    name: str,
+    feature: Vector,
+    plan: Plan,
+    first: dict[str, Message],
+    joints: Joints,
+) -> Feature:
     length = 0
-    joints: list[tuple[str, str]] = []  # and the field of each
+    named_by: list[tuple[str, ...]] = []  # joint, field and topic of each number
     for part in plan.vectors[name]:
         source = part.source
         if source.flag_gaps is not None:
@@ -67,8 +85,16 @@ def _vector(bag: Bag, name: str, feature: Vector, plan: Plan, first: dict[str, M
             continue
         decoder, data = bag.decoder(part.topic), first[part.topic].data
         values, named = decoder.vector(data, source.field), decoder.names(data, source.field)
-        if named and len(named) == len(set(named)) == len(values):
-            plan.joints[part.topic, source.field] = named
+        place = part.topic, source.field
+        one = source.field.endswith("]")
+        if place in joints:
+            if named and set(named) != set(joints[place]):
+                raise DataError(
+                    f"{bag.path}: {part.topic}: {source.field} {other_joints(joints[place], named)}"
+                )
+            plan.joints[place] = joints[place]
+        elif named and len(named) == len(set(named)) and (one or len(named) == len(values)):
+            plan.joints[place] = named
         start, after = source.select or (0, len(values))
         if after > len(values) or start == after:
             raise DataError(
@@ -76,9 +102,9 @@ def _vector(bag: Bag, name: str, feature: Vector, plan: Plan, first: dict[str, M
                 f"[{start}, {after}] was asked for: check the robot's platform or the mapping"
             )
         length += after - start
-        known = plan.joints.get((part.topic, source.field), ())
-        joints += [(joint, source.field) for joint in known[start:after]]
-    names = list(feature.names) if feature.names else _joint_names(joints, length)
+        known = () if one else plan.joints.get(place, ())
+        named_by += [(joint, source.field, part.topic) for joint in known[start:after]]
+    names = list(feature.names) if feature.names else _joint_names(named_by, length)
     if names is not None and len(names) != length:
         raise UsageError(f"feature {name!r} has {length} numbers and {len(names)} names")
     return Feature(
@@ -86,40 +112,28 @@ def _vector(bag: Bag, name: str, feature: Vector, plan: Plan, first: dict[str, M
     )
 
 
-def _joint_names(joints: list[tuple[str, str]], length: int) -> list[str] | None:
-    """Name the numbers of a feature by their joints, and by their fields if that is not enough."""
-    for names in ([joint for joint, _ in joints], [".".join(pair) for pair in joints]):
+def _joint_names(named_by: list[tuple[str, ...]], length: int) -> list[str] | None:
+    """Name the numbers of a feature by their joints; by field and topic, too, if need be."""
+    for parts in (1, 2, 3):
+        names = [".".join(words[:parts]) for words in named_by]
         if len(set(names)) == length:
             return names
     return None
 
 
-def columns_in_order(
-    where: str, wanted: dict[str, Feature], found: dict[str, Feature]
-) -> dict[str, list[int]]:
-    """Return, for features whose names come in another order than the dataset's, the columns.
-
-    Raises:
-        DataError: A bag has other joints than the dataset.
-    """
-    columns: dict[str, list[int]] = {}
-    for name, feature in found.items():
-        mine, theirs = feature.names, wanted[name].names
-        if feature.is_picture or not isinstance(mine, list) or not isinstance(theirs, list):
-            continue
-        if set(mine) != set(theirs):
-            raise DataError(f"{where}: {name} {other_joints(theirs, mine)}")
-        if mine != theirs:
-            columns[name] = [mine.index(joint) for joint in theirs]
-    return columns
-
-
-def other_joints(wanted: Iterable[str], found: Iterable[str]) -> str:
-    """Say which joints are missing and which are new."""
+def other_joints(wanted: Sequence[str], found: Sequence[str]) -> str:
+    """Say what is wrong with the joints that a message names."""
     missing, new = sorted(set(wanted) - set(found)), sorted(set(found) - set(wanted))
-    parts = [f"lacks {', '.join(missing)}"] if missing else []
-    parts += [f"has {', '.join(new)} besides"] if new else []
+    parts = [f"lacks {_listed(missing)}"] if missing else []
+    parts += [f"has {_listed(new)} besides"] if new else []
+    if not found:
+        parts = ["names no joints"]
     return (
-        f"{' and '.join(parts)}: the joints must stay the same; select those that all have "
-        "with `select`, or convert it into a dataset of its own"
+        f"{' and '.join(parts) or f'names {len(found)} joints instead of {len(wanted)}'}: the "
+        "joints must stay the same; convert it into a dataset of its own"
     )
+
+
+def _listed(names: list[str]) -> str:
+    shown = ["".join(c if c.isprintable() else "?" for c in name)[:40] for name in names[:8]]
+    return ", ".join(shown) + (f" and {len(names) - 8} more" if len(names) > 8 else "")

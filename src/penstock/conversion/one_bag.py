@@ -24,7 +24,7 @@ from penstock.conversion import settings
 from penstock.conversion.account import Account
 from penstock.conversion.align import Times
 from penstock.conversion.budget import MemoryWatch
-from penstock.conversion.features import columns_in_order, describe
+from penstock.conversion.features import describe
 from penstock.conversion.lanes import Lanes
 from penstock.conversion.pictures import Pictures, Shown
 from penstock.conversion.plan import Plan, plan_bag, summary
@@ -51,6 +51,7 @@ class Job:
         memory_bytes: Resident memory to stay below; None only measures.
         salvage: Read what can be read of a damaged bag.
         max_frames: Convert only the beginning.
+        joints: Topic, field and names of the joints of the dataset, in their order.
     """
 
     bag: Path
@@ -61,6 +62,7 @@ class Job:
     memory_bytes: int | None
     salvage: bool
     max_frames: int | None = None
+    joints: list[tuple[str, str, list[str]]] = field(default_factory=list)
 
 
 @dataclass(slots=True)
@@ -107,10 +109,9 @@ def convert_bag(job: Job, advance: Advance) -> Converted:
         plan = plan_bag(bag, mapping)
         if job.max_frames is not None:
             plan = plan.head(job.max_frames)
-        found = describe(bag, mapping, plan)
-        order = columns_in_order(str(bag.path), features, found)
-        _check_features(bag, features, found)
-        run = _Run(bag, plan, mapping, features, job, advance, order)
+        joints = {(topic, field): tuple(names) for topic, field, names in job.joints}
+        _check_features(bag, features, describe(bag, mapping, plan, joints))
+        run = _Run(bag, plan, mapping, features, job, advance)
         with MemoryWatch(job.memory_bytes, run.budgets) as watch:
             folders = run.run()
     return Converted(
@@ -163,9 +164,7 @@ class _Run:
         features: Mapping[str, Feature],
         job: Job,
         advance: Advance,
-        order: Mapping[str, list[int]],
     ) -> None:
-        self._order = order
         self._bag = bag
         self._plan = plan
         self._mapping = mapping
@@ -192,7 +191,7 @@ class _Run:
         return [self._finished[number] for number in sorted(self._finished)]
 
     def _read(self) -> None:
-        rows = Rows(self._bag, self._plan, self._mapping, self._order)
+        rows = Rows(self._bag, self._plan, self._mapping)
         cameras = {name: _Camera(self, name) for name in self._plan.cameras}
         by_topic: dict[str, list[_Camera]] = {}
         for camera in cameras.values():

@@ -36,6 +36,7 @@ class _Topic:
     next_wanted: int = 0  # place in `wanted` of the next message to decode
     forgotten: int = 0  # how many of `wanted` were dropped from `values`
     joints: dict[str, tuple[str, ...]] = field(default_factory=dict)  # by path
+    lengths: dict[str, int] = field(default_factory=dict)
     values: dict[str, list[Array]] = field(default_factory=dict)
 
     def take(self, message: Message) -> bool:
@@ -45,37 +46,36 @@ class _Topic:
         if message.ordinal != self.wanted[self.next_wanted]:
             return False
         for path in self.paths:
-            values = self.decoder.vector(message.data, path)
-            if path in self.joints:
-                values = self._in_order(values, path, message)
+            values = self._in_order(self.decoder.vector(message.data, path), path, message)
+            if len(values) != self.lengths.setdefault(path, len(values)):
+                raise DataError(
+                    f"{self.name}: {path} has {len(values)} numbers in message {message.ordinal}, "
+                    f"and {self.lengths[path]} before: the recording changes its shape"
+                )
             self.values[path].append(values)
         self.next_wanted += 1
         return True
 
     def _in_order(self, values: Array, path: str, message: Message) -> Array:
-        """Return the numbers in the order in which the first message named its joints."""
-        names, wanted = self.decoder.names(message.data, path), self.joints[path]
-        if names == wanted:
+        """Return the numbers in the order of the dataset's joints, if they are joints."""
+        names, wanted = self.decoder.names(message.data, path), self.joints.get(path)
+        if names == wanted or (wanted is None and not _are_names(names, values)):
             return values
-        if len(names) != len(values) or set(names) != set(wanted):
-            raise DataError(
-                f"{self.name}: {path} of message {message.ordinal} {other_joints(wanted, names)}"
-            )
-        return values[[names.index(name) for name in wanted]]
+        where = f"{self.name}: {path} of message {message.ordinal}"
+        if wanted is None:
+            raise DataError(f"{where} names its joints, and the first message did not")
+        if path.endswith("]"):
+            raise DataError(f"{where} is another joint than before: use `select` instead of [ ]")
+        if len(names) != len(values) or len(names) != len(wanted) or set(names) != set(wanted):
+            raise DataError(f"{where} {other_joints(wanted, names)}")
+        places = {name: place for place, name in enumerate(names)}
+        return values[[places[name] for name in wanted]]
 
     def rows(self, ordinals: NDArray[np.int64], path: str) -> Array:
         """Return the values of some messages, one row each."""
         places = np.searchsorted(self.wanted, ordinals) - self.forgotten
         first, after = int(places.min()), int(places.max()) + 1
         block = self.values[path][first:after]
-        length = len(block[0])
-        for number, values in enumerate(block):
-            if len(values) != length:
-                at = int(self.wanted[self.forgotten + first + number])
-                raise DataError(
-                    f"{self.name}: {path} has {len(values)} numbers in message {at}, and {length} "
-                    "before: the recording changes its shape"
-                )
         return np.stack(block)[places - first]
 
     def forget(self, before: int) -> None:
@@ -94,17 +94,13 @@ class Rows:
         bag: Where the messages come from; its decoders are used.
         plan: Which message makes which frame.
         settings: The mapping.
-        order: Of features whose numbers come in another order than the dataset's: their columns.
 
     Attributes:
         topics: The topics whose messages `take` wants.
     """
 
-    def __init__(
-        self, bag: Bag, plan: Plan, settings: Settings, order: Mapping[str, list[int]]
-    ) -> None:
+    def __init__(self, bag: Bag, plan: Plan, settings: Settings) -> None:
         self._plan = plan
-        self._order = order
         self._settings = settings
         self._where = str(bag.path)
         self._topics = {
@@ -210,7 +206,7 @@ class Rows:
                         1
                     ]
                 at += part.shape[1]
-            columns[name] = joined[:, self._order.get(name, slice(None))].astype(np.float32)
+            columns[name] = joined.astype(np.float32)
         if self._plan.flags is not None:
             columns[GAP_FLAG] = self._plan.flags[first:after, None].astype(np.float32)
         return columns
@@ -297,6 +293,10 @@ class Rows:
                     )
                 joined[:, at:after] -= base[:, at:after]
             at = after
+
+
+def _are_names(names: tuple[str, ...], values: Array) -> bool:
+    return bool(names) and len(names) == len(set(names)) == len(values)
 
 
 def _used(plan: Plan) -> list[str]:

@@ -16,7 +16,7 @@ from typing import Any, Final, Literal
 from penstock.bags import find_bags, open_bag
 from penstock.conversion import kuavo
 from penstock.conversion.budget import MemoryWatch
-from penstock.conversion.features import describe
+from penstock.conversion.features import Joints, describe
 from penstock.conversion.guess import guess_mapping, only
 from penstock.conversion.mapping import Mapping
 from penstock.conversion.one_bag import Job
@@ -234,7 +234,9 @@ def carry_out(request: Request) -> Report:
 
 def _write(request: Request, report: Report) -> None:
     prints = {path: fingerprint(path) for path in request.bags}
-    features = _named_as_before(request, _features(request, report))
+    joints = _joints_of(request)
+    features = _named_as_before(request, _features(request, joints))
+    named = [[topic, name, list(names)] for (topic, name), names in joints.items()]
     with DatasetWriter(
         request.out,
         features,
@@ -242,10 +244,14 @@ def _write(request: Request, report: Report) -> None:
         request.mapping.robot_type,
         version=request.version,
         mode=request.mode,
-        settings={"mapping": request.mapping.to_json(), "salvage": request.salvage},
+        settings={
+            "mapping": request.mapping.to_json(),
+            "salvage": request.salvage,
+            "joints": named,
+        },
     ) as writer:
         try:
-            _convert_all(request, writer, features, prints, report)
+            _convert_all(request, writer, features, named, prints, report)
         except KeyboardInterrupt as stop:
             done = len(report.bags) + len(report.skipped)
             stop.args = (f"{done} of {len(request.bags)} bags are done; go on with --resume",)
@@ -258,13 +264,27 @@ def _write(request: Request, report: Report) -> None:
         report.total_episodes, report.total_frames = writer.total_episodes, writer.total_frames
 
 
-def _features(request: Request, report: Report) -> dict[str, Feature]:
-    """Return the features that the first usable bag gives; unusable ones are noted."""
+def _joints_of(request: Request) -> Joints:
+    """Return the joints of the dataset that goes on, as its settings keep them."""
+    if request.mode not in ("resume", "append") or not (request.out / SETTINGS).is_file():
+        return {}
+    try:
+        found = read_settings(request.out)[1]["settings"].get("joints", [])
+        return {(str(t), str(f)): tuple(map(str, names)) for t, f, names in found}
+    except (LookupError, ValueError, TypeError, AttributeError) as error:
+        raise DataError(f"{request.out / SETTINGS}: its joints make no sense ({error})") from error
+
+
+def _features(request: Request, joints: Joints) -> dict[str, Feature]:
+    """Return the features that the first usable bag gives, and add its joints to those known."""
     first: PenstockError | None = None
     for path in request.bags:
         try:
             with open_bag(path, salvage=request.salvage) as bag:
-                return describe(bag, request.mapping, plan_bag(bag, request.mapping))
+                plan = plan_bag(bag, request.mapping)
+                features = describe(bag, request.mapping, plan, joints)
+                joints |= plan.joints
+                return features
         except DataError as error:
             first = first or error
     assert first is not None
@@ -290,6 +310,7 @@ def _convert_all(
     request: Request,
     writer: DatasetWriter,
     features: dict[str, Feature],
+    joints: list[Any],
     prints: dict[Path, str],
     report: Report,
 ) -> None:
@@ -313,7 +334,7 @@ def _convert_all(
     with Progress(total_bytes, "convert", "bytes", request.progress) as progress:
         meter = _Meter(progress)
         for job, outcome in run_jobs(
-            _jobs(request, writer, features, todo, workers), workers, meter
+            _jobs(request, writer, features, joints, todo, workers), workers, meter
         ):
             _commit(job, outcome, writer, prints[job.bag], committed, report)
             meter.finished(_size(job.bag))
@@ -323,6 +344,7 @@ def _jobs(
     request: Request,
     writer: DatasetWriter,
     features: dict[str, Feature],
+    joints: list[Any],
     todo: Sequence[Path],
     workers: int,
 ) -> Iterator[Job]:
@@ -336,6 +358,7 @@ def _jobs(
             queue_bytes(request, workers),
             request.memory_bytes // workers,
             request.salvage,
+            joints=joints,
         )
 
 

@@ -31,7 +31,8 @@ from penstock.lerobot.state import (
 Mode = Literal["create", "resume", "append", "overwrite"]
 LOCK_NAME = ".penstock.lock"
 SETTINGS = f"{PRIVATE_FOLDER}/settings.json"
-_FREE = ("settings.salvage",)  # may change: it decides which bags can be read, not what they become
+# May change: which bags can be read, not what they become; and datasets of before know no joints.
+_FREE = ("settings.salvage", "settings.joints")
 JOURNAL = f"{PRIVATE_FOLDER}/journal.jsonl"
 STAGING = f"{PRIVATE_FOLDER}/staging"
 _FORMAT = 1
