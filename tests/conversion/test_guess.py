@@ -13,6 +13,7 @@ from penstock import convert
 from penstock.bags import open_bag
 from penstock.conversion.guess import guess_mapping, look, to_yaml
 from penstock.conversion.mapping import Mapping, Vector
+from penstock.conversion.settings import load_map
 from penstock.errors import DataError
 
 STORE = get_typestore(Stores.ROS2_HUMBLE)
@@ -99,7 +100,7 @@ def test_standard_messages(tmp_path):
     path = write(tmp_path / "bag", rates)
     with open_bag(path) as bag:
         mapping = guess_mapping(bag)
-        _, left_out = look(bag)
+        _, _, left_out = look(bag)
         text = to_yaml(mapping, bag)
     assert mapping.fps == 20
     assert sources(mapping) == {
@@ -165,3 +166,51 @@ def test_the_first_bag_may_lack_what_the_others_have(tmp_path):
     report = convert(bags, tmp_path / "out", check=False)
     assert list(report.failed) == [bags[0]]
     assert len(report.bags) == 2
+
+
+def picture(encoding: str, width: int, height: int, size: int):
+    data = np.zeros(width * height * size, np.uint8)
+    return T["sensor_msgs/msg/Image"](header(), height, width, encoding, 0, width * size, data)
+
+
+def point():
+    """A JointTrajectoryPoint as most write it: positions and velocities, nothing else."""
+    return T["trajectory_msgs/msg/JointTrajectoryPoint"](
+        *(np.ones(3), np.ones(3), np.empty(0), np.empty(0)),
+        T["builtin_interfaces/msg/Duration"](0, 0),
+    )
+
+
+def test_what_is_guessed_converts(tmp_path, monkeypatch):
+    """Odd names, odd sizes, empty arrays: the map is written, read, and converts as it is."""
+    imu = MESSAGES["/imu"]
+    odd = {
+        "/odom": odometry,
+        "/a/b": imu,
+        "/a_b": imu,
+        "/gap": imu,
+        "/state": imu,
+        "/😀": imu,
+        "/x\nsplit_frames: 3\n#": MESSAGES["/chatter"],
+        "/point": point,
+        "/cam": lambda: picture("rgb8", 65, 49, 3),
+        "/range": lambda: picture("16UC1", 64, 48, 2),
+        "/tiny": lambda: picture("rgb8", 1, 1, 3),
+        "/strange": lambda: picture("nobody_knows", 64, 48, 3),
+        "/cam_once": lambda: picture("rgb8", 64, 48, 3),
+    }
+    monkeypatch.setitem(globals(), "MESSAGES", odd)
+    path = write(tmp_path / "bag", dict.fromkeys(odd, 10.0) | {"/cam_once": 0.0})
+    with open_bag(path) as bag:
+        mapping = guess_mapping(bag)
+        _, _, left_out = look(bag)
+        (tmp_path / "map.yaml").write_text(to_yaml(mapping, bag))
+    assert load_map(tmp_path / "map.yaml") == mapping
+    assert {"/tiny", "/strange", "/cam_once", "/x\nsplit_frames: 3\n#"} == left_out.keys()
+    assert sources(mapping)["observation.a_b"][0].startswith("/a/b ")
+    assert sources(mapping)["observation.a_b_2"][0].startswith("/a_b ")
+    assert mapping.features["observation.images.cam"].resize == (64, 48)
+    assert mapping.features["observation.range"].kind == "depth"
+    report = convert([path], tmp_path / "out", map=tmp_path / "map.yaml")
+    assert report.ok, report.text()
+    assert report.frames_out > 20

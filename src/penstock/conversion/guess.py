@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Container, Iterator, Sequence
+from collections.abc import Mapping as Mapped
 from dataclasses import asdict, dataclass, fields, replace
-from typing import Any, Final
+from typing import Any, Final, Literal
 
 from penstock.bags import Bag
 from penstock.conversion import kuavo
 from penstock.conversion.align import SECOND_NS, in_order
 from penstock.conversion.mapping import (
+    GAP_FLAG,
     Camera,
     Mapping,
     Source,
@@ -19,7 +21,7 @@ from penstock.conversion.mapping import (
 )
 from penstock.conversion.worth import Worth, first_message, worth_of
 from penstock.errors import DataError, UsageError
-from penstock.lerobot.images import picture_size
+from penstock.lerobot.images import ImageDecoder
 
 _IMAGES: Final = ("sensor_msgs/msg/Image", "sensor_msgs/msg/CompressedImage")
 _DEFAULT_FPS: Final = 30
@@ -67,34 +69,60 @@ def guess_mapping(bag: Bag) -> Mapping:
     """
     if kuavo.is_kuavo({name for name, topic in bag.topics.items() if topic.count}):
         return _guess_kuavo(bag)
-    chosen, left_out = look(bag)
-    cameras = [t for t in bag.topics.values() if t.type in _IMAGES and t.name not in left_out]
+    chosen, cameras, left_out = look(bag)
     if not chosen and not cameras:
         reasons = "; ".join(f"{name}: {reason}" for name, reason in left_out.items())
         raise DataError(
             f"{bag.path}: there is nothing to learn from ({reasons[:300] or 'no messages'}); map "
             "what you need with --map"
         )
-    fps = _camera_rate(bag) if cameras else _common_rate(bag, list(chosen))
+    fps = _camera_rate(bag, cameras) if cameras else _common_rate(bag, list(chosen))
     features: dict[str, Vector | Camera] = {}
     groups: dict[str, list[Source]] = {}
     states = {worth.role for worth in chosen.values()} & {"state"}
     for name, worth in chosen.items():
         narrow = not states and worth.numbers <= _MOST_OF_A_STATE
         key = "observation.state" if worth.role == "state" or narrow else ""
-        key = "action" if worth.role == "action" else key or f"observation.{_plain_name(name)}"
+        key = "action" if worth.role == "action" else key or _free(groups, _plain_name(name))
         groups.setdefault(key, []).extend(Source((name,), field) for field in worth.fields)
     for key in sorted(groups, key=lambda key: (key != "observation.state", key != "action")):
         slowest = min(rate_of(bag, source.topics[0]).hz for source in groups[key])
         features[key] = _vector(groups[key], slow=slowest * 1.5 < fps)
-    for topic in cameras:
-        depth = "depth" in topic.name.lower()
-        name = _camera_name(topic.name)
-        key = f"observation.{name}" if depth else f"observation.images.{name}"
-        while key in features:
-            key += "_2"
-        features[key] = Camera((topic.name,), kind="depth" if depth else "color")
+    for topic, camera in cameras.items():
+        name = _camera_name(topic)
+        features[_free(features, name if camera.kind == "depth" else f"images.{name}")] = camera
     return Mapping(fps=fps, features=features)
+
+
+def _free(taken: Container[str], name: str) -> str:
+    """Return the key of an observation that no other has, and that means nothing else."""
+    key, number = f"observation.{name}", 1
+    while key in taken or key in ("observation.state", GAP_FLAG):
+        number += 1
+        key = f"observation.{name}_{number}"
+    return key
+
+
+def _camera(bag: Bag, topic: str) -> Camera:
+    """Describe a camera by its first picture, which is decoded to see that it can be.
+
+    Raises:
+        DataError: It cannot.
+    """
+    image = bag.decoder(topic).image(first_message(bag, topic))
+    words = (image.data, image.encoding, image.width, image.height, image.step, image.is_big_endian)
+    plain = image.encoding in ("mono16", "png") and "depth" in topic.lower()
+    if plain or image.encoding in ("16UC1", "32FC1", "compressedDepth"):
+        kind: Literal["color", "depth"] = "depth"
+        height, width = ImageDecoder().depth_mm(*words).shape
+    else:
+        kind = "color"
+        frame = ImageDecoder().color(*words)
+        width, height = frame.width, frame.height
+    if min(width, height) < 2:
+        raise DataError(f"its pictures are {width}x{height}")
+    even = width // 2 * 2, height // 2 * 2
+    return Camera((topic,), kind=kind, resize=None if even == (width, height) else even)
 
 
 def only(mapping: Mapping, topics: set[str]) -> Mapping:
@@ -111,18 +139,16 @@ def only(mapping: Mapping, topics: set[str]) -> Mapping:
     return replace(mapping, features=features) if features else mapping
 
 
-def look(bag: Bag) -> tuple[dict[str, Worth], dict[str, str]]:
-    """Return what to take of which topics, and of all others why they are left out."""
+def look(bag: Bag) -> tuple[dict[str, Worth], dict[str, Camera], dict[str, str]]:
+    """Return what to take of which topics, the cameras, and why all others are left out."""
     chosen: dict[str, Worth] = {}
     left_out: dict[str, str] = {}
-    pictures: list[str] = []
+    cameras: dict[str, Camera] = {}
     for name, topic in bag.topics.items():
         found = Worth(reason="no messages")
         try:
             if topic.count and topic.type in _IMAGES:
-                image = bag.decoder(name).image(first_message(bag, name))
-                picture_size(image.data, image.encoding, image.width, image.height)
-                pictures.append(name)
+                cameras[name] = _camera(bag, name)
                 continue
             if topic.count:
                 found = worth_of(topic, bag)
@@ -134,13 +160,14 @@ def look(bag: Bag) -> tuple[dict[str, Worth], dict[str, str]]:
         else:
             left_out[name] = found.reason
     # What speaks once, or only for a while, would cost the frames in which it is silent.
-    spans = {name: _span_s(bag, name) for name in [*chosen, *pictures]}
+    spans = {name: _span_s(bag, name) for name in [*chosen, *cameras]}
     longest = max(spans.values(), default=0.0)
-    for name in list(chosen):
-        if spans[name] < longest / 2:
-            left_out[name] = f"it covers {spans[name]:.1f} of {longest:.1f} s"
-            del chosen[name]
-    return chosen, left_out
+    for name, span_s in spans.items():
+        if span_s < longest / 2:
+            left_out[name] = f"it covers {span_s:.1f} of {longest:.1f} s"
+            chosen.pop(name, None)
+            cameras.pop(name, None)
+    return chosen, cameras, left_out
 
 
 def _span_s(bag: Bag, topic: str) -> float:
@@ -153,14 +180,13 @@ def _common_rate(bag: Bag, topics: list[str]) -> int:
     return int(min(max(round(max(rate_of(bag, name).hz for name in topics)), 1), _MOST_FPS))
 
 
-def _camera_rate(bag: Bag) -> int:
+def _camera_rate(bag: Bag, cameras: Mapped[str, Camera]) -> int:
     """Return the rate of the camera with the most pictures."""
-    cameras = [t for t in bag.topics.values() if t.type in _IMAGES and t.count]
-    colour = [t for t in cameras if "depth" not in t.name.lower()] or cameras
+    colour = [name for name, camera in cameras.items() if camera.kind == "color"] or [*cameras]
     if not colour:
         return _DEFAULT_FPS
-    main = max(colour, key=lambda t: t.count)
-    return max(round(rate_of(bag, main.name).usual_hz), 1)
+    main = max(colour, key=lambda name: bag.topics[name].count)
+    return max(round(rate_of(bag, main).usual_hz), 1)
 
 
 def _guess_kuavo(bag: Bag) -> Mapping:
@@ -170,7 +196,7 @@ def _guess_kuavo(bag: Bag) -> Mapping:
         joints = len(bag.decoder(kuavo.SENSORS).vector(message.data, "joint_data.joint_q"))
         break
     present = {name for name, topic in bag.topics.items() if topic.count}
-    mapping = kuavo.guess(present, joints, _camera_rate(bag))
+    mapping = kuavo.guess(present, joints, _camera_rate(bag, look(bag)[1]))
     features = {
         name: replace(f, resize=None) if isinstance(f, Camera) else f
         for name, f in mapping.features.items()
@@ -199,7 +225,7 @@ def _camera_name(topic: str) -> str:
 def to_yaml(mapping: Mapping, bag: Bag) -> str:
     """Write a mapping as a YAML file with comments, ready to edit."""
     lines = [
-        f"# Mapping of {bag.path.name}: which topics make which features.",
+        f"# Mapping of {_comment(bag.path.name)}: which topics make which features.",
         "# Use it with: penstock convert BAGS OUT --map THIS_FILE",
         "",
         f"fps: {mapping.fps}                # frames per second of the dataset",
@@ -225,9 +251,13 @@ def to_yaml(mapping: Mapping, bag: Bag) -> str:
         else:
             lines += _vector_lines(feature, bag)
     used = {name for f in mapping.features.values() for name in _topics(f)}
-    reasons = {name: why for name, why in look(bag)[1].items() if name not in used}
+    reasons = {name: why for name, why in look(bag)[2].items() if name not in used}
     if reasons:
-        lines += ["", "# Left out:", *(f"#   {name}: {why}" for name, why in reasons.items())]
+        lines += [
+            "",
+            "# Left out:",
+            *(_comment(f"#   {name}: {why}") for name, why in reasons.items()),
+        ]
     return "\n".join(lines) + "\n"
 
 
@@ -266,7 +296,7 @@ def _source_lines(source: Source, bag: Bag, lead: str) -> list[str]:
         fields = bag.decoder(topic).fields()
         others = [f for f in fields if f != source.field and not f.startswith("header.")]
         if others:
-            lines.append(f"{indent}# its fields: {', '.join(others)[:120]}")
+            lines.append(_comment(f"{indent}# its fields: {', '.join(others)[:120]}"))
     if source.otherwise is not None:
         lines.append(f"{indent}otherwise:    # in bags without that topic")
         lines += _source_lines(source.otherwise, bag, indent + "  ")
@@ -290,9 +320,9 @@ def _present(topics: Sequence[str], bag: Bag) -> str:
 
 
 def _topic_line(topics: Sequence[str], bag: Bag, lead: str) -> str:
-    key, names = ("topic", json.dumps(topics[0]))
+    key, names = ("topic", json.dumps(topics[0], ensure_ascii=False))
     if len(topics) > 1:
-        key, names = "topics", json.dumps(list(topics))
+        key, names = "topics", json.dumps(list(topics), ensure_ascii=False)
     return f"{lead}{key}: {names}    # {_about(bag, _present(topics, bag))}"
 
 
@@ -300,4 +330,9 @@ def _about(bag: Bag, topic: str) -> str:
     entry = bag.topics.get(topic)
     if entry is None or not entry.count:
         return "not in this bag"
-    return f"{entry.type}, {entry.count} messages, {rate_of(bag, topic).hz:.1f} Hz"
+    return _comment(f"{entry.type}, {entry.count} messages, {rate_of(bag, topic).hz:.1f} Hz")
+
+
+def _comment(text: str) -> str:
+    """Keep what a recording says on the line of its comment."""
+    return "".join(c if c.isprintable() else "?" for c in text)

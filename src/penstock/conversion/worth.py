@@ -144,12 +144,14 @@ def _within(
     for name in names:
         path = prefix + name
         if path in kept:
-            yield path
+            if _count(decoder, data, path):
+                yield path
             continue
         inside = {leaf for leaf in kept if leaf.startswith(f"{path}.")}
         if not inside:
             continue
-        if _count(decoder, data, path) == sum(_count(decoder, data, leaf) for leaf in inside):
+        numbers = sum(_count(decoder, data, leaf) for leaf in inside)
+        if numbers and _count(decoder, data, path) == numbers:
             yield path
         else:
             yield from _within(decoder, data, kept, f"{path}.")
