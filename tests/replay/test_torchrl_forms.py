@@ -1,5 +1,7 @@
 """Data that is no TensorDict, keys as indices, and state dicts from and to a LazyTensorStorage."""
 
+import copy
+import json
 from collections import OrderedDict, namedtuple
 
 import pytest
@@ -162,3 +164,63 @@ def test_state_dicts_go_both_ways(ndim, count):
     with pytest.raises(errors.UsageError, match="saved with"):
         CompressedStorage(size + 5, ndim=ndim).load_state_dict(lazy.state_dict())
     assert CompressedStorage(9).state_dict(compressed=False)["initialized"] is False
+
+
+def test_a_state_that_does_not_fit_leaves_the_storage_as_it_is():
+    storage, lazy = CompressedStorage(10), LazyTensorStorage(10)
+    storage.set(range(4), items(4))
+    before = storage.get(slice(None)).clone()
+    lazy.set(range(4), TensorDict({"x": torch.zeros(4, 3)}, [4]))
+    state = lazy.state_dict()
+    for length in (10**9, -3):
+        with pytest.raises(errors.CorruptFile, match="length"):
+            storage.load_state_dict({**state, "_len": length})
+    text = TensorDict({"note": ["a", "b"] * 5}, [10])
+    with pytest.raises(errors.PenstockError):
+        storage.load_state_dict({**state, "_storage": text.state_dict()})
+    assert_same(before, storage.get(slice(None)))
+    storage.load_state_dict(state)
+    assert set(storage.get(slice(None)).keys()) == {"x"}
+
+
+def test_dicts_may_come_in_another_order():
+    storage = CompressedStorage(10)
+    storage.set(range(2), {"a": pixels(2), "b": {"c": torch.ones(2), "d": torch.zeros(2)}})
+    storage.set(range(2, 4), {"b": {"d": torch.zeros(2) + 4, "c": torch.ones(2)}, "a": pixels(2)})
+    found = storage.get(torch.tensor([1, 3]))
+    assert list(found) == ["a", "b"]
+    assert found["b"]["d"].tolist() == [0.0, 4.0]
+
+
+def test_a_part_of_a_slice_writes_through():
+    storage, other = CompressedStorage(6), LazyTensorStorage(6)
+    for one in (storage, other):
+        one.set(range(6), items(6))
+        one[:][1:4][0] = items(1, seed=5)[0]
+        one[:][2:][1:].set_("pixels", torch.zeros(3, 20, 20, dtype=torch.uint8))
+    assert_same(other.get(slice(None)), storage.get(slice(None)))
+
+
+def test_a_copy_of_a_storage_that_follows_its_data():
+    storage = CompressedStorage(6, device="auto")
+    storage.set(range(4), items(4))
+    assert (storage.get(slice(None)) == copy.deepcopy(storage).get(slice(None))).all()
+
+
+@pytest.mark.parametrize(
+    ("change", "problem"),
+    [
+        (lambda d: d["keys"][1].update(path=[*d["keys"][0]["path"], "x"]), "holds others at once"),
+        (lambda d: d.update(len=-1), "makes no sense"),
+        (lambda d: d.update(form=[[0, 2]]), "makes no sense"),
+    ],
+)
+def test_hostile_descriptions(change, problem):
+    storage = CompressedStorage(10)
+    storage.set(range(4), items(4))
+    state = storage.state_dict()
+    description = json.loads(state["description"])
+    change(description)
+    with pytest.raises(errors.CorruptFile, match=problem):
+        storage.load_state_dict({**state, "description": json.dumps(description)})
+    assert len(storage) == 4

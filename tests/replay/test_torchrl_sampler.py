@@ -350,3 +350,27 @@ def test_any_run_of_calls_against_a_slow_reference(data):
         assert sampler.default_priority == largest
         index = buffer.sample(return_info=True)[1]["index"]
         assert all(reference[slot] > 0 for slot in index.tolist())
+
+
+def test_a_slot_that_is_updated_twice():
+    """Batches are drawn with replacement: the last value of a slot counts, for the largest, too."""
+    buffer = make(10, alpha=0.5, eps=0.0, max_priority_within_buffer=True)
+    buffer.extend(items(10))
+    buffer.update_priority(torch.tensor([2, 2]), torch.tensor([5.0, 2.0]))
+    assert buffer.sampler.default_priority == pytest.approx(2.0)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"largest": ["x", "y"]},
+        {"largest": [1.0, None]},
+        {"alpha": float("nan")},
+        {"beta": -1.0},
+        {"rng": "[" * 100_000},
+    ],
+)
+def test_hostile_states(change):
+    sampler = make(10).sampler
+    with pytest.raises(errors.CorruptFile):
+        sampler.load_state_dict(sampler.state_dict() | change)

@@ -158,10 +158,17 @@ def _import_plain(storage: CompressedStorage, state: dict[str, Any]) -> None:
             f"it was saved with {list(dims)} slots, this storage has max_size={storage.max_size} "
             f"and ndim={storage.ndim}; make it as it was"
         )
-    storage._empty()
-    if len(written):
-        storage.set(range(len(written)), written)
-        storage._len = length
+    slots = int(np.prod(dims))
+    if not 0 <= length <= slots:
+        raise CorruptFile(f"this state makes no sense (a length of {length} in {slots} slots)")
+    if not length:
+        storage._empty()
+        return
+    # Apart, so that what cannot be taken over leaves the storage as it is.
+    apart = type(storage)(storage.max_size, **storage.settings)
+    apart.set(range(len(written)), written)
+    apart._len = length
+    import_state(storage, export_state(apart))
 
 
 def part_of(storage: CompressedStorage, slots: Ints) -> Part:
@@ -281,7 +288,7 @@ def _fill(
         whole = lengths.shape == slots.shape and lengths.dtype == np.int64 and data.ndim == 1
         if not whole or data.dtype != np.uint8 or int(lengths.min(initial=0)) < 0:
             raise CorruptFile(f"the frames of {tree.keys[k].name} make no sense")
-        if int(lengths.sum()) != data.size:
+        if int(lengths.max(initial=0)) > data.size or int(lengths.sum()) != data.size:
             raise CorruptFile(f"the frames of {tree.keys[k].name} have {data.size} bytes")
         assert column is not None
         encoded[column] = Encoded(data, lengths)

@@ -48,6 +48,8 @@ class Form:
             UsageError: It has another form, or its parts do not fit together.
             UnsupportedValue: It holds something that is not a tensor.
         """
+        if self.structure is not None:
+            data = _in_order_of(self.structure, data)
         if form_of(data) != self:
             raise UsageError(
                 f"the data is {form_of(data)}, the first data was {self}; a storage keeps one form"
@@ -86,6 +88,14 @@ class Form:
         if self.kind is not None:
             return f"a {self.kind.__qualname__}"
         return "a TensorDict" if self.structure is None else f"a pytree {self.structure}"
+
+
+def _in_order_of(structure: Any, data: Any) -> Any:
+    """Return a pytree with the keys of its dicts in the order of another, if they are the same."""
+    if type(data) is type(structure) and isinstance(data, dict) and data.keys() == structure.keys():
+        ordered = {key: _in_order_of(structure[key], data[key]) for key in structure}
+        return ordered if type(data) is dict else type(data)(ordered)
+    return data
 
 
 def form_of(data: Any) -> Form:

@@ -107,7 +107,8 @@ class KeyTree:
         for depth, name in enumerate(path):
             extra = self.extras.get(path[: depth + 1], self._root.extra)
             child = node.children.setdefault(name, _Node(extra))
-            assert isinstance(child, _Node)
+            if not isinstance(child, _Node):
+                raise CorruptFile(f"{'.'.join(path)} is a tensor and holds others at once")
             node = child
         return node
 

@@ -30,7 +30,10 @@ from penstock.replay.priority import SumTree, importance_weights
 KIND = "replay-sampler"
 _FILE = "sampler.pack"
 _REDUCTIONS = ("max", "min", "median", "mean")
-_NONSENSE = (LookupError, ValueError, TypeError, AttributeError, UsageError)
+_NONSENSE = (
+    *(LookupError, ValueError, TypeError, AttributeError, UsageError),
+    *(OverflowError, RecursionError),
+)
 
 Ints = NDArray[np.int64]
 
@@ -55,7 +58,8 @@ class PrioritySampler(PrioritizedSampler):  # type: ignore[misc]
         reduction: How the priorities of a stored trajectory become one: "max", "min", "median" or
             "mean".
         max_priority_within_buffer: New items get the largest priority that is in the buffer now,
-            not the largest that was ever seen.
+            not the largest that was ever seen; after its item was written over, that is 1 until the
+            next update, as in TorchRL.
         seed: Of its own random numbers; `buffer.set_rng` takes precedence.
 
     Raises:
@@ -180,10 +184,12 @@ class PrioritySampler(PrioritizedSampler):  # type: ignore[misc]
             return
         self._tree.set(slots, (values + self._eps) ** self._alpha)
         largest, at = self._max_priority
-        if largest is None or values.max() > largest:
+        within = self._max_priority_within_buffer and self._alpha
+        twice = within and np.unique(slots).size < slots.size  # the last value of a slot counts
+        if (largest is None or values.max() > largest) and not twice:
             at = int(slots[values.argmax()]) if values.size == slots.size else int(slots[0])
             self._max_priority = (float(values.max()), at)
-        elif self._max_priority_within_buffer and self._alpha and (slots == at).any():
+        elif within and (twice or (slots == at).any()):
             kept = self._priorities()
             largest = max(0.0, float(kept.max()) ** (1 / self._alpha) - self._eps)
             self._max_priority = (largest, int(kept.argmax()))
@@ -248,7 +254,10 @@ class PrioritySampler(PrioritizedSampler):  # type: ignore[misc]
             )
         try:
             alpha, beta, eps = (float(settings[name]) for name in ("alpha", "beta", "eps"))
+            if not all(np.isfinite(value) and value >= 0 for value in (alpha, beta, eps)):
+                raise ValueError(f"alpha {alpha}, beta {beta}, eps {eps}")
             largest, at = settings["largest"]
+            known = None if largest is None else (float(largest), int(at))
             generator = np.random.default_rng()
             generator.bit_generator.state = json.loads(settings["rng"])
             tree = SumTree(self._max_capacity)
@@ -257,7 +266,7 @@ class PrioritySampler(PrioritizedSampler):  # type: ignore[misc]
         except _NONSENSE as error:
             raise CorruptFile(f"its settings make no sense ({error!r})") from error
         self._alpha, self._beta, self._eps = alpha, beta, eps
-        self._max_priority = None if largest is None else (float(largest), int(at))
+        self._max_priority = known
         self._tree, self._generator = tree, generator
 
     def _retransform_priority_trees(self, old_alpha: float, new_alpha: float) -> None:

@@ -15,6 +15,8 @@ import torch
 from numpy.typing import NDArray
 from tensordict import TensorDict, TensorDictBase, is_tensor_collection, unravel_key
 
+from penstock.replay.torchrl.index import is_view
+
 if TYPE_CHECKING:
     from penstock.replay.torchrl.storage import CompressedStorage
 
@@ -42,6 +44,17 @@ class StorageSlice(TensorDict):  # type: ignore[misc]
         )
         made._owner, made._slots = owner, slots
         return made
+
+    def __getitem__(self, index: Any) -> Any:
+        """Read a key, or items; a part that is a view writes through as well."""
+        content = super().__getitem__(index)
+        if self._owner is None or not is_tensor_collection(content) or not is_view(index):
+            return content
+        try:
+            slots = torch.from_numpy(self._slots)[index].numpy()
+        except IndexError:  # it goes into the items, which TensorDict allows
+            return content
+        return StorageSlice.over(content, self._owner, slots)
 
     def __setitem__(self, index: Any, value: Any) -> None:
         """Write items; or, as in any TensorDict, put another tensor under a key of this one."""

@@ -64,9 +64,9 @@ class CompressedStorage(LazyTensorStorage):  # type: ignore[misc]
     """A storage for TorchRL's replay buffers that compresses what is worth it.
 
     It takes TensorDicts, nested as they like, tensorclasses, bare tensors and pytrees of tensors,
-    and gives back exactly what was put in. The codec of each key is chosen at the first write, from
-    its data, and verified by a round trip. Batches are decoded into memory that is used again once
-    nobody holds the batch any more.
+    and gives back what was put in, bit for bit (tensorclasses *within* it as TensorDicts). The
+    codec of each key is chosen at the first write, from its data, and verified by a round trip.
+    Batches are decoded into memory that is used again once nobody holds the batch any more.
 
     Reading by an index gives copies. Of a slice (`storage[:]`), small keys are views, as in
     LazyTensorStorage; large keys are decoded copies. The methods of a slice (`slice[i, j] = data`,
@@ -142,6 +142,12 @@ class CompressedStorage(LazyTensorStorage):  # type: ignore[misc]
         return {
             key.path: codecs[key.column].id for key in self._tree.keys if key.column is not None
         }
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        """What it was made with, but for its size."""
+        device = "auto" if self.device is None else self.device
+        return {"codecs": self._codecs, "ndim": self.ndim, "device": device, **self._spill}
 
     def shape_of(self, path: tuple[str, ...]) -> tuple[int, ...]:
         """Return the shape of a key in one slot."""
@@ -314,8 +320,8 @@ class CompressedStorage(LazyTensorStorage):  # type: ignore[misc]
                 "a CompressedStorage cannot be shared with other processes; let them send their "
                 "data to the process that owns it"
             )
-        settings = {"codecs": self._codecs, "ndim": self.ndim, "device": self.device, **self._spill}
-        return {"max_size": self.max_size, "settings": settings, "content": self.state_dict()}
+        content = self.state_dict()
+        return {"max_size": self.max_size, "settings": self.settings, "content": content}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         CompressedStorage.__init__(self, state["max_size"], **state["settings"])
