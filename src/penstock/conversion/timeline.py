@@ -162,6 +162,12 @@ def _fixed_rate(stamps: Stamps, mapping: Mapping, topics: Sequence[str]) -> Slot
     """Lay frames over the time in which every topic speaks."""
     spans = [stamps.of(topic).times[[0, -1]] for topic in dict.fromkeys(topics)]
     start_ns, stop_ns = int(max(s[0] for s in spans)), int(min(s[1] for s in spans))
+    if stop_ns <= start_ns:
+        raise DataError(
+            f"{stamps.where}: there is no time in which all of "
+            f"{', '.join(dict.fromkeys(topics))[:200]} speak: map topics that "
+            "overlap, with more than one message each"
+        )
     _check_span(stamps.where, stop_ns - start_ns, mapping.fps)
     return rate_slots(start_ns, stop_ns, mapping.fps)
 
