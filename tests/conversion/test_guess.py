@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import numpy as np
@@ -214,3 +215,15 @@ def test_what_is_guessed_converts(tmp_path, monkeypatch):
     report = convert([path], tmp_path / "out", map=tmp_path / "map.yaml")
     assert report.ok, report.text()
     assert report.frames_out > 20
+
+
+def test_a_dataset_that_no_recording_made_goes_on(tmp_path):
+    """Its settings hold no mapping: it is guessed as for a new one."""
+    bag = write(tmp_path / "bag", {"/imu": 20.0})
+    convert([bag], tmp_path / "out", check=False)
+    settings = tmp_path / "out/.penstock/settings.json"
+    for change in ({}, {"mapping": 3}, {"mapping": {"nonsense": 1}}):
+        content = json.loads(settings.read_text())
+        settings.write_text(json.dumps({**content, "settings": change}))
+        late = write(tmp_path / f"bag-{len(str(change))}", {"/imu": 20.0})
+        assert convert([late], tmp_path / "out", append=True, check=False).total_episodes >= 1

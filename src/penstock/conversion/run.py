@@ -208,8 +208,8 @@ def _guess(bags: Sequence[Path], salvage: bool) -> Mapping:
 
 
 def _mapping_of(out: Path) -> Mapping | None:
-    """Return the mapping of a dataset that goes on; None if there is none."""
-    with suppress(DataError):
+    """Return the mapping of a dataset that goes on; None if it was not made from recordings."""
+    with suppress(DataError, UsageError, LookupError, TypeError):
         if (out / SETTINGS).is_file():
             _, content = read_settings(out)
             return from_json(content["settings"]["mapping"], str(out))
