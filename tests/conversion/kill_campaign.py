@@ -28,9 +28,9 @@ import numpy as np
 
 from penstock.cli import main as penstock
 from penstock.conversion import run as conversion
-from penstock.lerobot import doctor
-from penstock.lerobot.reader import Dataset
-from penstock.lerobot.writer import DatasetWriter
+from penstock.dataset import doctor
+from penstock.dataset.reader import Dataset
+from penstock.dataset.writer import DatasetWriter
 from penstock.tools import convert_command, samples
 
 BAGS = 3

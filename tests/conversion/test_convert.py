@@ -15,8 +15,8 @@ import penstock
 from penstock.cli import main
 from penstock.conversion.run import fingerprint
 from penstock.errors import DataError, LockHeld, UsageError
-from penstock.lerobot.reader import Dataset
-from penstock.lerobot.writer import DatasetWriter
+from penstock.dataset.reader import Dataset
+from penstock.dataset.writer import DatasetWriter
 from penstock.tools.samples import read_number
 
 QUIET = {"progress": "quiet", "memory": "1GB"}

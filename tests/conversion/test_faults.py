@@ -17,8 +17,8 @@ import penstock
 from harness import remount, small_disk
 from penstock.cli import main
 from penstock.errors import DataError, PenstockError, UsageError
-from penstock.lerobot import doctor
-from penstock.lerobot.reader import Dataset
+from penstock.dataset import doctor
+from penstock.dataset.reader import Dataset
 
 from .test_convert import same_dataset
 
@@ -611,7 +611,7 @@ def test_the_second_writer_is_refused_at_once(bags, tmp_path):
 
 def test_a_failure_in_the_first_commit_leaves_no_dataset(bags, tmp_path, monkeypatch):
     """Neither does an interrupt that comes when its line is written and not yet counted."""
-    from penstock.lerobot import journal, writer
+    from penstock.dataset import journal, writer
 
     real, real_publish = os.fsync, writer.publish_if_changed
     for place in ("journal", "info"):

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from penstock.lerobot.reader import Dataset
+from penstock.dataset.reader import Dataset
 from penstock.tools.samples import write_sample
 
 COMMAND = [sys.executable, "-m", "penstock", "convert"]

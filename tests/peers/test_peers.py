@@ -10,12 +10,12 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from penstock.lerobot.doctor import check
-from penstock.lerobot.episode import EpisodeWriter
-from penstock.lerobot.layout import Feature
-from penstock.lerobot.reader import Dataset
-from penstock.lerobot.video import VideoSettings
-from penstock.lerobot.writer import DatasetWriter
+from penstock.dataset.doctor import check
+from penstock.dataset.episode import EpisodeWriter
+from penstock.dataset.layout import Feature
+from penstock.dataset.reader import Dataset
+from penstock.media.video import VideoSettings
+from penstock.dataset.writer import DatasetWriter
 
 from .peer import lerobot_reads, run
 

@@ -12,12 +12,12 @@ from tensordict import TensorDict
 from penstock.conversion.budget import MemoryWatch
 from penstock.core.memory import rss_bytes
 from penstock.errors import DataError, UnknownFormat, UsageError
-from penstock.lerobot.batch import EpisodeBatch
-from penstock.lerobot.episode import EpisodeWriter
-from penstock.lerobot.layout import Feature
-from penstock.lerobot.reader import Dataset
-from penstock.lerobot.video import VideoSettings
-from penstock.lerobot.writer import DatasetWriter
+from penstock.dataset.batch import EpisodeBatch
+from penstock.dataset.episode import EpisodeWriter
+from penstock.dataset.layout import Feature
+from penstock.dataset.reader import Dataset
+from penstock.media.video import VideoSettings
+from penstock.dataset.writer import DatasetWriter
 from penstock.replay.episodes import lerobot
 from penstock.replay.episodes.buffer import DictReplayBuffer
 from penstock.rollouts.lerobot import export
@@ -211,7 +211,7 @@ def test_many_short_episodes_are_read_in_one_pass(tmp_path, monkeypatch) -> None
         columns = {"x": np.arange(3000)[:, None]}
         writer.commit_many(EpisodeBatch(columns, np.full(1000, 3), "t"), {})
     opened = []
-    from penstock.lerobot import reader
+    from penstock.dataset import reader
 
     table = reader.Table
 

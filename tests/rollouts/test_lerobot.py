@@ -10,9 +10,9 @@ import torch
 from tensordict import NonTensorData, TensorDict
 
 from penstock.errors import DataError, UsageError
-from penstock.lerobot.doctor import check
-from penstock.lerobot.reader import Dataset
-from penstock.lerobot.writer import DatasetWriter
+from penstock.dataset.doctor import check
+from penstock.dataset.reader import Dataset
+from penstock.dataset.writer import DatasetWriter
 from penstock.rollouts import lerobot
 from penstock.rollouts.lerobot import export
 from penstock.rollouts.lerobot_keys import feature_names

@@ -19,6 +19,7 @@ from penstock.conversion.one_bag import Job, convert_bag
 from penstock.conversion.plan import plan_bag
 from penstock.conversion.run import Request, queue_bytes
 from penstock.core.memory import format_bytes
+from penstock.dataset.unit import UnitRecord
 from penstock.errors import DataError
 
 _TRIAL_FRAMES = 90
@@ -102,9 +103,16 @@ def predict(request: Request) -> Prediction:
     folder = Path(tempfile.mkdtemp(prefix="penstock-trial-"))
     try:
         job = Job(
-            trial, request.mapping.to_json(), features, folder, queue_bytes(request, 1), None,
-            request.salvage, max_frames=_TRIAL_FRAMES,
-        )  # fmt: skip
+            trial,
+            request.mapping.to_json(),
+            features,
+            folder,
+            UnitRecord("trial", 0, {}, []),
+            queue_bytes(request, 1),
+            None,
+            request.salvage,
+            max_frames=_TRIAL_FRAMES,
+        )
         done = convert_bag(job, lambda size_bytes, frames: None)
         size_bytes = sum(file.stat().st_size for file in folder.rglob("*") if file.is_file())
     finally:

@@ -10,9 +10,9 @@ from collections.abc import Sequence
 from penstock.bags import Bag, Message
 from penstock.conversion.mapping import GAP_FLAG, Mapping, Vector
 from penstock.conversion.plan import Plan
+from penstock.dataset.layout import Feature
 from penstock.errors import DataError, UsageError
-from penstock.lerobot.images import picture_size
-from penstock.lerobot.layout import Feature
+from penstock.media.images import picture_size
 
 Joints = dict[tuple[str, str], tuple[str, ...]]
 """By topic and field: the names of the numbers, in the order that a dataset has them."""

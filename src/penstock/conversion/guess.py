@@ -21,7 +21,7 @@ from penstock.conversion.mapping import (
 )
 from penstock.conversion.worth import Worth, first_message, worth_of
 from penstock.errors import DataError, UsageError
-from penstock.lerobot.images import ImageDecoder
+from penstock.media.images import ImageDecoder
 
 _IMAGES: Final = ("sensor_msgs/msg/Image", "sensor_msgs/msg/CompressedImage")
 _DEFAULT_FPS: Final = 30

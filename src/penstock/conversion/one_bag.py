@@ -1,18 +1,17 @@
-"""One bag: plan it, read it once, and leave its episodes in a staging folder.
+"""One bag: plan it, read it once, and commit it as a unit.
 
     read ──┬── camera lanes (decode → encode → mp4)
            └── rows (decode → align → parquet)
 
 The lanes share one budget in bytes; the reader waits when they are full. Nothing is dropped, and
-nothing outside the staging folder is touched.
+nothing but the unit is touched.
 """
 
 from __future__ import annotations
 
-import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -29,10 +28,11 @@ from penstock.conversion.lanes import Lanes
 from penstock.conversion.pictures import Pictures, Shown
 from penstock.conversion.plan import Plan, plan_bag, summary
 from penstock.conversion.rows import Rows
+from penstock.core.interrupt import check_stop
+from penstock.dataset.layout import Feature
+from penstock.dataset.unit import Episode, UnitRecord, UnitWriter
 from penstock.errors import DataError
-from penstock.lerobot.episode import EpisodeWriter
-from penstock.lerobot.layout import Feature
-from penstock.lerobot.video import VideoSettings
+from penstock.media.video import VideoSettings
 
 Advance = Callable[[int, int], None]  # bytes read, frames written, since the last call
 _REPORT_EVERY_S = 0.2
@@ -46,7 +46,8 @@ class Job:
         bag: The recording.
         mapping: `Mapping.to_json()`.
         features: The features of the dataset, which this bag must have too.
-        staging: A folder of its own for the episodes.
+        units: The folder that the unit is committed to.
+        record: Its key, position and source; the episodes come from the bag.
         queue_bytes: What may wait between reading and encoding.
         memory_bytes: Resident memory to stay below; None only measures.
         salvage: Read what can be read of a damaged bag.
@@ -57,7 +58,8 @@ class Job:
     bag: Path
     mapping: dict[str, Any]
     features: dict[str, Any]
-    staging: Path
+    units: Path
+    record: UnitRecord
     queue_bytes: int
     memory_bytes: int | None
     salvage: bool
@@ -70,7 +72,7 @@ class Converted:
     """What came of one bag.
 
     Attributes:
-        folders: A staged episode each.
+        episodes: How many.
         account: Where the frames went.
         skew: Time errors per feature.
         skew_ms: A sample of the time errors per feature, for the picture in the report.
@@ -83,7 +85,7 @@ class Converted:
         memory: Resident memory over time.
     """
 
-    folders: list[Path]
+    episodes: int
     account: Account
     skew: dict[str, Any]
     skew_ms: dict[str, list[float]]
@@ -97,10 +99,10 @@ class Converted:
 
 
 def convert_bag(job: Job, advance: Advance) -> Converted:
-    """Convert one bag into staged episodes.
+    """Convert one bag into a unit, and commit it.
 
     Raises:
-        PenstockError: The bag cannot be converted; the staging folder holds nothing of use.
+        PenstockError: The bag cannot be converted; nothing is left of it.
     """
     mapping = settings.from_json(job.mapping)
     features = {name: Feature.from_json(name, value) for name, value in job.features.items()}
@@ -113,9 +115,9 @@ def convert_bag(job: Job, advance: Advance) -> Converted:
         _check_features(bag, features, describe(bag, mapping, plan, joints))
         run = _Run(bag, plan, mapping, features, job, advance)
         with MemoryWatch(job.memory_bytes, run.budgets) as watch:
-            folders = run.run()
+            run.run()
     return Converted(
-        folders,
+        len(plan.episodes),
         plan.account,
         summary(plan),
         {name: _thin(skew / 1e6) for name, skew in plan.skew_ns.items()},
@@ -144,15 +146,6 @@ def _check_features(bag: Bag, wanted: Mapping[str, Feature], found: Mapping[str,
             )
 
 
-@dataclass(slots=True)
-class _Episode:
-    """An episode under way; finished by whoever is the last to be done with it."""
-
-    writer: EpisodeWriter
-    left: int
-    lock: threading.Lock = field(default_factory=threading.Lock)
-
-
 class _Run:
     """The reading pass over one bag."""
 
@@ -171,24 +164,26 @@ class _Run:
         self._features = features
         self._job = job
         self._advance = advance
-        self._lock = threading.Lock()
-        self._episodes: dict[int, _Episode] = {}
         self._starts = np.array([first for first, _ in plan.episodes])
         self._lanes = Lanes("convert", job.queue_bytes)
         self.budgets = [self._lanes.budget]
         self.previews: dict[str, bytes] = {}
-        self._finished: dict[int, Path] = {}
-        self._parts = len(plan.cameras) + 1
-        self._rows_written = 0
 
-    def run(self) -> list[Path]:
-        try:
+    def run(self) -> None:
+        times = self._plan.times
+        episodes = [
+            Episode(after - first, self._mapping.task, int(times[first]), int(times[after - 1]))
+            for first, after in self._plan.episodes
+        ]
+        settings = {
+            name: _video_settings(self._mapping.codec_of(camera.camera))
+            for name, camera in self._plan.cameras.items()
+        }
+        record = replace(self._job.record, episodes=episodes)
+        fps = self._mapping.fps
+        with UnitWriter(self._job.units, record, self._features, fps, settings) as self.unit:
             self._read()
-        except BaseException:
-            for episode in self._episodes.values():
-                episode.writer.abandon()
-            raise
-        return [self._finished[number] for number in sorted(self._finished)]
+            self.unit.commit()
 
     def _read(self) -> None:
         rows = Rows(self._bag, self._plan, self._mapping)
@@ -205,61 +200,25 @@ class _Run:
             for name, camera in cameras.items():
                 lanes.open(name, camera.work)
             for message in self._bag.read(topics, _wanted([rows, *cameras.values()])):
+                check_stop()
                 read_bytes += len(message.data)
                 for camera in by_topic.get(message.topic, ()):
                     for shown in camera.shown(message):
                         lanes.put(camera.name, shown, len(shown[0]))
                         frames += shown[2] - shown[1] if camera is counted else 0
                 if message.topic in vector_topics:
-                    for window in rows.take(message):
-                        self._write(*window)
-                        frames += 0 if counted else window[1]
+                    for _, count, columns in rows.take(message):
+                        self.unit.add_rows(columns)
+                        frames += 0 if counted else count
                 if time.monotonic() - told_s > _REPORT_EVERY_S:
                     self._advance(read_bytes, frames)
                     read_bytes = frames = 0
                     told_s = time.monotonic()
-            for window in rows.finish():
-                self._write(*window)
+            for _, _, columns in rows.finish():
+                self.unit.add_rows(columns)
         for camera in cameras.values():
             camera.finish()
         self._advance(read_bytes, frames)
-
-    def _write(self, number: int, count: int, columns: dict[str, Any]) -> None:
-        """Write a window of rows; tell the episode when it was the last."""
-        episode = self.episode(number)
-        episode.writer.add_rows(columns)
-        after = self._plan.episodes[number][1]
-        self._rows_written += count
-        if self._rows_written == after:
-            self.done(number)
-
-    def episode(self, number: int) -> _Episode:
-        """Return an episode, begun by the first who needs it."""
-        with self._lock:
-            if number not in self._episodes:
-                first, after = self._plan.episodes[number]
-                folder = self._job.staging / f"part-{number:05d}"
-                settings = {
-                    name: _video_settings(self._mapping.codec_of(camera.camera))
-                    for name, camera in self._plan.cameras.items()
-                }
-                writer = EpisodeWriter(
-                    folder, self._features, self._mapping.fps, after - first, settings
-                )
-                self._episodes[number] = _Episode(writer, self._parts)
-            return self._episodes[number]
-
-    def done(self, number: int) -> None:
-        """Say that one camera, or the rows, are through with an episode."""
-        episode = self._episodes[number]
-        with episode.lock:
-            episode.left -= 1
-            last = episode.left == 0
-        if last:
-            staged = episode.writer.finish(self._mapping.task)
-            with self._lock:
-                self._finished[number] = staged.folder
-                del self._episodes[number]
 
     def episode_of(self, frame: int) -> int:
         """Return the number of the episode that a frame is in."""
@@ -341,14 +300,13 @@ class _Camera:
         if number != self._open:
             self._close()
             self._open = number
-            self._video = self._run.episode(number).writer.video(self.name)
+            self._video = self._run.unit.video(self.name, number)
         return self._video
 
     def _close(self) -> None:
         if self._video is not None:
-            self._video.close()
+            self._run.unit.finish_video(self.name, self._open)
             self._video = None
-            self._run.done(self._open)
 
 
 def _wanted(users: Iterable[Rows | _Camera]) -> dict[str, Times]:

@@ -14,7 +14,7 @@ from penstock.bags import Bag, ImageMessage
 from penstock.conversion.mapping import BadPictures, Codec
 from penstock.conversion.plan import CameraPlan
 from penstock.errors import DataError
-from penstock.lerobot.images import ImageDecoder, grey_from_depth, jpeg_body, thumbnail
+from penstock.media.images import ImageDecoder, grey_from_depth, jpeg_body, thumbnail
 
 # What a lane hands over: the bytes of a message, and the frames that show it.
 Shown = tuple[bytes | memoryview, int, int]

@@ -10,7 +10,7 @@ from penstock.conversion.account import Account
 from penstock.conversion.mapping import Mapping
 from penstock.conversion.one_bag import Converted
 from penstock.core.memory import format_bytes
-from penstock.lerobot.findings import Finding
+from penstock.dataset.findings import Finding
 from penstock.ui.report import Report as Page
 
 
@@ -37,7 +37,7 @@ class BagReport:
         return {
             "bag": str(self.path),
             "size_bytes": self.size_bytes,
-            "episodes": len(self.done.folders),
+            "episodes": self.done.episodes,
             **self.account.to_json(),
             "skew": self.done.skew,
             "timeline": self.done.timeline,
@@ -56,6 +56,7 @@ class Report:
         mapping: What was asked for.
         bags: The bags converted in this run.
         skipped: Bags that were committed before.
+        copies: Bags that are the same recording as another one of this run.
         failed: Bags that could not be converted, and why.
         account: Where all frames went.
         peak_bytes: Largest resident memory, workers included.
@@ -66,6 +67,7 @@ class Report:
     mapping: Mapping
     bags: list[BagReport] = field(default_factory=list)
     skipped: list[Path] = field(default_factory=list)
+    copies: dict[Path, Path] = field(default_factory=dict)
     failed: dict[Path, str] = field(default_factory=dict)
     account: Account = field(default_factory=Account)
     peak_bytes: int = 0
@@ -114,6 +116,7 @@ class Report:
             **self.account.to_json(),
             "bags": [bag.to_json() for bag in self.bags],
             "skipped": [str(path) for path in self.skipped],
+            "copies": {str(path): str(other) for path, other in self.copies.items()},
             "failed": {str(path): reason for path, reason in self.failed.items()},
             "peak_memory_bytes": self.peak_bytes,
             "memory_limit_bytes": self.memory_limit_bytes,
@@ -151,6 +154,10 @@ class Report:
         lines += [f"note           {n} x {what}" for what, n in self.account.notes.most_common()]
         lines += [
             f"salvaged       {bag.path.name}: {bag.salvage}" for bag in self.bags if bag.salvage
+        ]
+        lines += [
+            f"copy           {path.name} is the same recording as {other.name}: taken once"
+            for path, other in self.copies.items()
         ]
         lines += [f"FAILED         {path}: {reason}" for path, reason in self.failed.items()]
         for finding in self.findings or ():
@@ -228,7 +235,7 @@ class Report:
                 (
                     bag.path.name,
                     format_bytes(bag.size_bytes),
-                    len(bag.done.folders),
+                    bag.done.episodes,
                     bag.account.frames_in,
                     bag.account.frames_repeated,
                     bag.account.frames_out,

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import hashlib
 import os
-import shutil
 import time
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -15,23 +14,25 @@ from typing import Any, Final, Literal
 
 from penstock.bags import find_bags, open_bag
 from penstock.conversion import kuavo
+from penstock.conversion.account import Account
 from penstock.conversion.budget import MemoryWatch
 from penstock.conversion.features import Joints, describe
 from penstock.conversion.guess import guess_mapping, only
 from penstock.conversion.mapping import Mapping
-from penstock.conversion.one_bag import Job
+from penstock.conversion.one_bag import Converted, Job
 from penstock.conversion.plan import plan_bag
 from penstock.conversion.report import BagReport, Report
 from penstock.conversion.settings import from_json, load_map, parse_value
-from penstock.conversion.workers import Outcome, run_jobs
+from penstock.conversion.workers import run_jobs
 from penstock.core.files import storage_error
+from penstock.core.interrupt import interruptible
 from penstock.core.memory import parse_bytes, rss_bytes
+from penstock.dataset import doctor
+from penstock.dataset.layout import INFO_PATH, VERSIONS, Feature, Version
+from penstock.dataset.metadata import read_info
+from penstock.dataset.unit import UnitRecord, make_key
+from penstock.dataset.writer import DatasetWriter, read_plan
 from penstock.errors import DataError, PenstockError, StorageError, UsageError
-from penstock.lerobot import doctor
-from penstock.lerobot.layout import INFO_PATH, VERSIONS, Feature, Version
-from penstock.lerobot.metadata import read_info
-from penstock.lerobot.opening import SETTINGS, read_settings
-from penstock.lerobot.writer import DatasetWriter
 from penstock.ui.progress import Mode, Progress
 from penstock.ui.suggestions import did_you_mean
 
@@ -210,14 +211,18 @@ def _guess(bags: Sequence[Path], salvage: bool) -> Mapping:
 def _mapping_of(out: Path) -> Mapping | None:
     """Return the mapping of a dataset that goes on; None if it was not made from recordings."""
     with suppress(DataError, UsageError, LookupError, TypeError):
-        if (out / SETTINGS).is_file():
-            _, content = read_settings(out)
-            return from_json(content["settings"]["mapping"], str(out))
+        plan = read_plan(out)
+        if plan is not None:
+            return from_json(plan.settings["mapping"], str(out))
     return None
 
 
 def carry_out(request: Request) -> Report:
-    """Carry a conversion out."""
+    """Carry a conversion out; a signal stops it at the next message, and what is done is kept."""
+    return interruptible(lambda: _carry_out(request))
+
+
+def _carry_out(request: Request) -> Report:
     start_s = time.perf_counter()
     report = Report(request.out, request.mapping)
     report.memory_limit_bytes = request.memory_bytes
@@ -233,7 +238,7 @@ def carry_out(request: Request) -> Report:
 
 
 def _write(request: Request, report: Report) -> None:
-    prints = {path: fingerprint(path) for path in request.bags}
+    fingerprints = {path: fingerprint(path) for path in request.bags}
     joints = _joints_of(request)
     features = _named_as_before(request, _features(request, joints))
     named = [[topic, name, list(names)] for (topic, name), names in joints.items()]
@@ -251,28 +256,32 @@ def _write(request: Request, report: Report) -> None:
         },
     ) as writer:
         try:
-            _convert_all(request, writer, features, named, prints, report)
+            _convert_all(request, writer, features, named, fingerprints, report)
         except KeyboardInterrupt as stop:
+            writer.build()
             done = len(report.bags) + len(report.skipped)
-            stop.args = (f"{done} of {len(request.bags)} bags are done; go on with --resume",)
+            stop.args = (
+                f"{done} of {len(request.bags)} bags are in {request.out}; go on with --resume",
+            )
             raise
         if writer.total_episodes == 0:
             reasons = list(report.failed.values())
             more = f" (and {len(reasons) - 1} more bags failed)" if len(reasons) > 1 else ""
             raise DataError(f"nothing was converted: {reasons[0] if reasons else 'no bag'}{more}")
-        writer.finalize()
+        writer.build()
         report.total_episodes, report.total_frames = writer.total_episodes, writer.total_frames
 
 
 def _joints_of(request: Request) -> Joints:
     """Return the joints of the dataset that goes on, as its settings keep them."""
-    if request.mode not in ("resume", "append") or not (request.out / SETTINGS).is_file():
+    plan = read_plan(request.out) if request.mode in ("resume", "append") else None
+    if plan is None:
         return {}
     try:
-        found = read_settings(request.out)[1]["settings"].get("joints", [])
+        found = plan.settings.get("joints", [])
         return {(str(t), str(f)): tuple(map(str, names)) for t, f, names in found}
     except (LookupError, ValueError, TypeError, AttributeError) as error:
-        raise DataError(f"{request.out / SETTINGS}: its joints make no sense ({error})") from error
+        raise DataError(f"the plan of {request.out}: its joints make no sense ({error})") from error
 
 
 def _features(request: Request, joints: Joints) -> dict[str, Feature]:
@@ -311,55 +320,79 @@ def _convert_all(
     writer: DatasetWriter,
     features: dict[str, Feature],
     joints: list[Any],
-    prints: dict[Path, str],
+    fingerprints: dict[Path, str],
     report: Report,
 ) -> None:
-    committed: dict[str, set[int]] = {}
-    complete: set[str] = set()
-    for source in writer.committed:
-        if not {"fingerprint", "part", "parts"} <= source.keys():
-            continue  # not from a bag: somebody else's episodes
-        committed.setdefault(source["fingerprint"], set()).add(source["part"])
-        if len(committed[source["fingerprint"]]) == source["parts"]:
-            complete.add(source["fingerprint"])
-    todo = []
+    done = _done_before(writer)
+    positions = writer.position_of(list(fingerprints.values()))
+    first: dict[str, Path] = {}
+    todo: list[Path] = []
     for path in request.bags:
-        if prints[path] in complete:
+        known = fingerprints[path]
+        if known in first:  # a copy under another name is the same recording
+            report.copies[path] = first[known]
+        elif known in done:
             report.skipped.append(path)
         else:
             todo.append(path)
-            complete.add(prints[path])  # a copy under another name is the same recording
+        first.setdefault(known, path)
     workers = report.workers = _fitting_workers(request, len(todo))
-    total_bytes = sum(_size(path) for path in todo)
-    with Progress(total_bytes, "convert", "bytes", request.progress) as progress:
-        meter = _Meter(progress)
-        for job, outcome in run_jobs(
-            _jobs(request, writer, features, joints, todo, workers), workers, meter
-        ):
-            _commit(job, outcome, writer, prints[job.bag], committed, report)
-            meter.finished(_size(job.bag))
-
-
-def _jobs(
-    request: Request,
-    writer: DatasetWriter,
-    features: dict[str, Feature],
-    joints: list[Any],
-    todo: Sequence[Path],
-    workers: int,
-) -> Iterator[Job]:
     described = {name: feature.to_json() for name, feature in features.items()}
-    for number, path in enumerate(todo):
-        yield Job(
+    mapping = request.mapping.to_json()
+
+    def job(path: Path) -> Job:
+        known = fingerprints[path]
+        source = {"bag": path.name, "fingerprint": known, "size_bytes": _size(path)}
+        record = UnitRecord(make_key(known, mapping, described), positions[known], source, [])
+        return Job(
             path,
-            request.mapping.to_json(),
+            mapping,
             described,
-            writer.staging(f"bag-{number:05d}"),
+            writer.units,
+            record,
             queue_bytes(request, workers),
             request.memory_bytes // workers,
             request.salvage,
             joints=joints,
         )
+
+    outcomes: dict[Path, Converted] = {}
+    with Progress(sum(map(_size, todo)), "convert", "bytes", request.progress) as progress:
+        meter = _Meter(progress)
+        for each, outcome in run_jobs(map(job, todo), workers, meter):
+            if isinstance(outcome, StorageError):
+                raise outcome  # the disk is full: no other bag will fare better
+            if isinstance(outcome, PenstockError):
+                writer.failed(each.record.key, each.record.source, str(outcome))
+                report.failed[each.bag] = str(outcome).removeprefix(f"{each.bag}: ")
+            else:
+                outcomes[each.bag] = outcome
+            meter.finished(_size(each.bag))
+            _keep_order(report, todo, outcomes)
+
+
+def _keep_order(report: Report, todo: Sequence[Path], outcomes: dict[Path, Converted]) -> None:
+    """Report the bags in the order of the dataset, whichever was done first."""
+    report.bags, report.account = [], Account()
+    for path in todo:
+        if path in outcomes:
+            report.add(BagReport(path, _size(path), outcomes[path]))
+    report.failed = {path: report.failed[path] for path in todo if path in report.failed}
+
+
+def _done_before(writer: DatasetWriter) -> set[str]:
+    """Return the fingerprints of the recordings that are in the dataset as a whole."""
+    found: set[str] = set()
+    parts: dict[str, int] = {}
+    for source in writer.committed:
+        known = source.get("fingerprint")
+        if known is None:
+            continue  # not from a bag: somebody else's episodes
+        # Earlier versions committed every episode of a bag by itself.
+        parts[known] = parts.get(known, 0) + 1
+        if parts[known] >= source.get("parts", 1):
+            found.add(known)
+    return found
 
 
 def queue_bytes(request: Request, workers: int) -> int:
@@ -373,40 +406,6 @@ def _fitting_workers(request: Request, bags: int) -> int:
     wanted = min(request.workers, max(bags, 1))
     fitting = max(int((request.memory_bytes - rss_bytes()) // _BASE_BYTES), 1)
     return min(wanted, fitting) if wanted > 1 else 1
-
-
-def _commit(
-    job: Job,
-    outcome: Outcome,
-    writer: DatasetWriter,
-    print_: str,
-    committed: dict[str, set[int]],
-    report: Report,
-) -> None:
-    """Commit the episodes of one bag, or note why there are none."""
-    try:
-        if isinstance(outcome, StorageError):
-            raise outcome  # the disk is full: no other bag will fare better
-        if isinstance(outcome, PenstockError):
-            writer.failed({"bag": job.bag.name, "fingerprint": print_}, str(outcome))
-            report.failed[job.bag] = str(outcome).removeprefix(f"{job.bag}: ")
-            return
-        done = committed.get(print_, set())
-        for part, folder in enumerate(outcome.folders):
-            if part in done:
-                continue
-            writer.commit(
-                folder,
-                {
-                    "bag": job.bag.name,
-                    "fingerprint": print_,
-                    "part": part,
-                    "parts": len(outcome.folders),
-                },
-            )
-        report.add(BagReport(job.bag, _size(job.bag), outcome))
-    finally:
-        shutil.rmtree(job.staging, ignore_errors=True)
 
 
 class _Meter:

@@ -1,7 +1,8 @@
-"""Bags in parallel: each in a process of its own, results in the order of the bags.
+"""Bags in parallel: a few processes, each converting one bag after the other.
 
-A worker never writes outside its staging folder, so it may be killed at any moment. It ends by
-itself when whoever started it is gone.
+A worker writes its own temporary folder only, and commits by one rename, so it may be killed at any
+moment. It ends by itself when whoever started it is gone. What comes of a bag does not depend on
+the number of workers.
 """
 
 from __future__ import annotations
@@ -10,7 +11,6 @@ import contextlib
 import multiprocessing
 import os
 import signal
-from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from multiprocessing import resource_tracker
 from multiprocessing.connection import Connection, wait
@@ -18,18 +18,16 @@ from multiprocessing.process import BaseProcess
 from typing import Any
 
 from penstock.conversion.one_bag import Advance, Converted, Job, convert_bag
-from penstock.core.signals import SignalGuard
+from penstock.core.interrupt import check_stop
 from penstock.errors import PenstockError
 
 Outcome = Converted | PenstockError
 _STOPPING = (signal.SIGINT, signal.SIGTERM)
+_POLL_S = 0.1
 
 
 def run_jobs(jobs: Iterable[Job], workers: int, advance: Advance) -> Iterator[tuple[Job, Outcome]]:
-    """Convert bags; yield each with its outcome, in the order of the jobs.
-
-    At most one finished bag per worker waits for its turn; until it is taken, no further bag is
-    begun, so that the staging folder stays bounded.
+    """Convert bags; yield each with its outcome, as they are done.
 
     Args:
         jobs: One per bag.
@@ -44,103 +42,105 @@ def run_jobs(jobs: Iterable[Job], workers: int, advance: Advance) -> Iterator[tu
 
 
 def _outcome(job: Job, advance: Advance) -> Outcome:
+    """Convert a bag; whatever goes wrong with it is its own affair, and no other bag's."""
     try:
         return convert_bag(job, advance)
     except PenstockError as error:
         return error
+    except Exception as error:
+        return PenstockError(
+            f"{job.bag}: {type(error).__name__}: {' '.join(str(error).split())[:200]}; this is a "
+            "fault of penstock: please report it, with the recording if you may"
+        )
+
+
+class _Worker:
+    """One process, and the bag that it is at."""
+
+    def __init__(self, process: BaseProcess, pipe: Connection) -> None:
+        self.process, self.pipe = process, pipe
+        self.job: Job | None = None
 
 
 class _Pool:
-    """Processes that convert one bag each."""
+    """Processes that convert bags."""
 
     def __init__(self, workers: int, advance: Advance) -> None:
-        self._workers = workers
+        self._count = workers
         self._advance = advance
         # spawn: a forked child would share locks and threads that it cannot use.
         self._context = multiprocessing.get_context("spawn")
-        self._running: deque[tuple[Job, BaseProcess, Connection]] = deque()
-        self._outcomes: dict[int, Outcome] = {}
+        self._workers: list[_Worker] = []
 
     def run(self, jobs: Iterable[Job]) -> Iterator[tuple[Job, Outcome]]:
         waiting = iter(jobs)
         try:
-            exhausted = False
             while True:
-                while not exhausted and len(self._running) < self._workers:
-                    job = next(waiting, None)
-                    if job is None:
-                        exhausted = True
-                    else:
-                        self._start(job)
-                if not self._running:
+                for worker in self._free():
+                    worker.job = next(waiting, None)
+                    if worker.job is not None:
+                        worker.pipe.send(worker.job)
+                busy = [worker for worker in self._workers if worker.job is not None]
+                if not busy:
                     return
-                job, process, pipe = self._running[0]
-                outcome = self._wait_for(pipe)
-                process.join()
-                pipe.close()
-                self._running.popleft()
-                yield job, outcome
+                for pipe in wait([worker.pipe for worker in busy], _POLL_S):
+                    worker = next(each for each in busy if each.pipe is pipe)
+                    outcome = self._receive(worker)
+                    if outcome is not None:
+                        job, worker.job = worker.job, None
+                        assert job is not None
+                        yield job, outcome
+                check_stop()
         finally:
-            self._stop()
+            for worker in self._workers:
+                worker.process.kill()
+                worker.process.join()
+                worker.pipe.close()
 
-    def _start(self, job: Job) -> None:
-        ours, theirs = self._context.Pipe(duplex=False)
+    def _free(self) -> Iterator[_Worker]:
+        """Yield the workers without a job; those that died are replaced."""
+        self._workers = [each for each in self._workers if each.job or each.process.is_alive()]
+        yield from [worker for worker in self._workers if worker.job is None]
+        while len(self._workers) < self._count:
+            self._workers.append(self._start())
+            yield self._workers[-1]
+            if self._workers[-1].job is None:
+                return  # there was nothing left to do
+
+    def _start(self) -> _Worker:
+        ours, theirs = self._context.Pipe()
         process = self._context.Process(
-            target=_work, args=(job, theirs, os.getpid()), name=f"penstock-{job.bag.name}"
+            target=_work, args=(theirs, os.getpid()), name="penstock-convert"
         )
-        # A signal waits until the worker is known here, or nobody would stop it: for the guard,
-        # as another thread may take the signal and only the handler be ours to run. The worker
-        # inherits the mask, so that one from the terminal does not meet it while it imports.
         resource_tracker.ensure_running()  # starting it takes every signal off the mask
-        guard = SignalGuard(lambda: None)
+        # The worker inherits the mask, so that a signal does not meet it while it imports.
+        before = signal.pthread_sigmask(signal.SIG_BLOCK, _STOPPING)
         try:
-            with guard:
-                before = signal.pthread_sigmask(signal.SIG_BLOCK, _STOPPING)
-                try:
-                    process.start()
-                    self._running.append((job, process, ours))
-                finally:
-                    signal.pthread_sigmask(signal.SIG_SETMASK, before)
+            process.start()
         finally:
-            guard.close()
+            signal.pthread_sigmask(signal.SIG_SETMASK, before)
         theirs.close()
+        return _Worker(process, ours)
 
-    def _wait_for(self, first: Connection) -> Outcome:
-        """Wait for one bag; meanwhile take the progress of all."""
-        while id(first) not in self._outcomes:
-            open_pipes = [pipe for _, _, pipe in self._running if id(pipe) not in self._outcomes]
-            for pipe in wait(open_pipes):
-                assert isinstance(pipe, Connection)
-                self._receive(pipe)
-        return self._outcomes.pop(id(first))
-
-    def _receive(self, pipe: Connection) -> None:
-        job, process, _ = next(entry for entry in self._running if entry[2] is pipe)
+    def _receive(self, worker: _Worker) -> Outcome | None:
+        """Take one message; return the outcome if the bag is done."""
         try:
-            kind, content = pipe.recv()
-        except EOFError:
-            process.join()
-            kind, content = (
-                "error",
-                PenstockError(
-                    f"{job.bag}: its worker ended with code {process.exitcode}; it may have run "
-                    "out of memory: use fewer workers"
-                ),
+            kind, content = worker.pipe.recv()
+        except (EOFError, ConnectionResetError):
+            worker.process.join()
+            assert worker.job is not None
+            return PenstockError(
+                f"{worker.job.bag}: its worker ended with code {worker.process.exitcode}; it may "
+                "have run out of memory: use fewer workers, and go on with --resume"
             )
         if kind == "advance":
             self._advance(*content)
-        else:
-            self._outcomes[id(pipe)] = content
-
-    def _stop(self) -> None:
-        for _, process, _ in self._running:
-            process.kill()
-        for _, process, pipe in self._running:
-            process.join()
-            pipe.close()
+            return None
+        outcome: Outcome = content
+        return outcome
 
 
-def _work(job: Job, pipe: Connection, parent: int) -> None:
+def _work(pipe: Connection, parent: int) -> None:
     """The life of a worker."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent stops us
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
@@ -152,6 +152,6 @@ def _work(job: Job, pipe: Connection, parent: int) -> None:
             os._exit(1)
         send(("advance", (size_bytes, frames)))
 
-    outcome = _outcome(job, advance)
-    with contextlib.suppress(BrokenPipeError):
-        send(("done", outcome))
+    with contextlib.suppress(EOFError, BrokenPipeError, ConnectionResetError):
+        while True:
+            send(("done", _outcome(pipe.recv(), advance)))

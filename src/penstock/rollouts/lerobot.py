@@ -19,12 +19,11 @@ from numpy.typing import NDArray
 
 from penstock.core.pack import PackReader
 from penstock.core.reuse import ReusedMemory
+from penstock.dataset.layout import VERSIONS, Feature, Version
+from penstock.dataset.unit import Episode
+from penstock.dataset.writer import DatasetWriter, is_empty
+from penstock.dataset.writer import Mode as OpenMode
 from penstock.errors import DataError, UsageError
-from penstock.lerobot.batch import EpisodeBatch
-from penstock.lerobot.layout import VERSIONS, Feature, Version
-from penstock.lerobot.opening import Mode as OpenMode
-from penstock.lerobot.opening import is_empty
-from penstock.lerobot.writer import DatasetWriter
 from penstock.rollouts.files import Picked, RolloutFile
 from penstock.rollouts.find import Found, find_rollouts
 from penstock.rollouts.lerobot_keys import DONE, Leaf, dotted, make_plan
@@ -109,7 +108,7 @@ def export(
         settings={"export": {"envs": _json_of(envs), "task": task}},
     ) as writer:
         work.run(writer, task, report, progress)
-        writer.finalize()
+        writer.build()
         report.total_episodes, report.total_frames = writer.total_episodes, writer.total_frames
     report.seconds = time.perf_counter() - start_s
     report.bytes = sum(file.stat().st_size for file in target.rglob("*") if file.is_file())
@@ -188,36 +187,36 @@ class _Export:
                         f"{found.path}: {dotted(key)} is not always the next {dotted(other)}, as "
                         "in the first rollout; name the keys to write"
                     )
-            batch = self._batch(values, ended, task)
-            writer.commit_many(
-                batch,
-                {
-                    "rollout": found.path.name,
-                    "iteration": found.iteration,
-                    "rank": found.rank,
-                    "digest": digest,
-                    "start": block.start,
-                    "stop": block.stop,
-                },
-            )
-            report.episodes += len(batch.lengths)
-            report.frames += batch.frames
-            bar.advance(batch.frames)
+            columns, lengths = self._cut(values, ended)
+            source = {
+                "rollout": found.path.name,
+                "iteration": found.iteration,
+                "rank": found.rank,
+                "digest": digest,
+                "start": block.start,
+                "stop": block.stop,
+            }
+            with writer.unit(source, [Episode(length, task) for length in lengths]) as unit:
+                unit.add_rows(columns)
+                unit.commit()
+            report.episodes += len(lengths)
+            report.frames += sum(lengths)
+            bar.advance(sum(lengths))
 
-    def _batch(
-        self, values: Mapping[Key, NDArray[Any]], ended: NDArray[np.bool_], task: str
-    ) -> EpisodeBatch:
+    def _cut(
+        self, values: Mapping[Key, NDArray[Any]], ended: NDArray[np.bool_]
+    ) -> tuple[dict[str, NDArray[Any]], list[int]]:
         """Cut a block into episodes; a row that does not end with one is cut at its end."""
         cuts = ended.copy()
         cuts[:, -1] = True
-        lengths = np.diff(np.flatnonzero(cuts.reshape(-1)), prepend=-1).astype(np.int64)
+        lengths = np.diff(np.flatnonzero(cuts.reshape(-1)), prepend=-1).tolist()
         columns = {
             name: _rows(values[key], self.plan.leaves[key].feature)
             for name, key in self.plan.columns.items()
         }
         if self.plan.makes_done:
             columns[DONE] = ended.reshape(-1, 1)
-        return EpisodeBatch(columns, lengths, task)
+        return columns, lengths
 
     def _ended(
         self, values: Mapping[Key, NDArray[Any]], count: int, steps: int

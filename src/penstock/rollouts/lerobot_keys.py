@@ -15,8 +15,8 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from penstock.dataset.layout import AUTO_FEATURES, DTYPES, Feature
 from penstock.errors import UsageError
-from penstock.lerobot.layout import AUTO_FEATURES, DTYPES, Feature
 from penstock.rollouts.structure import Key
 from penstock.ui.suggestions import did_you_mean
 

@@ -15,8 +15,8 @@ from penstock.checkpoints import folder
 from penstock.core.files import TEMPORARY_PREFIX, owner_is_dead, storage_error
 from penstock.core.memory import format_bytes
 from penstock.core.pack import PackReader
+from penstock.dataset import doctor as lerobot_doctor
 from penstock.errors import PenstockError, UsageError
-from penstock.lerobot import doctor as lerobot_doctor
 from penstock.tools import (
     inspect,
     inspect_bag,

@@ -6,8 +6,8 @@ from pathlib import Path
 from typing import Any
 
 from penstock.core.memory import format_bytes
-from penstock.lerobot.layout import INFO_PATH
-from penstock.lerobot.reader import Dataset
+from penstock.dataset.layout import INFO_PATH
+from penstock.dataset.reader import Dataset
 from penstock.ui.report import aligned, text_table
 
 Facts = dict[str, Any]

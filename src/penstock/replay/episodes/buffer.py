@@ -20,7 +20,7 @@ from penstock.replay.episodes.schema import Key, as_key, as_path, is_tensordict,
 from penstock.replay.episodes.settings import Settings, natural
 
 if TYPE_CHECKING:
-    from penstock.lerobot.reader import Dataset
+    from penstock.dataset.reader import Dataset
     from penstock.ui.progress import Mode
 
 Ints = NDArray[np.int64]

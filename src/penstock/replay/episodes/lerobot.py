@@ -13,10 +13,10 @@ from typing import TYPE_CHECKING, Any, cast
 import numpy as np
 from numpy.typing import NDArray
 
+from penstock.dataset.columns import Columns
+from penstock.dataset.layout import AUTO_FEATURES
+from penstock.dataset.reader import Dataset, Episode, Frame
 from penstock.errors import DataError, UsageError
-from penstock.lerobot.columns import Columns
-from penstock.lerobot.layout import AUTO_FEATURES
-from penstock.lerobot.reader import Dataset, Episode, Frame
 from penstock.replay.episodes.schema import Key, as_path, nested
 from penstock.ui.progress import Mode, Progress
 from penstock.ui.suggestions import did_you_mean

@@ -12,9 +12,9 @@ from numpy.typing import NDArray
 from penstock.bags import open_bag
 from penstock.bags.reader import Bag, Topic
 from penstock.core.pack import DTYPES
+from penstock.dataset.layout import Feature
+from penstock.dataset.reader import Dataset
 from penstock.errors import DataError, LimitExceeded
-from penstock.lerobot.layout import Feature
-from penstock.lerobot.reader import Dataset
 from penstock.tools.advise.sample import Key, Sampled, Source, spread
 
 Array = NDArray[Any]

@@ -1,0 +1,758 @@
+"""Build the LeRobot files of a dataset from its units, beside the old files, and exchange them.
+
+The bytes depend on the units and their order only, not on who made them, nor on how many builds
+there were before. What does not change is linked, not written again: a file that reached LeRobot's
+size limit is never touched again. Memory does not grow with the dataset.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+import os
+import shutil
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+from numpy.typing import NDArray
+
+from penstock.core.files import make_folder, publish_bytes, storage_error, sync_folder
+from penstock.dataset import layout, metadata
+from penstock.dataset.adopt import fitting_table, read_schema
+from penstock.dataset.episode_stats import counter_stats, counter_totals, to_column
+from penstock.dataset.layout import AUTO_FEATURES, QUANTILES
+from penstock.dataset.parquet import RowStream, new_parquet, read_rows, write_table
+from penstock.dataset.plan import (
+    BUILT,
+    PLAN,
+    STATS_FOLDER,
+    TOTAL_STATS,
+    UNITS,
+    Base,
+    Built,
+    Plan,
+    unit_stats,
+)
+from penstock.dataset.swap import exchange, sibling
+from penstock.dataset.unit import (
+    EPISODES,
+    ROWS,
+    UNIT_STATS,
+    AnyStats,
+    Digest,
+    Episode,
+    Unit,
+    UnitRecord,
+    file_digest,
+    images_name,
+    json_digest,
+    read_stats,
+    stats_schema,
+    video_name,
+    write_stats,
+)
+from penstock.errors import PenstockError
+from penstock.media.remux import Clip, join
+
+MB = 1 << 20
+# Whoever reads one episode decodes its row group: small ones, of whole episodes; long episodes
+# have some of their own, which are bounded because they are held in memory.
+_GROUP_ROWS = 512
+_MOST_ROWS = 50_000
+_MOST_BYTES = 64 << 20
+_PICTURE_ROWS = 128
+_RECORDS_AT_ONCE = 256
+
+
+@dataclass(frozen=True, slots=True)
+class _Source:
+    """One episode on its way: where its rows, pictures and statistics lie now.
+
+    Attributes:
+        episode: What is known of it.
+        rows: The file of its rows, and `first_row` among them.
+        clips: Its videos.
+        images: Its PNGs, where they are not among the rows yet.
+        index: Its number in the dataset as it is; None for an episode of a new unit.
+        unit: The new unit that it is from.
+    """
+
+    episode: Episode
+    rows: Path
+    first_row: int
+    clips: dict[str, Clip] = field(default_factory=dict)
+    images: dict[str, Path] = field(default_factory=dict)
+    index: int | None = None
+    unit: Unit | None = None
+
+
+@dataclass(slots=True)
+class _Place:
+    """Where an episode comes to lie: the (chunk, file) of its rows, videos and record."""
+
+    data: tuple[int, int] = (0, 0)
+    videos: dict[str, tuple[int, int, int]] = field(default_factory=dict)  # and its first frame
+    record: tuple[int, int] = (0, 0)
+
+
+def build(
+    root: Path,
+    plan: Plan,
+    built: Built | None,
+    units: Sequence[Unit],
+    base: Base | None = None,
+    base_stats: dict[str, AnyStats] | None = None,
+) -> Built:
+    """Put new units into a dataset.
+
+    Args:
+        root: The dataset's folder.
+        plan: What the dataset is to be.
+        built: What it holds already; None if its files are to be replaced, or there are none.
+        units: The new units.
+        base: Episodes that no unit knows, if they are not in `built` yet; they stay in front, as
+            they are.
+        base_stats: Their statistics (v3.0).
+
+    Returns:
+        What it holds now.
+
+    Raises:
+        StorageError: The disk refuses; the dataset is as before.
+        CorruptFile: A unit is damaged; the dataset is as before.
+    """
+    for unit in units:
+        unit.check()
+    new = sibling(root, "new")
+    try:
+        new.mkdir()
+        base = built.base if built else base or Base()
+        result = _Build(root, new, plan, built, units, base, base_stats or {}).run()
+        for folder, _, _ in os.walk(new):
+            sync_folder(Path(folder))
+        old = exchange(new, root)
+    except BaseException as error:
+        shutil.rmtree(new, ignore_errors=True)
+        if isinstance(error, OSError) and not isinstance(error, PenstockError):
+            raise storage_error("build", root, error) from error
+        raise
+    take_over_units(old, root)
+    shutil.rmtree(old, ignore_errors=True)
+    for unit in units:
+        shutil.rmtree(root / UNITS / unit.record.key, ignore_errors=True)
+    return result
+
+
+def take_over_units(old: Path, root: Path) -> None:
+    """Move the folder of units from what was the dataset to what is it now; safe to repeat."""
+    try:
+        if (old / UNITS).is_dir() and not (root / UNITS).exists():
+            os.rename(old / UNITS, root / UNITS)
+            sync_folder((root / UNITS).parent)
+    except OSError as error:
+        raise storage_error("move", old / UNITS, error) from error
+
+
+class _Build:
+    """One build, into a folder of its own."""
+
+    def __init__(
+        self,
+        root: Path,
+        new: Path,
+        plan: Plan,
+        built: Built | None,
+        units: Sequence[Unit],
+        base: Base,
+        base_stats: dict[str, AnyStats],
+    ) -> None:
+        self._root, self._new, self._plan, self._spec = root, new, plan, plan.spec
+        self._built, self._base, self._base_stats = built, base, base_stats
+        self._v3 = plan.spec.version == "v3.0"
+        before = built.units if built else []
+        self._units = {unit.record.key: unit for unit in units}
+        records = [*before, *(unit.record for unit in units)]
+        self._records: list[UnitRecord] = sorted(records, key=lambda record: record.position)
+        self._before: list[metadata.EpisodeRecord] = []
+        if before or base.episodes:
+            self._before = list(metadata.read_episodes(root, metadata.read_info(root)))
+        self._sources = self._find_sources(before)
+        self._lengths = np.array([source.episode.frames for source in self._sources], np.int64)
+        firsts = base.frames + np.cumsum(self._lengths) - self._lengths
+        self._firsts: NDArray[np.int64] = firsts
+        self._tasks = list(base.tasks)
+        numbers = {task: number for number, task in enumerate(self._tasks)}
+        for source in self._sources:
+            if source.episode.task not in numbers:
+                numbers[source.episode.task] = len(self._tasks)
+                self._tasks.append(source.episode.task)
+        self._task_of = np.array([numbers[s.episode.task] for s in self._sources], np.int64)
+        self._places = [_Place() for _ in self._sources]
+        self._in_file = Counter(record.data_file for record in self._before)
+        for record in self._before:
+            self._in_file.update(span.file for span in record.videos.values())
+        self._files: dict[str, Digest] = {}
+        self._infos = built.infos if built else {}
+        for unit in units:
+            self._infos = self._infos or unit.infos
+
+    def run(self) -> Built:
+        """Write everything; info.json is the last."""
+        self._link_rest()
+        self._write_data()
+        for camera in self._spec.video_keys:
+            self._write_videos(camera)
+        if self._v3:
+            self._write_records()
+        else:
+            self._write_lines()
+        folded = self._write_stats()
+        result = Built(self._base, self._records, self._infos, self._tasks, folded, self._files)
+        if self._v3:
+            write_table(self._target(layout.TASKS_PATH), layout.tasks_table(self._tasks))
+            self._note(layout.TASKS_PATH)
+        info = self._info()
+        self._files[layout.INFO_PATH] = json_digest(info)
+        publish_bytes(self._target(BUILT), result.to_bytes())
+        publish_bytes(self._target(PLAN), replace(self._plan, replaces=False).to_bytes())
+        publish_bytes(self._target(layout.INFO_PATH), info)
+        return result
+
+    def _find_sources(self, before: Sequence[UnitRecord]) -> list[_Source]:
+        """Return where every episode lies, in the new order."""
+        known: dict[str, list[_Source]] = {}
+        rows: Counter[str] = Counter()
+        index = self._base.episodes
+        for record in before:
+            known[record.key] = []
+            for episode in record.episodes:
+                now = self._before[index]
+                clips = {
+                    camera: Clip(
+                        self._root / span.file, round(span.from_s * self._spec.fps), now.length
+                    )
+                    for camera, span in now.videos.items()
+                }
+                path = self._root / now.data_file
+                source = _Source(episode, path, rows[now.data_file], clips, {}, index)
+                known[record.key].append(source)
+                rows[now.data_file] += now.length
+                index += 1
+        for key, unit in self._units.items():
+            known[key] = _sources_of(unit)
+        return [source for record in self._records for source in known[record.key]]
+
+    def _link_rest(self) -> None:
+        """Give every file that stays a second name: those of the base, and what users put there."""
+        kept = {record.source for record in self._before[: self._base.episodes]}
+        for record in self._before[: self._base.episodes]:
+            kept |= {record.data_file, *(span.file for span in record.videos.values())}
+        ours = ("data", "videos", layout.EPISODES_FOLDER)
+        written = {
+            layout.INFO_PATH,
+            layout.STATS_PATH,
+            layout.TASKS_PATH,
+            layout.TASKS_JSONL,
+            layout.EPISODES_JSONL,
+            layout.EPISODES_STATS_JSONL,
+            BUILT,
+        }
+        for folder, folders, names in os.walk(self._root):
+            here = Path(folder).relative_to(self._root)
+            folders[:] = [
+                f
+                for f in folders
+                if (here / f).as_posix() not in (layout.PRIVATE_FOLDER, STATS_FOLDER)
+            ]
+            links = [name for name in folders if (self._root / here / name).is_symlink()]
+            folders[:] = [name for name in folders if name not in links]
+            for name in [*names, *links]:
+                path = (here / name).as_posix()
+                own = path.startswith(tuple(f"{part}/" for part in ours))
+                if path in kept or not (own or path in written):
+                    place(self._root / path, self._target(path))
+
+    def _groups(
+        self, limit: int, size: Callable[[int], int], fits: Callable[[int, int], bool]
+    ) -> Iterator[range]:
+        """Yield runs of episodes that go into one file, by lerobot's rule: below the limit."""
+        start, total = 0, 0
+        for number in range(len(self._sources)):
+            more = size(number)
+            full = not self._v3 or total + more >= limit or not fits(start, number)
+            if number > start and full:
+                yield range(start, number)
+                start, total = number, 0
+            total += more
+        if self._sources:
+            yield range(start, len(self._sources))
+
+    def _next(self, kind: str, count: int, first: int) -> tuple[int, int]:
+        """Return (chunk, file) of the next file of a kind; v2.1 numbers them by episode."""
+        per_chunk = self._spec.limits.files_per_chunk
+        if not self._v3:
+            episode = self._base.episodes + first
+            return episode // per_chunk, episode
+        return layout.place(self._base.next_file.get(kind, 0) + count, per_chunk)
+
+    def _write_data(self) -> None:
+        limit = self._spec.limits.data_mb * MB
+        sizes = [source.episode.size_bytes for source in self._sources]
+        for count, group in enumerate(self._groups(limit, sizes.__getitem__, lambda a, b: True)):
+            where = self._next("data", count, group[0])
+            path = layout.data_path(self._spec.version, *where)
+            for number in group:
+                self._places[number].data = where
+            sources = [self._sources[number] for number in group]
+            # The rows hold the numbers of episode and frame: only where these stay, the file does.
+            stays = all(
+                source.index == self._base.episodes + number
+                for source, number in zip(sources, group, strict=True)
+            )
+            if stays and self._is_whole_file(sources, [source.rows for source in sources]):
+                self._keep(sources[0].rows, path)
+            else:
+                self._join_rows(group, self._target(path))
+                self._note(path)
+
+    def _write_videos(self, camera: str) -> None:
+        limit = self._spec.limits.video_mb * MB
+        shown = [source.episode.videos[camera] for source in self._sources]
+        groups = self._groups(limit, lambda n: shown[n][0], lambda a, b: shown[a][1] == shown[b][1])
+        for count, group in enumerate(groups):
+            where = self._next(f"videos/{camera}", count, group[0])
+            path = layout.video_path(self._spec.version, camera, *where)
+            sources = [self._sources[number] for number in group]
+            clips = [source.clips[camera] for source in sources]
+            first = 0
+            for number, clip in zip(group, clips, strict=True):
+                self._places[number].videos[camera] = (*where, first)
+                first += clip.frames
+            unit = sources[0].unit
+            if len(group) == 1 and unit is not None:
+                place(clips[0].path, self._target(path))
+                self._files[path] = unit.files[clips[0].path.name]
+            elif clips[0].first == 0 and self._is_whole_file(sources, [c.path for c in clips]):
+                self._keep(clips[0].path, path)
+            else:
+                join(clips, self._target(path), self._spec.fps)
+                self._note(path)
+
+    def _is_whole_file(self, sources: Sequence[_Source], paths: Sequence[Path]) -> bool:
+        """Whether these are all the episodes of one file of the dataset, and in its order."""
+        if any(source.index is None for source in sources) or len(set(paths)) > 1:
+            return False
+        numbers = [source.index for source in sources]
+        name = paths[0].relative_to(self._root).as_posix()
+        in_order = numbers == sorted(numbers)  # type: ignore[type-var]
+        return in_order and self._in_file[name] == len(sources)
+
+    def _keep(self, path: Path, target: str) -> None:
+        assert self._built is not None
+        place(path, self._target(target))
+        self._files[target] = self._built.files[path.relative_to(self._root).as_posix()]
+
+    def _join_rows(self, group: range, target: Path) -> None:
+        """Write a data file: the rows of some episodes, with the five automatic columns."""
+        schema = layout.arrow_schema(self._spec.features, self._spec.version)
+        lengths = self._lengths[group.start : group.stop]
+        columns = [n for n in schema.names if n not in AUTO_FEATURES]
+        pictures = [n for n, f in self._spec.features.items() if f.dtype == "image"]
+        stream = RowStream(_rows(self._sources[group.start : group.stop], columns, pictures))
+        row_bytes = max(
+            1,
+            sum(s.episode.size_bytes for s in self._sources[group.start : group.stop])
+            // max(1, int(lengths.sum())),
+        )
+        most = _PICTURE_ROWS if pictures else max(1, min(_MOST_ROWS, _MOST_BYTES // row_bytes))
+        with new_parquet(target, schema) as writer:
+            for start, stop in row_groups(lengths, most):
+                counted = self._counters(group, start, stop)
+                own = stream.take(stop - start) if columns else pa.table({})
+                arrays = [
+                    counted[name] if name in counted else own.column(name) for name in schema.names
+                ]
+                writer.write_table(pa.table(arrays, schema), row_group_size=stop - start)
+
+    def _counters(self, group: range, start: int, stop: int) -> dict[str, pa.Array]:
+        """Return the automatic columns of rows start to stop of a data file."""
+        lengths = self._lengths[group.start : group.stop]
+        ends = np.cumsum(lengths)
+        row = np.arange(start, stop)
+        at = np.searchsorted(ends, row, side="right")
+        frame = row - (ends - lengths)[at]
+        found = {
+            "timestamp": (frame / self._spec.fps).astype(np.float32),
+            "frame_index": frame,
+            "episode_index": at + group.start + self._base.episodes,
+            "index": row + self._firsts[group.start],
+            "task_index": self._task_of[group.start : group.stop][at],
+        }
+        return {name: pa.array(values) for name, values in found.items()}
+
+    def _write_records(self) -> None:
+        """Write meta/episodes (v3.0), some records at a time."""
+        schema = layout.episodes_schema(self._spec.features)
+        if self._base.episodes:
+            schema = read_schema(self._root, self._before[0].source)
+        row_bytes = 200 + 100 * len(schema.names)
+        per_file = max(1, self._spec.limits.data_mb * MB // row_bytes)
+        stats = RowStream(self._episode_stats())
+        for count, start in enumerate(range(0, len(self._sources), per_file)):
+            where = self._next("episodes", count, start)
+            path = layout.episodes_path(*where)
+            stop = min(start + per_file, len(self._sources))
+            with new_parquet(self._target(path), schema) as writer:
+                for first in range(start, stop, _RECORDS_AT_ONCE):
+                    block = range(first, min(first + _RECORDS_AT_ONCE, stop))
+                    for number in block:
+                        self._places[number].record = where
+                    table = self._record_table(block, stats.take(len(block)))
+                    if self._base.episodes:
+                        table = fitting_table(table, schema, self._spec.features, self._all_rows)
+                    writer.write_table(table, row_group_size=len(block))
+            self._note(path)
+
+    def _all_rows(self, episode: int, name: str) -> NDArray[Any]:
+        """Read one feature of one of our episodes, for the odd shapes of others' statistics."""
+        source = self._sources[episode - self._base.episodes]
+        start, stop = source.first_row, source.first_row + source.episode.frames
+        tables = list(read_rows(source.rows, start, stop, [name]))
+        flat = pa.concat_tables(tables).column(name).combine_chunks()
+        while pa.types.is_nested(flat.type):
+            flat = flat.flatten()
+        shape = self._spec.features[name].shape
+        return np.asarray(flat.to_numpy(zero_copy_only=False)).reshape(-1, *shape)
+
+    def _record_table(self, block: range, stats: pa.Table) -> pa.Table:
+        """Return the records of some episodes, as v3.0 stores them."""
+        schema = layout.episodes_schema(self._spec.features)
+        span = slice(block.start, block.stop)
+        lengths, firsts = self._lengths[span], self._firsts[span]
+        numbers = np.arange(block.start, block.stop) + self._base.episodes
+        places = self._places[span]
+        found: dict[str, Any] = {
+            "episode_index": numbers,
+            "tasks": [[source.episode.task] for source in self._sources[span]],
+            "length": lengths,
+            "dataset_from_index": firsts,
+            "dataset_to_index": firsts + lengths,
+            "data/chunk_index": [each.data[0] for each in places],
+            "data/file_index": [each.data[1] for each in places],
+            "meta/episodes/chunk_index": [each.record[0] for each in places],
+            "meta/episodes/file_index": [each.record[1] for each in places],
+        }
+        for camera in self._spec.video_keys:
+            where = np.array([each.videos[camera] for each in places])
+            # Divided once, never summed: durations that are added up drift away from the frames.
+            found |= {
+                f"videos/{camera}/chunk_index": where[:, 0],
+                f"videos/{camera}/file_index": where[:, 1],
+                f"videos/{camera}/from_timestamp": where[:, 2] / self._spec.fps,
+                f"videos/{camera}/to_timestamp": (where[:, 2] + lengths) / self._spec.fps,
+            }
+        counted = counter_stats(lengths, firsts, numbers, self._task_of[span], self._spec.fps)
+        for name, values in counted.items():
+            for stat, array in values.items():
+                column = f"stats/{name}/{stat}"
+                found[column] = to_column(array, (1,), schema.field(column).type)
+        arrays = []
+        for column in schema:
+            if column.name in found:
+                value = found[column.name]
+                array = value if isinstance(value, pa.Array) else pa.array(value, column.type)
+            else:
+                array = stats.column(column.name)
+            arrays.append(array)
+        return pa.table(arrays, schema)
+
+    def _episode_stats(self) -> Iterator[pa.Table]:
+        """Yield the statistics of the episodes in the new order (v3.0)."""
+        schema = stats_schema(self._spec.features)
+        if not schema.names:
+            yield pa.table({"episode": pa.array(range(len(self._sources)), pa.int64())})
+            return
+        old = RowStream(self._old_stats(schema))
+        for record in self._records:
+            unit = self._units.get(record.key)
+            count = len(record.episodes)
+            if unit is None:
+                yield old.take(count)
+            else:
+                yield from read_rows(unit.folder / EPISODES, 0, count, schema.names)
+
+    def _old_stats(self, schema: pa.Schema) -> Iterator[pa.Table]:
+        """Yield the statistics of the episodes that were built before."""
+        ours = self._before[self._base.episodes :]
+        counts = Counter(record.source for record in ours)
+        for name, count in counts.items():
+            yield from read_rows(self._root / name, 0, count, schema.names, most=_RECORDS_AT_ONCE)
+
+    def _write_lines(self) -> None:
+        """Write the lists of tasks, episodes and statistics of v2.1."""
+        base = self._base
+        tasks = [{"task_index": n, "task": text} for n, text in enumerate(self._tasks)]
+        self._write_jsonl(layout.TASKS_JSONL, iter(tasks))
+        listed = (
+            {
+                "episode_index": base.episodes + number,
+                "tasks": [source.episode.task],
+                "length": source.episode.frames,
+            }
+            for number, source in enumerate(self._sources)
+        )
+        self._write_jsonl(layout.EPISODES_JSONL, listed, base.episodes)
+        self._write_jsonl(layout.EPISODES_STATS_JSONL, self._stats_lines(), base.episodes)
+
+    def _write_jsonl(self, name: str, values: Iterator[dict[str, Any]], base: int = 0) -> None:
+        """Write a list: the lines of the base as they are, and then ours."""
+
+        def lines() -> Iterator[bytes]:
+            if base:
+                for line in islice(metadata.read_lines(self._root, name), base):
+                    yield json.dumps(line, ensure_ascii=False).encode() + b"\n"
+            for value in values:
+                yield json.dumps(value, ensure_ascii=False).encode() + b"\n"
+
+        target = self._target(name)
+        with open(target, "wb") as file:
+            file.writelines(lines())
+            file.flush()
+            os.fsync(file.fileno())
+        self._note(name)
+
+    def _stats_lines(self) -> Iterator[dict[str, Any]]:
+        """Yield the statistics of every episode as v2.1 has them: without quantiles."""
+        old: Iterator[dict[str, Any]] = iter(())
+        if self._built is not None and self._built.units:
+            old = metadata.read_lines(self._root, layout.EPISODES_STATS_JSONL)
+            for _ in range(self._base.episodes):
+                next(old)
+        number = 0
+        for record in self._records:
+            unit = self._units.get(record.key)
+            if unit is None:
+                own: Iterator[Any] = (next(old)["stats"] for _ in record.episodes)
+            else:
+                own = self._unit_stats(unit)
+            for stats in own:
+                yield {
+                    "episode_index": self._base.episodes + number,
+                    "stats": stats | self._counter_lines(number),
+                }
+                number += 1
+
+    def _unit_stats(self, unit: Unit) -> Iterator[dict[str, Any]]:
+        names = stats_schema(self._spec.features).names
+        count = len(unit.record.episodes)
+        for table in read_rows(unit.folder / EPISODES, 0, count, names or None, most=64):
+            for row in table.to_pylist():
+                nested: dict[str, dict[str, Any]] = {}
+                for column in names:
+                    _, name, stat = column.split("/")
+                    if stat not in QUANTILES:
+                        nested.setdefault(name, {})[stat] = row[column]
+                yield nested
+
+    def _counter_lines(self, number: int) -> dict[str, Any]:
+        one = slice(number, number + 1)
+        counted = counter_stats(
+            self._lengths[one],
+            self._firsts[one],
+            np.array([number + self._base.episodes]),
+            self._task_of[one],
+            self._spec.fps,
+        )
+        return {
+            name: {stat: v[0].tolist() for stat, v in values.items() if stat not in QUANTILES}
+            for name, values in counted.items()
+        }
+
+    def _write_stats(self) -> int:
+        """Sum the statistics of the units up, in their order; return how many are in one file.
+
+        Those behind a gap keep files of their own: what fills the gap comes before them.
+        """
+        if not self._v3:
+            return 0
+        make_folder(self._new / STATS_FOLDER)
+        folded = 0
+        while folded < len(self._records) and self._records[folded].position == folded:
+            folded += 1
+        done = self._built.folded if self._built else 0
+        total = self._base_stats if self._built is None else self._read_total()
+        if folded == done and total:
+            write_stats(self._new / TOTAL_STATS, total)
+        for number, record in enumerate(self._records[done:], done):
+            unit = self._units.get(record.key)
+            path = self._root / unit_stats(record.key)
+            if unit is not None:
+                path = unit.folder / UNIT_STATS
+            _merge(total, read_stats(path))
+            if number == folded - 1:
+                write_stats(self._new / TOTAL_STATS, total)
+            elif number >= folded:
+                place(path, self._target(unit_stats(record.key)))
+        complete = layout.all_features(self._spec.features)
+        lengths = np.array([record.length for record in self._before[: self._base.episodes]])
+        lengths = np.concatenate([lengths.astype(np.int64), self._lengths])
+        numbers = {task: number for number, task in enumerate(self._tasks)}
+        old = [numbers.get(next(iter(r.tasks), ""), 0) for r in self._before[: self._base.episodes]]
+        counted = counter_totals(
+            lengths, np.concatenate([np.array(old, np.int64), self._task_of]), self._spec.fps
+        )
+        found = {
+            name: counted[name] if name in counted else total[name].to_json(feature)
+            for name, feature in complete.items()
+            if name in counted or name in total
+        }
+        stats = _json(found)
+        publish_bytes(self._target(layout.STATS_PATH), stats)
+        self._files[layout.STATS_PATH] = json_digest(stats)
+        return folded
+
+    def _read_total(self) -> dict[str, AnyStats]:
+        path = self._root / TOTAL_STATS
+        return read_stats(path) if path.exists() else {}
+
+    def _info(self) -> bytes:
+        features = {
+            name: replace(feature, info=self._infos[name])
+            if self._infos.get(name) and feature.info is None
+            else feature
+            for name, feature in self._spec.features.items()
+        }
+        info = layout.info_json(
+            version=self._spec.version,
+            features=features,
+            fps=self._spec.fps,
+            robot_type=self._spec.robot_type,
+            total_episodes=self._base.episodes + len(self._sources),
+            total_frames=self._base.frames + int(self._lengths.sum()),
+            total_tasks=len(self._tasks),
+            limits=self._spec.limits,
+        )
+        if self._base.info is not None:
+            # A dataset of other making keeps whatever else its info says.
+            totals = [key for key in info if key.startswith("total_") or key == "splits"]
+            info = {**self._base.info, **{key: info[key] for key in totals}}
+        return _json(info)
+
+    def _target(self, path: str) -> Path:
+        target = self._new / path
+        target.parent.mkdir(parents=True, exist_ok=True)
+        return target
+
+    def _note(self, path: str) -> None:
+        self._files[path] = file_digest(self._new / path)
+
+
+def _sources_of(unit: Unit) -> list[_Source]:
+    """Return the episodes of a unit, and where they lie."""
+    found, first = [], 0
+    for number, episode in enumerate(unit.record.episodes):
+        clips, images = {}, {}
+        for name, feature in unit.features.items():
+            if feature.dtype == "video":
+                clips[name] = Clip(unit.folder / video_name(name, number), 0, episode.frames)
+            elif feature.dtype == "image":
+                images[name] = unit.folder / images_name(name, number)
+        found.append(_Source(episode, unit.folder / ROWS, first, clips, images, None, unit))
+        first += episode.frames
+    return found
+
+
+def _rows(
+    sources: Sequence[_Source], columns: Sequence[str], pictures: Sequence[str]
+) -> Iterator[pa.Table]:
+    """Yield the rows of episodes, those that lie behind each other in one pass."""
+    start = 0
+    while start < len(sources):
+        stop = start + 1
+        first = sources[start]
+        row = first.first_row + first.episode.frames
+        alone = bool(first.images)
+        while not alone and stop < len(sources) and sources[stop].rows == first.rows:
+            if sources[stop].first_row != row:
+                break
+            row += sources[stop].episode.frames
+            stop += 1
+        if alone:
+            yield from _rows_and_pictures(first, columns, pictures)
+        else:
+            most = _PICTURE_ROWS if pictures else 4096
+            yield from read_rows(first.rows, first.first_row, row, columns, most=most)
+        start = stop
+
+
+def _rows_and_pictures(
+    source: _Source, columns: Sequence[str], pictures: Sequence[str]
+) -> Iterator[pa.Table]:
+    """Yield the rows of an episode of a unit, joined with its PNGs."""
+    numbers = [name for name in columns if name not in pictures]
+    frames = source.episode.frames
+    streams = {
+        name: RowStream(read_rows(source.images[name], 0, frames, most=_PICTURE_ROWS))
+        for name in pictures
+    }
+    if numbers:
+        first = source.first_row
+        own = RowStream(read_rows(source.rows, first, first + frames, numbers, most=_PICTURE_ROWS))
+    for start in range(0, frames, _PICTURE_ROWS):
+        count = min(_PICTURE_ROWS, frames - start)
+        found = {name: stream.take(count).column("image") for name, stream in streams.items()}
+        if numbers:
+            table = own.take(count)
+            found |= {name: table.column(name) for name in numbers}
+        yield pa.table({name: found[name] for name in columns})
+
+
+def row_groups(lengths: Sequence[int] | NDArray[np.int64], most: int) -> list[tuple[int, int]]:
+    """Return the rows of each row group: whole short episodes, or a part of a long one."""
+    found: list[tuple[int, int]] = []
+    start = stop = 0
+    for length in map(int, lengths):
+        if stop > start and stop - start + length > min(_GROUP_ROWS, most):
+            found.append((start, stop))
+            start = stop
+        stop += length
+        while stop - start > most:
+            found.append((start, start + most))
+            start += most
+    return [*found, (start, stop)] if stop > start else found
+
+
+def _merge(total: dict[str, AnyStats], more: Mapping[str, AnyStats]) -> None:
+    for name, stats in more.items():
+        if name in total:
+            total[name].merge(stats)  # type: ignore[arg-type]
+        else:
+            total[name] = copy.deepcopy(stats)
+
+
+def place(source: Path, target: Path) -> None:
+    """Give a file a second name, or copy it where that is not possible; the folder is synced later.
+
+    A link stays a link: what it leads to is not ours.
+    """
+    try:
+        os.link(source, target, follow_symlinks=False)
+    except FileExistsError:
+        raise
+    except OSError:
+        if not source.exists() and not source.is_symlink():
+            raise
+        shutil.copy2(source, target, follow_symlinks=False)
+        if not target.is_symlink():
+            with open(target, "rb") as file:
+                os.fsync(file.fileno())
+
+
+def _json(value: Mapping[str, Any]) -> bytes:
+    return json.dumps(value, indent=4, ensure_ascii=False, allow_nan=False).encode()

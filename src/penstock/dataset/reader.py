@@ -1,0 +1,351 @@
+"""Read a LeRobot dataset, v3.0 or v2.1, ours or lerobot's, without lerobot and without torch.
+
+Example:
+    dataset = Dataset("out/cups")
+    for frame in dataset.episode(0).frames():
+        frame["observation.state"], frame["observation.images.head"]   # an array, an RGB picture
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, cast
+
+import numpy as np
+
+from penstock.dataset import metadata
+from penstock.dataset.columns import Columns, Table, inside
+from penstock.dataset.layout import Feature
+from penstock.dataset.metadata import EpisodeRecord, Stats, VideoSpan
+from penstock.errors import CorruptFile, DataError, UsageError
+from penstock.media.depth import DepthCoding
+from penstock.media.images import ImageDecoder, to_rgb
+from penstock.media.video import read_video
+
+Frame = dict[str, Any]
+
+
+class Dataset:
+    """A dataset on disk. Opening reads the metadata only; pictures and rows stream when asked for.
+
+    Args:
+        path: The folder that holds `meta`, `data` and `videos`.
+
+    Attributes:
+        path: That folder.
+        info: What meta/info.json holds.
+        version: "v3.0" or "v2.1".
+        fps: Frames per second.
+        features: The features by name.
+        tasks: The task texts, in the order of their numbers.
+        episodes: Every episode, in order.
+
+    Raises:
+        UnknownFormat: There is no dataset.
+        DataError: The metadata are damaged, or contradict themselves.
+    """
+
+    def __init__(self, path: str | os.PathLike[str]) -> None:
+        self.path = Path(path)
+        known = metadata.read_info(self.path)
+        self._known = known
+        self.info: dict[str, Any] = known.raw
+        self.version = known.version
+        self.fps = known.fps
+        self.features = known.features
+        empty = known.raw["total_episodes"] == 0
+        # A writer adds tasks and episodes before info.json counts them: those do not exist yet.
+        tasks = [] if empty else metadata.read_tasks(self.path, known.version)
+        self.tasks = tasks[: known.raw["total_tasks"]]
+        records = [] if empty else list(metadata.read_episodes(self.path, known))
+        records = [record for record in records if record.index < known.raw["total_episodes"]]
+        for source, problem in metadata.record_problems(known, self.tasks, records):
+            raise DataError(f"{source} in {self.path}: {problem}; run `penstock doctor` on it")
+        starts: dict[str, int] = {}  # the first frame of each data file
+        for record in records:
+            starts.setdefault(record.data_file, record.from_index)
+        self.episodes = [
+            Episode(self, record, record.from_index - starts[record.data_file])
+            for record in records
+        ]
+
+    def __len__(self) -> int:
+        return len(self.episodes)
+
+    def __repr__(self) -> str:
+        return f"Dataset({str(self.path)!r}, {len(self)} episodes, {self.total_frames} frames)"
+
+    @property
+    def total_frames(self) -> int:
+        """Return the number of frames of all episodes."""
+        return self.episodes[-1].to_index if self.episodes else 0
+
+    @property
+    def camera_keys(self) -> list[str]:
+        """Return the features that are pictures."""
+        return [name for name, feature in self.features.items() if feature.is_picture]
+
+    def episode(self, index: int) -> Episode:
+        """Return one episode by its number.
+
+        Raises:
+            UsageError: There is none of that number.
+        """
+        if not 0 <= index < len(self.episodes):
+            raise UsageError(f"{self.path} has no episode {index}: it has {len(self)}, from 0")
+        return self.episodes[index]
+
+    def scan(
+        self, names: Sequence[str], episodes: Sequence[int] | None = None
+    ) -> Iterator[tuple[Episode, Columns]]:
+        """Read features of many episodes, in order; neighbours in a data file in one pass.
+
+        Args:
+            names: The features; no pictures.
+            episodes: Numbers of the episodes; by default all.
+
+        Yields:
+            An episode, and some of its rows as `Episode.columns` has them: the rows of an episode
+            come in order, in one piece or several.
+
+        Raises:
+            UsageError: There is no such episode or feature, or it is a picture.
+            DataError: A file is damaged.
+        """
+        chosen = _choose_numbers(self, names)
+        run: list[Episode] = []
+        numbers = range(len(self)) if episodes is None else episodes
+        for episode in map(self.episode, numbers):
+            if run and (episode.index, episode.data_file) != (run[-1].index + 1, run[-1].data_file):
+                yield from _rows(run, chosen, 0, sum(map(len, run)))
+                run = []
+            run.append(episode)
+        if run:
+            yield from _rows(run, chosen, 0, sum(map(len, run)))
+
+    def stats(self) -> Stats:
+        """Read the statistics of the whole dataset (v3.0): feature, then "mean", "std", ….
+
+        Raises:
+            UsageError: v2.1 keeps them per episode only; see `episode_stats`.
+        """
+        if self.version == "v2.1":
+            raise UsageError(f"{self.path} is v2.1, which has statistics per episode only")
+        return metadata.read_stats(self.path)
+
+    def episode_stats(self) -> Iterator[tuple[int, Stats]]:
+        """Read the statistics of every episode, one after the other."""
+        return metadata.read_episode_stats(self.path, self._known)
+
+
+def decode_picture(decoder: ImageDecoder, data: bytes) -> np.ndarray[Any, Any]:
+    """Decode a PNG or JPEG to RGB, (height, width, 3) of uint8.
+
+    Raises:
+        DataError: It is neither, or damaged.
+    """
+    if data[:4] == b"\x89PNG":
+        return to_rgb(decoder.png(data))
+    if data[:2] == b"\xff\xd8":
+        return to_rgb(decoder.jpeg(data))
+    raise DataError(f"a picture is neither PNG nor JPEG: it begins with {data[:4].hex()}")
+
+
+class Episode:
+    """One episode of a dataset; made by `Dataset`."""
+
+    def __init__(self, dataset: Dataset, record: EpisodeRecord, first_row: int) -> None:
+        self._dataset = dataset
+        self._record = record
+        self._first_row = first_row  # of this episode in its data file
+
+    def __len__(self) -> int:
+        return self.length
+
+    def __repr__(self) -> str:
+        return f"Episode({self.index}, {self.length} frames, {list(self.tasks)})"
+
+    @property
+    def index(self) -> int:
+        """Return the number of the episode."""
+        return self._record.index
+
+    @property
+    def length(self) -> int:
+        """Return the number of frames."""
+        return self._record.length
+
+    @property
+    def tasks(self) -> tuple[str, ...]:
+        """Return the tasks that its frames have."""
+        return self._record.tasks
+
+    @property
+    def from_index(self) -> int:
+        """Return the number of its first frame in the dataset."""
+        return self._record.from_index
+
+    @property
+    def to_index(self) -> int:
+        """Return one past the number of its last frame in the dataset."""
+        return self._record.to_index
+
+    @property
+    def data_file(self) -> str:
+        """Return the path of its data file in the dataset."""
+        return self._record.data_file
+
+    @property
+    def videos(self) -> dict[str, VideoSpan]:
+        """Return where it lies in the video files, by feature."""
+        return dict(self._record.videos)
+
+    def columns(self, names: Sequence[str] | None = None) -> Columns:
+        """Read features of all frames into arrays of (frames, *shape).
+
+        A feature of shape (1,) gives (frames,); texts give arrays of str objects.
+
+        Args:
+            names: The features; by default all but pictures.
+
+        Raises:
+            UsageError: A name is unknown, or is a picture (see `frames` and `image`).
+            DataError: The file is damaged.
+        """
+        features = self._dataset.features
+        if names is None:
+            names = [name for name, feature in features.items() if not feature.is_picture]
+        chosen = _choose_numbers(self._dataset, names)
+        pieces = [piece for _, piece in _rows([self], chosen, 0, self.length)]
+        return {name: np.concatenate([piece[name] for piece in pieces]) for name in chosen}
+
+    def frames(
+        self, keys: Sequence[str] | None = None, start: int = 0, stop: int | None = None
+    ) -> Iterator[Frame]:
+        """Read frame after frame, in bounded memory.
+
+        Args:
+            keys: The features; by default all.
+            start: The first frame.
+            stop: One past the last frame; by default the end.
+
+        Yields:
+            The features by name, and the text of the frame's task as "task". Pictures are RGB,
+            (height, width, 3) of uint8; depth is millimetres, (height, width) of uint16.
+        """
+        stop = self.length if stop is None else stop
+        if not 0 <= start <= stop <= self.length:
+            raise UsageError(f"frames {start} to {stop}: episode {self.index} has {self.length}")
+        chosen = _choose(self._dataset, self._dataset.features if keys is None else keys)
+        rows = {name: feature for name, feature in chosen.items() if feature.dtype != "video"}
+        numbers = {**rows, "task_index": self._dataset.features["task_index"]}
+        videos = {
+            name: self._video(name, start, stop - start)
+            for name, feature in chosen.items()
+            if feature.dtype == "video"
+        }
+        decoder = ImageDecoder()
+        try:
+            for _, batch in _rows([self], numbers, start, stop):
+                for row in range(len(batch["task_index"])):
+                    frame: Frame = {}
+                    for name, feature in chosen.items():
+                        if name in videos:
+                            frame[name] = next(videos[name])
+                        elif feature.dtype == "image":
+                            frame[name] = self._decode(decoder, batch[name][row], name)
+                        else:
+                            frame[name] = batch[name][row]
+                    frame["task"] = self._task(int(batch["task_index"][row]))
+                    yield frame
+        finally:
+            for video in videos.values():
+                video.close()
+
+    def image(self, key: str, k: int) -> np.ndarray[Any, Any]:
+        """Read one picture: camera `key`, frame `k` of the episode.
+
+        Raises:
+            UsageError: There is no such camera or frame.
+        """
+        if not 0 <= k < self.length:
+            raise UsageError(f"frame {k}: episode {self.index} has {self.length}, from 0")
+        if not _choose(self._dataset, [key])[key].is_picture:
+            raise UsageError(f"{key!r} is not a picture: use columns()")
+        [frame] = self.frames([key], k, k + 1)
+        picture: np.ndarray[Any, Any] = frame[key]
+        return picture
+
+    def _video(self, key: str, start: int, count: int) -> Generator[Any, None, None]:
+        span = self._record.videos[key]
+        first = round(span.from_s * self._dataset.fps) + start
+        feature = self._dataset.features[key]
+        depth = DepthCoding.from_info(feature.info) if feature.is_depth else None
+        frames = read_video(inside(self._dataset.path, span.file), first, count, depth)
+        return cast("Generator[Any, None, None]", frames)  # so that it can be closed early
+
+    def _decode(self, decoder: ImageDecoder, data: bytes, key: str) -> np.ndarray[Any, Any]:
+        try:
+            return decode_picture(decoder, data)
+        except DataError as error:
+            raise CorruptFile(
+                f"{self.data_file} in {self._dataset.path}, {key!r}: {error}"
+            ) from error
+
+    def _task(self, number: int) -> str:
+        if not 0 <= number < len(self._dataset.tasks):
+            raise CorruptFile(
+                f"{self.data_file} in {self._dataset.path} names the task {number}; "
+                f"there are {len(self._dataset.tasks)}"
+            )
+        return self._dataset.tasks[number]
+
+
+def _choose(dataset: Dataset, names: Iterable[str]) -> dict[str, Feature]:
+    features = dataset.features
+    for name in names:
+        if name not in features:
+            raise UsageError(
+                f"{dataset.path} has no feature {name!r}; it has {', '.join(features)}"
+            )
+    return {name: features[name] for name in names}
+
+
+def _choose_numbers(dataset: Dataset, names: Iterable[str]) -> dict[str, Feature]:
+    chosen = _choose(dataset, names)
+    for name, feature in chosen.items():
+        if feature.is_picture:
+            raise UsageError(f"{name!r} is a picture: use frames() or image()")
+    return chosen
+
+
+def _rows(
+    run: Sequence[Episode], chosen: Mapping[str, Feature], start: int, stop: int
+) -> Iterator[tuple[Episode, Columns]]:
+    """Read rows start to stop of neighbouring episodes, and see that they are theirs."""
+    dataset, name = run[0]._dataset, run[0].data_file
+    proof = {key: dataset.features[key] for key in ("episode_index", "index")}
+    ends = np.cumsum([len(episode) for episode in run]).tolist()
+    first, offset = run[0]._first_row, run[0].from_index
+    at, position = 0, start
+    with Table(dataset.path, name) as table:
+        for batch in table.batches({**chosen, **proof}, first + start, first + stop):
+            done, count = 0, len(batch["index"])
+            while done < count:
+                while position >= ends[at]:
+                    at += 1
+                part = slice(done, done + min(count - done, ends[at] - position))
+                rows = part.stop - part.start
+                expected = np.arange(offset + position, offset + position + rows)
+                if not (
+                    np.array_equal(batch["index"][part], expected)
+                    and np.all(batch["episode_index"][part] == run[at].index)
+                ):
+                    raise CorruptFile(
+                        f"{name} in {dataset.path} has other rows than episode "
+                        f"{run[at].index} where that should be; run `penstock doctor` on it"
+                    )
+                yield run[at], {key: batch[key][part] for key in chosen}
+                done, position = part.stop, position + rows

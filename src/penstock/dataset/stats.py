@@ -1,0 +1,364 @@
+"""Statistics of a dataset that can be merged, and whose result does not depend on how they were.
+
+Quantiles come from a sparse histogram over the bits of float32 numbers, which are ordered like the
+numbers themselves: exact up to 8192 different values per element, and with more the last bits are
+dropped until 8192 bins remain. A quantile then lies within one bin, so within a factor of
+1 + 2 ** (bits - 23) of the true one. However the data are split and merged, the bins are the same.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+from typing_extensions import Self
+
+from penstock.dataset.layout import QUANTILES, Feature
+from penstock.errors import CorruptFile, UsageError
+
+MAX_BINS = 8192
+Stats = dict[str, list[Any]]
+_LARGEST = np.float32(np.finfo(np.float32).max)
+
+
+def sample_indices(frames: int) -> NDArray[np.int64]:
+    """Return the frames that picture statistics are taken from: evenly spread, ~frames^0.6.
+
+    At least 100 or all, as lerobot does; it takes frames^0.75, which tells no more about the
+    values of a pixel and is most of the work when pictures are copied and not decoded.
+    """
+    if frames < 1:
+        return np.zeros(0, np.int64)
+    count = max(min(100, frames), min(int(frames**0.6), 10_000))
+    return np.unique(np.round(np.linspace(0, frames - 1, count)).astype(np.int64))
+
+
+def picture_stride(height: int, width: int) -> int:
+    """Return how many pixels apart lerobot takes those it counts: 4 at 640x480."""
+    return 1 if max(height, width) < 300 else max(height, width) // 150
+
+
+class VectorStats:
+    """Of every element of a numeric feature, over all frames; NaN and infinities are left out.
+
+    Args:
+        dim: Elements per frame.
+    """
+
+    def __init__(self, dim: int) -> None:
+        self.dim = dim
+        self.rows = 0
+        self.count = np.zeros(dim, np.int64)
+        self.mean = np.zeros(dim)
+        self.m2 = np.zeros(dim)
+        self.low = np.full(dim, np.inf)
+        self.high = np.full(dim, -np.inf)
+        self._shift = np.zeros(dim, np.int64)
+        self._keys = [np.zeros(0, np.uint32) for _ in range(dim)]
+        self._counts = [np.zeros(0, np.int64) for _ in range(dim)]
+
+    @property
+    def non_finite(self) -> int:
+        """How many values were left out."""
+        return int(self.rows * self.dim - self.count.sum())
+
+    def add(self, rows: NDArray[Any]) -> None:
+        """Add frames, shape (n, *shape of the feature)."""
+        if not len(rows):
+            return
+        values = np.asarray(rows, np.float64).reshape(len(rows), -1)
+        if values.shape[1] != self.dim:
+            raise UsageError(f"{values.shape[1]} elements per frame were given, not {self.dim}")
+        part = VectorStats(self.dim)
+        part.rows = len(values)
+        good = np.isfinite(values)
+        whole = bool(good.all())
+        clean = values if whole else np.where(good, values, 0.0)
+        part.count = np.full(self.dim, len(values)) if whole else good.sum(0)
+        some = np.maximum(part.count, 1)
+        part.mean = clean.sum(0) / some
+        distance = clean - part.mean
+        part.m2 = ((distance if whole else np.where(good, distance, 0.0)) ** 2).sum(0)
+        part.low = (values if whole else np.where(good, values, np.inf)).min(0)
+        part.high = (values if whole else np.where(good, values, -np.inf)).max(0)
+        keys = _ordered_bits(clean)
+        for i in range(self.dim):
+            column = keys[:, i] if whole else keys[good[:, i], i]
+            part._keys[i], part._counts[i] = np.unique(column, return_counts=True)
+        self.merge(part)
+
+    def merge(self, other: VectorStats) -> None:
+        """Add what another has counted."""
+        if other.dim != self.dim:
+            raise UsageError(f"statistics of {other.dim} elements do not fit {self.dim}")
+        total = np.maximum(self.count + other.count, 1)
+        difference = other.mean - self.mean
+        self.m2 = self.m2 + other.m2 + difference**2 * self.count * (other.count / total)
+        self.mean = self.mean + difference * (other.count / total)
+        self.rows += other.rows
+        self.count = self.count + other.count
+        self.low = np.minimum(self.low, other.low)
+        self.high = np.maximum(self.high, other.high)
+        for i in range(self.dim):
+            shift = max(self._shift[i], other._shift[i])
+            keys = np.concatenate(
+                [
+                    self._keys[i] >> np.uint32(shift - self._shift[i]),
+                    other._keys[i] >> np.uint32(shift - other._shift[i]),
+                ]
+            )
+            counts = np.concatenate([self._counts[i], other._counts[i]])
+            order = np.argsort(keys, kind="stable")
+            keys, counts = _join(keys[order], counts[order])
+            while len(keys) > MAX_BINS:
+                shift += 1
+                keys, counts = _join(keys >> np.uint32(1), counts)
+            self._shift[i], self._keys[i], self._counts[i] = shift, keys, counts
+
+    def folded(self, dim: int) -> VectorStats:
+        """Return those of fewer elements: element i of the result has every dim-th from i on."""
+        result = VectorStats(dim)
+        for first in range(0, self.dim, dim):
+            part, span = VectorStats(dim), slice(first, first + dim)
+            part.count, part.mean, part.m2 = self.count[span], self.mean[span], self.m2[span]
+            part.low, part.high, part._shift = self.low[span], self.high[span], self._shift[span]
+            part._keys, part._counts = self._keys[span], self._counts[span]
+            result.merge(part)
+        result.rows = self.rows
+        return result
+
+    def quantile(self, share: float) -> NDArray[np.float64]:
+        """Return the quantile of every element, interpolated like numpy's."""
+        found = np.zeros(self.dim)
+        for i in range(self.dim):
+            if not self.count[i]:
+                continue
+            edges = np.cumsum(self._counts[i])
+            place = (int(self.count[i]) - 1) * share
+            below = math.floor(place)
+            first = self._at(i, edges, below)
+            last = self._at(i, edges, min(below + 1, int(self.count[i]) - 1))
+            found[i] = first + (last - first) * (place - below)
+        return found
+
+    def to_json(self, feature: Feature) -> Stats:
+        """Return them as stats.json has them; without a single usable value they are 0."""
+        empty = self.count == 0
+        kind: type = np.int64 if "int" in feature.dtype else np.float64
+        kind = np.bool_ if feature.dtype == "bool" else kind
+        low, high = (np.where(empty, 0, values) for values in (self.low, self.high))
+        spread = np.sqrt(self.m2 / np.maximum(self.count, 1))
+        found = {"min": low.astype(kind), "max": high.astype(kind), "mean": self.mean}
+        found |= {"std": spread}
+        result: Stats = {name: _shaped(value, feature.shape) for name, value in found.items()}
+        result["count"] = [self.rows]
+        for name, share in QUANTILES.items():
+            result[name] = _shaped(self.quantile(share), feature.shape)
+        return result
+
+    def to_arrays(self) -> dict[str, NDArray[Any]]:
+        """Return the state as arrays, to be stored."""
+        lengths = np.array([len(keys) for keys in self._keys], np.int64)
+        return {
+            "rows": np.array([self.rows], np.int64),
+            "count": self.count.astype(np.int64),
+            "moments": np.stack([self.mean, self.m2, self.low, self.high]),
+            "shift": self._shift,
+            "lengths": lengths,
+            # Differences of sorted keys are small numbers, which compress well.
+            "keys": np.concatenate([np.diff(k, prepend=k.dtype.type(0)) for k in self._keys]),
+            "counts": np.concatenate(self._counts).astype(np.int64),
+        }
+
+    @classmethod
+    def from_arrays(cls, arrays: Mapping[str, NDArray[Any]]) -> Self:
+        """Restore what `to_arrays` returned."""
+        try:
+            this = cls(len(arrays["count"]))
+            this.rows = int(arrays["rows"][0])
+            this.count = arrays["count"].astype(np.int64)
+            this.mean, this.m2, this.low, this.high = arrays["moments"].astype(np.float64)
+            this._shift = arrays["shift"].astype(np.int64)
+            ends = np.cumsum(arrays["lengths"])[:-1]
+            keys = np.split(arrays["keys"].astype(np.uint32), ends)
+            this._keys = [np.cumsum(part, dtype=np.uint32) for part in keys]
+            this._counts = np.split(arrays["counts"].astype(np.int64), ends)
+        except (KeyError, IndexError, ValueError) as error:
+            raise CorruptFile(f"stored statistics are incomplete ({error})") from error
+        return this
+
+    def _at(self, i: int, edges: NDArray[np.int64], rank: int) -> float:
+        """Return the rank-th smallest value of an element, counted from 0."""
+        place = int(np.searchsorted(edges, rank, side="right"))
+        key, shift = int(self._keys[i][place]), int(self._shift[i])
+        low = _float_of(key << shift)
+        if shift == 0:
+            value = low
+        else:
+            high = _float_of(((key + 1) << shift) - 1)
+            inside = rank - (int(edges[place]) - int(self._counts[i][place]))
+            value = low + (high - low) * (inside + 0.5) / int(self._counts[i][place])
+        return min(max(value, float(self.low[i])), float(self.high[i]))
+
+
+class PictureStats:
+    """Of the channels of sampled pictures: exact histograms of their values.
+
+    Args:
+        channels: Of a picture.
+        depth: Depth in millimetres, 16 bits; otherwise 8 bits, given as shares of 1.
+    """
+
+    def __init__(self, channels: int = 3, depth: bool = False) -> None:
+        self.channels = channels
+        self.depth = depth
+        self.pictures = 0
+        self.bins = np.zeros((channels, 65536 if depth else 256), np.int64)
+        self.prior: Stats | None = None  # of pictures that are only known by their statistics
+
+    def add(self, picture: NDArray[Any]) -> None:
+        """Add the counted pixels of one picture: HxWxC of uint8, or HxW of uint16."""
+        pixels = picture.reshape(-1, self.channels)
+        for channel in range(self.channels):
+            self.bins[channel] += np.bincount(pixels[:, channel], minlength=self.bins.shape[1])
+        self.pictures += 1
+
+    def merge(self, other: PictureStats) -> None:
+        """Add what another has counted."""
+        if self.bins.shape != other.bins.shape:
+            raise UsageError("statistics of pictures of another kind cannot be added")
+        self.bins += other.bins
+        self.pictures += other.pictures
+
+    def to_json(self, feature: Feature | None = None) -> Stats:
+        """Return them as stats.json has them, shape (channels, 1, 1)."""
+        scale = 1.0 if self.depth else 1 / 255
+        values = np.arange(self.bins.shape[1], dtype=np.float64)
+        total = np.maximum(self.bins.sum(1), 1)
+        mean = self.bins @ values / total
+        square = np.array(
+            [counts @ (values - m) ** 2 for counts, m in zip(self.bins, mean, strict=True)]
+        )
+        used = self.bins > 0
+        last = self.bins.shape[1] - 1
+        found = {
+            "min": used.argmax(1) * used.any(1),
+            "max": (last - used[:, ::-1].argmax(1)) * used.any(1),
+            "mean": mean,
+            "std": np.sqrt(square / total),
+        }
+        for name, share in QUANTILES.items():
+            found[name] = np.array([_histogram_quantile(counts, share) for counts in self.bins])
+        shape = (self.channels, 1, 1)
+        result: Stats = {k: _shaped(np.asarray(v) * scale, shape) for k, v in found.items()}
+        result["count"] = [self.pictures]
+        if self.prior is not None:
+            result = _with_prior(result, self.prior)
+        return {name: result[name] for name in ("min", "max", "mean", "std", "count", *QUANTILES)}
+
+    def to_arrays(self) -> dict[str, NDArray[Any]]:
+        """Return the state as arrays, to be stored."""
+        arrays = {
+            "pictures": np.array([self.pictures, int(self.depth)], np.int64),
+            "bins": self.bins,
+        }
+        if self.prior is not None:
+            names = ("min", "max", "mean", "std", *QUANTILES)
+            arrays["prior"] = np.array([np.ravel(self.prior[name]) for name in names])
+            arrays["prior_count"] = np.array(self.prior["count"], np.int64)
+        return arrays
+
+    @classmethod
+    def from_arrays(cls, arrays: Mapping[str, NDArray[Any]]) -> Self:
+        """Restore what `to_arrays` returned."""
+        try:
+            pictures, depth = arrays["pictures"].tolist()
+            bins = arrays["bins"].astype(np.int64)
+            this = cls(bins.shape[0], bool(depth))
+            if bins.shape != this.bins.shape:
+                raise ValueError(f"{bins.shape} bins")
+            this.bins, this.pictures = bins, pictures
+            if "prior" in arrays:
+                names = ("min", "max", "mean", "std", *QUANTILES)
+                shape = (this.channels, 1, 1)
+                rows = zip(names, arrays["prior"], strict=True)
+                this.prior = {name: _shaped(row, shape) for name, row in rows}
+                this.prior["count"] = arrays["prior_count"].tolist()
+        except (KeyError, IndexError, ValueError) as error:
+            raise CorruptFile(f"stored statistics are incomplete ({error})") from error
+        return this
+
+
+def new_stats(feature: Feature) -> VectorStats | PictureStats:
+    """Return empty statistics that fit a feature."""
+    if feature.is_picture:
+        channels = feature.picture_size[0]
+        return PictureStats(channels, depth=channels == 1)
+    return VectorStats(math.prod(feature.shape))
+
+
+def _with_prior(own: Stats, prior: Stats) -> Stats:
+    """Join exact statistics with those of pictures that are only known by theirs.
+
+    Mean, std, min and max are those of all pictures; quantiles are weighted means, which is an
+    approximation: the true ones would need the pictures.
+    """
+    counts = own["count"][0], prior["count"][0]
+    if not counts[0]:
+        return dict(prior)
+    weight = counts[1] / max(sum(counts), 1)
+    a = {name: np.array(value, np.float64) for name, value in own.items()}
+    b = {name: np.array(value, np.float64) for name, value in prior.items()}
+    mean = a["mean"] + (b["mean"] - a["mean"]) * weight
+    variance = (a["std"] ** 2 + (a["mean"] - mean) ** 2) * (1 - weight)
+    variance += (b["std"] ** 2 + (b["mean"] - mean) ** 2) * weight
+    joined = {"min": np.minimum(a["min"], b["min"]), "max": np.maximum(a["max"], b["max"])}
+    joined |= {"mean": mean, "std": np.sqrt(variance)}
+    joined |= {name: a[name] + (b[name] - a[name]) * weight for name in QUANTILES}
+    return {name: value.tolist() for name, value in joined.items()} | {"count": [sum(counts)]}
+
+
+def _shaped(values: NDArray[Any], shape: tuple[int, ...]) -> list[Any]:
+    result: list[Any] = np.asarray(values).reshape(shape).tolist()
+    return result
+
+
+def _ordered_bits(values: NDArray[np.float64]) -> NDArray[np.uint32]:
+    """Turn numbers into unsigned integers of the same order."""
+    with np.errstate(over="ignore"):
+        single = values.astype(np.float32)
+    single = np.clip(single, -_LARGEST, _LARGEST) + np.float32(0)  # no infinity, no minus zero
+    bits = single.view(np.uint32)
+    negative = (bits >> np.uint32(31)).astype(bool)
+    keys: NDArray[np.uint32] = np.where(negative, ~bits, bits | np.uint32(1 << 31))
+    return keys
+
+
+def _float_of(key: int) -> float:
+    """Undo `_ordered_bits` for one key, held inside the finite numbers."""
+    key = min(max(key, 0x00800000), 0xFF7FFFFF)
+    bits = key ^ 0x80000000 if key >> 31 else ~key & 0xFFFFFFFF
+    return float(np.uint32(bits).view(np.float32))
+
+
+def _join(
+    keys: NDArray[np.uint32], counts: NDArray[np.int64]
+) -> tuple[NDArray[np.uint32], NDArray[np.int64]]:
+    """Add up the counts of equal keys that lie side by side."""
+    if len(keys) < 2:
+        return keys, counts
+    starts = np.flatnonzero(np.concatenate([[True], keys[1:] != keys[:-1]]))
+    return keys[starts], np.add.reduceat(counts, starts)
+
+
+def _histogram_quantile(counts: NDArray[np.int64], share: float) -> float:
+    edges = np.cumsum(counts)
+    if not edges[-1]:
+        return 0.0
+    place = (int(edges[-1]) - 1) * share
+    below = math.floor(place)
+    first, last = np.searchsorted(edges, [below, min(below + 1, int(edges[-1]) - 1)], side="right")
+    return float(first + (last - first) * (place - below))

@@ -1,0 +1,644 @@
+"""A unit: what one worker makes of one recording, complete in itself, never changed afterwards.
+
+```
+units/<key>/
+  rows.parquet             the numbers of all its episodes, one episode behind the other
+  <camera>-00003.mp4       a camera's video of one episode, or
+  <camera>-00003.parquet   its PNGs
+  episodes.parquet         the statistics of every episode, as LeRobot's records have them
+  stats.pack               the statistics of all of them, which can be merged
+  unit.json                written last
+```
+A worker needs no lock: it writes into a temporary folder, and the commit is one rename. Two workers
+that make a unit of the same recording make the same key and the same bytes; the second finds it
+there. `build` makes the LeRobot files out of units.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import shutil
+import threading
+from collections.abc import Mapping
+from contextlib import ExitStack, suppress
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+from isal import isal_zlib
+from numpy.typing import NDArray
+from typing_extensions import Self
+
+from penstock.core.codecs import Zstd
+from penstock.core.files import publish_bytes, storage_error, sync_folder, temporary_path
+from penstock.core.pack import Item, PackReader, PackWriter
+from penstock.dataset.episode_stats import EpisodeStats, episode_stats, to_column
+from penstock.dataset.layout import (
+    AUTO_FEATURES,
+    STATS,
+    Feature,
+    arrow_type,
+    check_name,
+    episodes_schema,
+    has_stats,
+)
+from penstock.dataset.parquet import new_parquet, write_table
+from penstock.dataset.sinks import PictureSink, open_sink
+from penstock.dataset.stats import PictureStats, VectorStats
+from penstock.errors import CorruptFile, DataError, PenstockError, UsageError
+from penstock.media.remux import coding
+from penstock.media.video import VideoSettings
+
+AnyStats = VectorStats | PictureStats
+Digest = tuple[int, int]  # size and CRC-32 of a file
+_FORMAT = 1
+# Episodes that fit together into so many rows are summed together; longer ones piece by piece.
+_PIECE_ROWS = 4096
+RECORD = "unit.json"
+ROWS = "rows.parquet"
+EPISODES = "episodes.parquet"
+UNIT_STATS = "stats.pack"
+
+
+@dataclass(frozen=True, slots=True)
+class Episode:
+    """One episode of a unit.
+
+    Attributes:
+        frames: How many it has.
+        task: What was to be done.
+        start_ns: When the recording of it began; None if there is no clock.
+        end_ns: When its last frame was recorded.
+        size_bytes: Of its rows, uncompressed.
+        videos: Per camera the bytes of its video, and how it is coded.
+    """
+
+    frames: int
+    task: str
+    start_ns: int | None = None
+    end_ns: int | None = None
+    size_bytes: int = 0
+    videos: dict[str, tuple[int, str]] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class UnitRecord:
+    """What is known of a unit for as long as its episodes are in a dataset.
+
+    Attributes:
+        key: Its name: the same recording and settings have the same.
+        position: Its place among the units of the dataset.
+        source: JSON that says where it came from.
+        episodes: In their order.
+    """
+
+    key: str
+    position: int
+    source: dict[str, Any]
+    episodes: list[Episode]
+
+    @property
+    def frames(self) -> int:
+        """Frames of all its episodes."""
+        return sum(episode.frames for episode in self.episodes)
+
+    def to_json(self) -> dict[str, Any]:
+        """Return it as JSON values."""
+        return asdict(self)
+
+    @classmethod
+    def from_json(cls, value: Any) -> Self:
+        """Read it; a value of the wrong kind raises what Python raises for it."""
+        episodes = [
+            Episode(
+                int(each["frames"]),
+                str(each["task"]),
+                each["start_ns"],
+                each["end_ns"],
+                int(each["size_bytes"]),
+                {str(key): (int(size), str(how)) for key, (size, how) in each["videos"].items()},
+            )
+            for each in value["episodes"]
+        ]
+        check_key(value["key"])
+        return cls(value["key"], int(value["position"]), dict(value["source"]), episodes)
+
+
+def check_key(key: str) -> None:
+    """Refuse what cannot be the name of a unit: it becomes the name of a folder."""
+    if not (isinstance(key, str) and 0 < len(key) <= 64 and key.isalnum() and key.isascii()):
+        raise UsageError(f"{str(key)[:80]!r} cannot name a unit: letters and digits only")
+
+
+def make_key(*parts: Any) -> str:
+    """Return the key of a unit that is made of these JSON values."""
+    text = json.dumps(parts, sort_keys=True).encode()
+    return hashlib.blake2b(text, digest_size=8).hexdigest()
+
+
+@dataclass(frozen=True)
+class Unit:
+    """A committed unit on disk."""
+
+    folder: Path
+    record: UnitRecord
+    fps: int
+    features: dict[str, Feature]
+    infos: dict[str, dict[str, Any]]
+    files: dict[str, Digest]
+
+    @classmethod
+    def open(cls, folder: Path) -> Self:
+        """Open a unit, of this process or another."""
+        path = folder / RECORD
+        try:
+            content = json.loads(path.read_bytes())
+            if content["format"] != _FORMAT:
+                raise ValueError(f"format {content['format']}")
+            return cls(
+                folder,
+                UnitRecord.from_json(content["record"]),
+                int(content["fps"]),
+                {n: Feature.from_json(n, f) for n, f in content["features"].items()},
+                dict(content["infos"]),
+                {str(name): (int(a), int(b)) for name, (a, b) in content["files"].items()},
+            )
+        except FileNotFoundError as error:
+            raise DataError(f"{folder} holds no committed unit") from error
+        except (OSError, ValueError, KeyError, TypeError, AttributeError, UsageError) as error:
+            raise CorruptFile(f"{path} is damaged ({error})") from error
+
+    def check(self) -> None:
+        """See that every file has the size that it was committed with."""
+        for name, (size, _) in self.files.items():
+            path = self.folder / Path(name).name
+            try:
+                found = path.stat().st_size
+            except OSError as error:
+                raise CorruptFile(f"{path} is missing ({error.strerror})") from error
+            if found != size:
+                raise CorruptFile(f"{path} has {found} bytes, and {size} were committed")
+
+    def stats(self) -> dict[str, AnyStats]:
+        """Read the statistics of all its frames."""
+        return read_stats(self.folder / UNIT_STATS)
+
+
+def video_name(camera: str, episode: int) -> str:
+    """Return the name of a camera's video of one episode."""
+    return f"{camera}-{episode:05d}.mp4"
+
+
+def images_name(camera: str, episode: int) -> str:
+    """Return the name of a camera's PNGs of one episode."""
+    return f"{camera}-{episode:05d}.parquet"
+
+
+class UnitWriter:
+    """Make a unit; `commit` gives it its name, and before that it does not exist.
+
+    Rows may come in any portions: the files do not depend on them.
+
+    Args:
+        units: The folder of all units; created if need be.
+        record: Key, position, source, and the episodes with their lengths and tasks.
+        features: Of the dataset; the automatic ones are added by the build.
+        fps: Frames per second.
+        videos: How each camera is stored; h264 for those that are not named.
+
+    Example:
+        record = UnitRecord(make_key("a.bag"), 0, {"bag": "a.bag"}, [Episode(300, "pick")])
+        with UnitWriter(units, record, features, 30) as writer:
+            writer.add_rows({"observation.state": state, "action": action})
+            sink = writer.video("observation.images.head", 0)
+            for jpeg in jpegs:
+                sink.add_jpeg(jpeg)
+            writer.commit()
+    """
+
+    def __init__(
+        self,
+        units: Path,
+        record: UnitRecord,
+        features: Mapping[str, Feature],
+        fps: int,
+        videos: Mapping[str, VideoSettings] | None = None,
+    ) -> None:
+        check_key(record.key)
+        self._features = {n: f for n, f in features.items() if n not in AUTO_FEATURES}
+        for name in self._features:
+            check_name(name)
+        self._settings = dict(videos or {})
+        unknown = set(self._settings) - {n for n, f in self._features.items() if f.is_picture}
+        if unknown:
+            raise UsageError(f"{min(unknown)!r} is no camera of the dataset")
+        if not record.episodes or min(episode.frames for episode in record.episodes) < 1:
+            raise UsageError("a unit needs at least one episode, each of at least one frame")
+        self._units, self._record, self._fps = units, record, fps
+        lengths = np.array([episode.frames for episode in record.episodes], np.int64)
+        self._numbers = _NumberColumns(
+            {n: f for n, f in self._features.items() if not f.is_picture}, lengths
+        )
+        self._pictures = {n: PictureTotals(f) for n, f in self._features.items() if f.is_picture}
+        self._sinks: dict[tuple[str, int], PictureSink] = {}
+        self._infos: dict[str, dict[str, Any]] = {}
+        self._shown: dict[tuple[str, int], tuple[int, str]] = {}
+        self._lock = threading.Lock()
+        self._open = True
+        self._stack = ExitStack()
+        try:
+            units.mkdir(parents=True, exist_ok=True)
+            self.folder = temporary_path(units)
+            self.folder.mkdir()
+        except OSError as error:
+            raise storage_error("write", units, error) from error
+        self._parquet: Any = None
+        if self._numbers.features:
+            rows = new_parquet(self.folder / ROWS, self._numbers.schema)
+            self._parquet = self._stack.enter_context(rows)
+
+    def add_rows(self, columns: Mapping[str, Any]) -> None:
+        """Add frames: for every feature but pictures an array of (n, *shape), n alike for all.
+
+        Episodes follow each other without a mark: their lengths are known. NaN and infinities are
+        stored as they are; the statistics leave them out.
+        """
+        self._check_open()
+        for table in self._numbers.add(columns):
+            try:
+                self._parquet.write_table(table, row_group_size=max(table.num_rows, 1))
+            except pa.ArrowException as error:
+                if not isinstance(error, OSError):
+                    raise DataError(f"{self.folder}: rows cannot be written ({error})") from error
+                raise storage_error("write", self.folder, error) from error
+            except OSError as error:
+                raise storage_error("write", self.folder, error) from error
+
+    def video(self, camera: str, episode: int) -> PictureSink:
+        """Return the sink of a camera's pictures of one episode, to be used from one thread."""
+        self._check_open()
+        feature = self._features.get(camera)
+        if feature is None or not feature.is_picture:
+            raise UsageError(f"{camera!r} is no camera of the dataset")
+        if not 0 <= episode < len(self._record.episodes):
+            raise UsageError(f"the unit has no episode {episode}")
+        settings = self._settings.get(camera, VideoSettings())
+        if (settings.codec == "png") != (feature.dtype == "image") and camera in self._settings:
+            raise UsageError(f"{camera!r} is {feature.dtype}, and its codec {settings.codec}")
+        with self._lock:
+            if (camera, episode) not in self._sinks:
+                images = feature.dtype == "image"
+                name = (images_name if images else video_name)(camera, episode)
+                frames = self._record.episodes[episode].frames
+                sink = open_sink(self.folder / name, feature, settings, self._fps, frames)
+                self._sinks[camera, episode] = sink
+            return self._sinks[camera, episode]
+
+    def finish_video(self, camera: str, episode: int) -> None:
+        """Complete a video and forget its sink; the commit does so for those that are left."""
+        sink = self.video(camera, episode)
+        sink.close()
+        wanted = self._record.episodes[episode].frames
+        if sink.frames != wanted:
+            raise DataError(
+                f"{camera!r} has {sink.frames} frames in episode {episode}, and others {wanted}"
+            )
+        size = sink.path.stat().st_size
+        how = coding(sink.path) if self._features[camera].dtype == "video" else ""
+        with self._lock:
+            self._pictures[camera].add(episode, sink.stats)
+            self._infos.setdefault(camera, sink.info or {})
+            self._shown[camera, episode] = size, how
+            del self._sinks[camera, episode]
+
+    def commit(self) -> Unit:
+        """Complete the files, make them durable, and give the unit its name.
+
+        Where another worker was faster, its unit stays, and this one is removed.
+
+        Raises:
+            DataError: A feature has another number of frames than the episodes; nothing is kept.
+        """
+        self._check_open()
+        target = self._units / self._record.key
+        try:
+            self._finish()
+            sync_folder(self.folder)
+            self._open = False
+            try:
+                os.rename(self.folder, target)
+            except OSError:
+                if not (target / RECORD).is_file():
+                    raise
+                shutil.rmtree(self.folder, ignore_errors=True)
+            sync_folder(self._units)
+            with suppress(FileNotFoundError):
+                (self._units / failure_name(self._record.key)).unlink()
+        except BaseException as error:
+            self._open = True
+            self.abandon()
+            if isinstance(error, pa.ArrowException | MemoryError):
+                raise DataError(f"{target}: the unit cannot be written ({error})") from error
+            if isinstance(error, OSError) and not isinstance(error, PenstockError):
+                raise storage_error("write", target, error) from error
+            raise
+        return Unit.open(target)
+
+    def abandon(self) -> None:
+        """Remove everything; safe to call twice, and after `commit` it does nothing."""
+        if not self._open:
+            return
+        self._open = False
+        with suppress(PenstockError, OSError, pa.ArrowException):
+            self._stack.__exit__(DataError, DataError("given up"), None)
+        for sink in self._sinks.values():
+            sink.abandon()
+        shutil.rmtree(self.folder, ignore_errors=True)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.abandon()
+
+    def _finish(self) -> None:
+        record = self._record
+        if self._numbers.features and self._numbers.rows != record.frames:
+            name, rows = next(iter(self._numbers.features)), self._numbers.rows
+            raise DataError(f"{name!r} has {rows} frames, and the episodes have {record.frames}")
+        self._stack.close()
+        videos: list[dict[str, tuple[int, str]]] = [{} for _ in record.episodes]
+        sizes = [episode.frames * self._numbers.row_bytes for episode in record.episodes]
+        for camera in self._pictures:
+            for number in range(len(record.episodes)):
+                if (camera, number) not in self._shown:
+                    if (camera, number) not in self._sinks:
+                        raise DataError(f"{camera!r} has 0 frames in episode {number}")
+                    self.finish_video(camera, number)
+                size, how = self._shown[camera, number]
+                if how:
+                    videos[number][camera] = size, how
+                else:
+                    sizes[number] += size
+        episodes = [
+            Episode(e.frames, e.task, e.start_ns, e.end_ns, size, shown)
+            for e, size, shown in zip(record.episodes, sizes, videos, strict=True)
+        ]
+        record = UnitRecord(record.key, record.position, record.source, episodes)
+        write_table(self.folder / EPISODES, self._episodes_table(len(episodes)))
+        pictures = {camera: totals.whole for camera, totals in self._pictures.items()}
+        write_stats(self.folder / UNIT_STATS, {**self._numbers.totals, **pictures})
+        files = {path.name: file_digest(path) for path in sorted(self.folder.iterdir())}
+        content = {
+            "format": _FORMAT,
+            "record": record.to_json(),
+            "fps": self._fps,
+            "features": {name: feature.to_json() for name, feature in self._features.items()},
+            "infos": dict(sorted(self._infos.items())),
+            "files": files,
+        }
+        publish_bytes(self.folder / RECORD, json.dumps(content).encode())
+
+    def _episodes_table(self, count: int) -> pa.Table:
+        """Return the statistics of every episode, in the columns of LeRobot's records."""
+        schema = stats_schema(self._features)
+        arrays = []
+        for column in schema:
+            _, name, stat = column.name.split("/")
+            feature = self._features[name]
+            if feature.is_picture:
+                arrays.append(pa.array(self._pictures[name].column(stat), column.type))
+            else:
+                values = np.concatenate([part[stat] for part in self._numbers.stats[name]])
+                shape = (1,) if stat == "count" else feature.shape
+                arrays.append(to_column(values, shape, column.type))
+        if not arrays:
+            return pa.table({"episode": pa.array(range(count), pa.int64())})
+        return pa.table(arrays, schema)
+
+    def _check_open(self) -> None:
+        if not self._open:
+            raise UsageError(f"{self.folder}: this unit was committed or given up already")
+
+
+def stats_schema(features: Mapping[str, Feature]) -> pa.Schema:
+    """Return the columns of LeRobot's records that hold the statistics of these features."""
+    wanted = tuple(f"stats/{name}/" for name in features if name not in AUTO_FEATURES)
+    return pa.schema([f for f in episodes_schema(features) if f.name.startswith(wanted)])
+
+
+class _NumberColumns:
+    """Collects rows, cuts them into pieces, and takes the statistics of every episode."""
+
+    def __init__(self, features: Mapping[str, Feature], lengths: NDArray[np.int64]) -> None:
+        self.features = dict(features)
+        self.schema = pa.schema([(n, arrow_type(f)) for n, f in features.items()])
+        self.rows = 0
+        self.row_bytes = sum(
+            np.dtype(f.dtype).itemsize * int(np.prod(f.shape)) if f.dtype != "string" else 64
+            for f in features.values()
+        )
+        summed = {n: f for n, f in features.items() if has_stats(f)}
+        self.totals: dict[str, AnyStats] = {
+            name: VectorStats(int(np.prod(feature.shape))) for name, feature in summed.items()
+        }
+        self.stats: dict[str, list[EpisodeStats]] = {name: [] for name in summed}
+        self._lengths = lengths
+        self._pieces = list(_pieces(lengths))
+        self._next_piece = 0
+        self._long: dict[str, VectorStats] = {}  # of the long episode under way
+        self._waiting: dict[str, list[NDArray[Any]]] = {name: [] for name in features}
+        self._waiting_rows = 0
+
+    def add(self, columns: Mapping[str, Any]) -> list[pa.Table]:
+        """Take rows; return the pieces that are complete, as tables."""
+        if set(columns) != set(self.features):
+            odd = sorted(set(columns) ^ set(self.features))[0]
+            what = "is missing" if odd in self.features else "is no numeric feature of the dataset"
+            raise UsageError(f"{odd!r} {what}")
+        arrays = {n: _column(n, self.features[n], columns[n]) for n in self.features}
+        counts = {len(array) for array in arrays.values()}
+        if len(counts) > 1:
+            lengths = {name: len(array) for name, array in arrays.items()}
+            raise UsageError(f"the features have different numbers of rows: {lengths}")
+        count = counts.pop() if counts else 0
+        total = int(self._lengths.sum())
+        if self.rows + count > total:
+            raise UsageError(f"{self.rows + count} rows were given, and the episodes have {total}")
+        for name, array in arrays.items():
+            # A copy: the caller may use its array again before it is written.
+            self._waiting[name].append(array.copy() if count < _PIECE_ROWS else array)
+        self._waiting_rows += count
+        self.rows += count
+        tables = []
+        while self._next_piece < len(self._pieces):
+            first, last, rows = self._pieces[self._next_piece]
+            if self._waiting_rows < rows:
+                break
+            self._next_piece += 1
+            tables.append(self._take(first, last, rows))
+        return tables
+
+    def _take(self, first: int, last: int, rows: int) -> pa.Table:
+        """Count and return the next rows: episodes first to last, or a piece of a long one."""
+        arrays = {}
+        for name, parts in self._waiting.items():
+            whole = np.concatenate(parts) if len(parts) > 1 else parts[0]
+            arrays[name], self._waiting[name] = whole[:rows], [whole[rows:]]
+        self._waiting_rows -= rows
+        lengths = self._lengths[first : last + 1]
+        for name, total in self.totals.items():
+            assert isinstance(total, VectorStats)
+            feature, values = self.features[name], arrays[name]
+            if rows == lengths.sum():
+                self.stats[name].append(episode_stats(values, lengths, feature))
+                total.add(values)
+                continue
+            long = self._long.setdefault(name, VectorStats(total.dim))
+            long.add(values)
+            if long.rows == lengths[0]:
+                self.stats[name].append(_as_arrays(long, feature))
+                total.merge(self._long.pop(name))
+        columns = [to_arrow(self.features[n], arrays[n]) for n in self.schema.names]
+        return pa.table(columns, self.schema)
+
+
+def _pieces(lengths: NDArray[np.int64]) -> list[tuple[int, int, int]]:
+    """Return (first episode, last episode, rows) of the pieces that rows are written in."""
+    found: list[tuple[int, int, int]] = []
+    first, rows = 0, 0
+    for number, length in enumerate(lengths.tolist()):
+        if rows and rows + length > _PIECE_ROWS:
+            found.append((first, number - 1, rows))
+            first, rows = number, 0
+        if length > _PIECE_ROWS:
+            for start in range(0, length, _PIECE_ROWS):
+                found.append((number, number, min(_PIECE_ROWS, length - start)))
+            first, rows = number + 1, 0
+        else:
+            rows += length
+    return [*found, (first, len(lengths) - 1, rows)] if rows else found
+
+
+def _as_arrays(stats: VectorStats, feature: Feature) -> EpisodeStats:
+    """Return the statistics of one episode like those of many."""
+    return {
+        name: np.asarray(value).reshape(1, -1) for name, value in stats.to_json(feature).items()
+    }
+
+
+class PictureTotals:
+    """The statistics of a camera: of every episode, and of all."""
+
+    def __init__(self, feature: Feature) -> None:
+        channels = feature.picture_size[0]
+        self.whole = PictureStats(channels, depth=channels == 1)
+        self._episodes: dict[int, dict[str, Any]] = {}
+
+    def add(self, episode: int, stats: PictureStats) -> None:
+        """Add an episode."""
+        self._episodes[episode] = stats.to_json()
+        self.whole.merge(stats)
+
+    def column(self, stat: str) -> list[Any]:
+        """Return one statistic of every episode."""
+        assert stat in STATS
+        return [self._episodes[number][stat] for number in sorted(self._episodes)]
+
+
+def failure_name(key: str) -> str:
+    """Return the name of the note that says why there is no such unit."""
+    return f"{key}.failed.json"
+
+
+def write_failure_note(units: Path, key: str, source: Mapping[str, Any], reason: str) -> None:
+    """Note, durably, why a recording could not become a unit; the next try removes it."""
+    check_key(key)
+    units.mkdir(parents=True, exist_ok=True)
+    content = json.dumps({"source": dict(source), "reason": reason})
+    publish_bytes(units / failure_name(key), content.encode())
+
+
+def write_stats(path: Path, stats: Mapping[str, AnyStats]) -> None:
+    """Store the state of statistics."""
+    kinds = {n: "pictures" if isinstance(s, PictureStats) else "vector" for n, s in stats.items()}
+    with PackWriter(path, kind="statistics", meta={"kinds": kinds}, workers=1) as pack:
+        items = [
+            Item(f"{name}/{part}", array, codec=Zstd(1) if array.nbytes > 4096 else None)
+            for name, state in stats.items()
+            for part, array in state.to_arrays().items()
+        ]
+        pack.add_all(items)
+
+
+def read_stats(path: Path) -> dict[str, AnyStats]:
+    """Read the state of statistics."""
+    try:
+        with PackReader(path) as pack:
+            kinds = pack.index.meta.get("kinds", {})
+            parts: dict[str, dict[str, NDArray[Any]]] = {name: {} for name in kinds}
+            for full in pack.names:
+                name, _, part = full.rpartition("/")
+                parts[name][part] = pack.read(full)
+    except FileNotFoundError as error:
+        raise CorruptFile(f"{path} is missing") from error
+    except (OSError, KeyError, AttributeError) as error:
+        raise CorruptFile(f"{path} is damaged ({error})") from error
+    return {
+        name: PictureStats.from_arrays(arrays)
+        if kinds[name] == "pictures"
+        else VectorStats.from_arrays(arrays)
+        for name, arrays in parts.items()
+    }
+
+
+def file_digest(path: Path) -> Digest:
+    """Return the size and the CRC-32 of a file."""
+    crc = size = 0
+    with open(path, "rb", buffering=0) as file:
+        while chunk := file.read(1 << 20):
+            crc = isal_zlib.crc32(chunk, crc)
+            size += len(chunk)
+    return size, crc
+
+
+def json_digest(data: bytes) -> Digest:
+    """Return the same for the values of a JSON file, however they are laid out."""
+    text = json.dumps(json.loads(data), sort_keys=True, separators=(",", ":")).encode()
+    return len(text), isal_zlib.crc32(text)
+
+
+def to_arrow(feature: Feature, array: NDArray[Any]) -> pa.Array:
+    """Turn rows of a feature into a column, without copying the numbers."""
+    kind = arrow_type(feature)
+    if feature.dtype == "string":
+        return pa.array([str(text) for text in array.reshape(-1)], kind)
+    flat = pa.array(np.ascontiguousarray(array).reshape(-1))
+    if feature.shape == (1,):
+        return flat
+    if len(feature.shape) == 1:
+        return pa.FixedSizeListArray.from_arrays(flat, type=kind)
+    return to_column(array, feature.shape, kind)
+
+
+def _column(name: str, feature: Feature, values: Any) -> NDArray[Any]:
+    """Check rows of a feature, and give them its type."""
+    if feature.dtype == "string":
+        texts = np.asarray(values, dtype=object)
+        return texts.reshape(len(texts), 1)
+    try:
+        array = np.asarray(values)
+        if array.ndim == 1 and feature.shape == (1,):
+            array = array[:, None]
+        if array.shape[1:] != feature.shape:
+            raise UsageError(
+                f"{name!r}: rows of {list(array.shape[1:])} were given, not {list(feature.shape)}"
+            )
+        with np.errstate(over="ignore", invalid="ignore"):
+            return array.astype(feature.dtype, copy=False)
+    except (ValueError, TypeError, IndexError) as error:
+        raise UsageError(f"{name!r}: these are no rows of numbers ({error})") from error

@@ -1,0 +1,431 @@
+"""Make a LeRobot dataset: units are committed one by one, and the LeRobot files built from them.
+
+A unit that was committed survives everything. `build` puts what is committed into the dataset, in
+the order of the units' positions; until then the dataset is as it was before.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, Literal
+
+from typing_extensions import Self
+
+from penstock.core.files import FolderLock, make_folder, publish_bytes, storage_error, sweep
+from penstock.dataset import metadata
+from penstock.dataset.adopt import (
+    OLD_SETTINGS,
+    adopt,
+    journal_sources,
+    spec_of,
+)
+from penstock.dataset.build import build, take_over_units
+from penstock.dataset.layout import (
+    AUTO_FEATURES,
+    INFO_PATH,
+    PRIVATE_FOLDER,
+    VERSIONS,
+    Feature,
+    FileLimits,
+    Version,
+    check_name,
+)
+from penstock.dataset.plan import (
+    LOCK_NAME,
+    PLAN,
+    REPLACED_PLAN,
+    UNITS,
+    Built,
+    Plan,
+    Spec,
+    check_fits,
+    check_same,
+)
+from penstock.dataset.swap import settle, sibling
+from penstock.dataset.unit import (
+    RECORD,
+    Episode,
+    Unit,
+    UnitRecord,
+    UnitWriter,
+    make_key,
+    write_failure_note,
+)
+from penstock.errors import PenstockError, SaverClosed, UsageError
+from penstock.media.video import VideoSettings
+
+Mode = Literal["create", "resume", "append", "overwrite"]
+
+
+def is_empty(root: Path) -> bool:
+    """Whether a folder holds nothing but what an interrupted beginning leaves."""
+    if any((root / name).exists() for name in (PLAN, OLD_SETTINGS)):
+        return False
+    return all(entry.name in (LOCK_NAME, PRIVATE_FOLDER) for entry in root.iterdir())
+
+
+def is_dataset(root: Path) -> bool:
+    """Whether a folder is a LeRobot dataset, or one that penstock has begun."""
+    return any((root / name).is_file() for name in (INFO_PATH, PLAN, OLD_SETTINGS))
+
+
+def read_plan(root: Path) -> Plan | None:
+    """Read the plan of a dataset, of this version or an earlier one; None if it has none."""
+    for name in (PLAN, OLD_SETTINGS):
+        if (root / name).is_file():
+            return Plan.read(root / name)
+    return None
+
+
+class DatasetWriter:
+    """The one writer of a dataset.
+
+    Args:
+        out: The folder of the dataset.
+        features: What every frame has; the five automatic features need not be named.
+        fps: Frames per second.
+        robot_type: Written into info.json.
+        version: Of the format.
+        mode: "create" a new dataset in an empty folder; "resume" one that was interrupted, with the
+            same settings; "append" episodes to one that exists, of any making; "overwrite" one: the
+            old stays in place until the first build.
+        settings: JSON; stored, and compared on "resume".
+        limits: How large files may grow.
+
+    Attributes:
+        root: The folder.
+        plan: What the dataset is to be.
+
+    Raises:
+        LockHeld: Another process writes there.
+        UsageError: The folder is not empty, no dataset, or does not fit the features.
+
+    Example:
+        with DatasetWriter("out", features, 30, "kuavo4pro", mode="resume") as writer:
+            with writer.unit({"bag": "a.bag"}, [Episode(300, "pick")]) as unit:
+                unit.add_rows(columns)
+                unit.commit()
+            writer.build()
+    """
+
+    def __init__(
+        self,
+        out: Path | str,
+        features: Mapping[str, Feature],
+        fps: int,
+        robot_type: str | None = None,
+        *,
+        version: Version = "v3.0",
+        mode: Mode = "create",
+        settings: Mapping[str, Any] | None = None,
+        limits: FileLimits | None = None,
+    ) -> None:
+        if version not in VERSIONS:
+            raise UsageError(f"version {version!r} cannot be written: v3.0 or v2.1")
+        if type(fps) is not int or not 0 < fps <= 1000:
+            raise UsageError(f"fps must be a whole number of 1 to 1000, not {fps!r}")
+        for name in features:
+            check_name(name)
+        own = {name: feature for name, feature in features.items() if name not in AUTO_FEATURES}
+        if not own:
+            raise UsageError("a dataset needs at least one feature")
+        spec = Spec(own, fps, robot_type, version, limits or FileLimits())
+        self._start(out, lambda: self._open(Plan(spec, dict(settings or {})), mode))
+
+    @classmethod
+    def reopen(cls, out: Path | str) -> Self:
+        """Open a dataset that penstock has begun, to build what is committed.
+
+        Raises:
+            UsageError: There is none, or none of penstock's.
+        """
+        this = cls.__new__(cls)
+        root = Path(os.path.abspath(out))
+        if not root.is_dir() or read_plan(root) is None:
+            raise UsageError(f"{root} holds no units: convert recordings into it first")
+
+        def open_it() -> Plan:
+            plan = read_plan(root)
+            assert plan is not None
+            return plan
+
+        this._start(root, open_it)
+        return this
+
+    def _start(self, out: Path | str, open_plan: Any) -> None:
+        self.root = Path(os.path.abspath(out))
+        self._lock = FolderLock(self.root, LOCK_NAME)
+        self._closed = False
+        created = not self.root.exists()
+        try:
+            self._prepare()
+            self.plan: Plan = open_plan()
+            self._built = self._read_built()
+            self._adopted = self._adoptable()
+            self._sweep_units()
+            self._next = max((record.position for record in self.records), default=-1) + 1
+        except BaseException as error:
+            self._lock.release()
+            if created:
+                with suppress(OSError):
+                    (self.root / LOCK_NAME).unlink()
+                    self.root.rmdir()
+            if isinstance(error, OSError) and not isinstance(error, PenstockError):
+                raise storage_error("open", self.root, error) from error
+            raise
+
+    @property
+    def units(self) -> Path:
+        """The folder that units are committed to, by this process or any other."""
+        return self.root / UNITS
+
+    @property
+    def records(self) -> list[UnitRecord]:
+        """The units that are built or committed, in the order of their episodes."""
+        built = self._built.units if self._built else []
+        found = [*built, *(unit.record for unit in self._waiting())]
+        return sorted(found, key=lambda record: record.position)
+
+    @property
+    def committed(self) -> list[dict[str, Any]]:
+        """Where all episodes came from, as far as that is known, in their order."""
+        before = self._built.base.sources if self._built else self._adopted
+        return [*before, *(record.source for record in self.records)]
+
+    @property
+    def failures(self) -> list[dict[str, Any]]:
+        """What `failed` noted and no later try has mended: source and reason."""
+        found = []
+        for path in sorted(self.units.glob("*.failed.json")):
+            with suppress(OSError, ValueError):
+                found.append(json.loads(path.read_bytes()))
+        return found
+
+    @property
+    def total_episodes(self) -> int:
+        """Episodes that are built or committed."""
+        base = self._built.base.episodes if self._built else self._base_totals()[0]
+        return base + sum(len(record.episodes) for record in self.records)
+
+    @property
+    def total_frames(self) -> int:
+        """Frames that are built or committed."""
+        base = self._built.base.frames if self._built else self._base_totals()[1]
+        return base + sum(record.frames for record in self.records)
+
+    @property
+    def features(self) -> dict[str, Feature]:
+        """The features of the dataset, without the automatic ones."""
+        return dict(self.plan.spec.features)
+
+    def position_of(self, fingerprints: Sequence[str]) -> dict[str, int]:
+        """Give recordings their places in the dataset: those that have one keep it.
+
+        Args:
+            fingerprints: Of recordings, in the order that new ones get.
+        """
+        self._check_open()
+        bags = list(dict.fromkeys([*self.plan.bags, *fingerprints]))
+        if bags != self.plan.bags:
+            self._write_plan(replace(self.plan, bags=bags))
+        return {each: position for position, each in enumerate(bags)}
+
+    def unit(
+        self,
+        source: Mapping[str, Any],
+        episodes: Sequence[Episode],
+        videos: Mapping[str, VideoSettings] | None = None,
+    ) -> UnitWriter:
+        """Begin a unit behind all others.
+
+        Args:
+            source: JSON that says where it comes from; see `committed`.
+            episodes: Their lengths and tasks.
+            videos: How each camera is stored.
+        """
+        self._check_open()
+        position, self._next = self._next, self._next + 1
+        record = UnitRecord(make_key(source, position), position, dict(source), list(episodes))
+        spec = self.plan.spec
+        return UnitWriter(self.units, record, spec.features, spec.fps, videos)
+
+    def failed(self, key: str, source: Mapping[str, Any], reason: str) -> None:
+        """Note, durably, that something could not become a unit."""
+        self._check_open()
+        write_failure_note(self.units, key, source, reason)
+
+    def build(self) -> bool:
+        """Put all that is committed into the LeRobot files.
+
+        Returns:
+            Whether there was anything to do.
+
+        Raises:
+            UsageError: A unit does not fit the dataset.
+            StorageError: The disk refuses; the dataset is as before, and the units are kept.
+        """
+        self._check_open()
+        units = self._waiting()
+        if not units:
+            return False
+        for unit in units:
+            self._check_unit(unit)
+        base, stats = None, None
+        if self._built is None and not self.plan.replaces and (self.root / INFO_PATH).is_file():
+            base, stats = adopt(self.root, self._adopted)
+        self._built = build(self.root, self.plan, self._built, units, base, stats)
+        self.plan = replace(self.plan, replaces=False)
+        self._adopted = []
+        self._lock.acquire()  # where there are no hard links, the folder has another lock file now
+        return True
+
+    def close(self) -> None:
+        """Let the folder go; safe to call twice."""
+        if self._closed:
+            return
+        self._closed = True
+        try:
+            if self.plan.replaces and not self._waiting():
+                self._restore_plan()  # nothing came of it
+        except OSError as error:
+            raise storage_error("close", self.root, error) from error
+        finally:
+            self._lock.release()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _prepare(self) -> None:
+        """Make the folder if it must be made, take its lock, and settle what a kill left."""
+        if not self.root.exists() and sibling(self.root, "old").is_dir():
+            settle(self.root, take_over_units)
+        if self.root.exists() and not self.root.is_dir():
+            raise UsageError(f"{self.root} is a file; give a folder")
+        make_folder(self.root)
+        self._lock.acquire()
+        settle(self.root, take_over_units)
+
+    def _open(self, given: Plan, mode: Mode) -> Plan:
+        root = self.root
+        if is_empty(root):
+            shutil.rmtree(root / PRIVATE_FOLDER, ignore_errors=True)
+            return self._write_plan(given)
+        if mode == "create":
+            raise UsageError(
+                f"{root} is not empty: --resume goes on, --append adds to it, --overwrite "
+                "replaces it"
+            )
+        if not is_dataset(root):
+            raise UsageError(f"{root} is not empty and no LeRobot dataset: choose another folder")
+        if mode == "overwrite":
+            return self._overwrite(given)
+        stored = read_plan(root)
+        if stored is not None and stored.replaces and not self._waiting():
+            self._restore_plan()
+            stored = read_plan(root)
+        if stored is None:
+            if mode == "resume":
+                raise UsageError(f"{root} was not written by penstock: add to it with --append")
+            found = spec_of(root)
+            check_fits(root, found, given.spec)
+            return self._write_plan(replace(given, spec=found))
+        if mode == "resume":
+            check_same(root, stored, given)
+            return stored if stored.settings == given.settings else self._go_on(stored, given)
+        check_fits(root, stored.spec, given.spec)
+        return self._go_on(stored, given)
+
+    def _go_on(self, stored: Plan, given: Plan) -> Plan:
+        return self._write_plan(replace(stored, settings=given.settings))
+
+    def _overwrite(self, given: Plan) -> Plan:
+        """Begin anew; the LeRobot files there are stay until the first build replaces them."""
+        shutil.rmtree(self.units, ignore_errors=True)
+        if not (self.root / INFO_PATH).is_file():
+            return self._write_plan(given)
+        plan = self.root / PLAN
+        if plan.is_file() and not Plan.read(plan).replaces:
+            os.replace(plan, self.root / REPLACED_PLAN)
+        return self._write_plan(replace(given, replaces=True))
+
+    def _restore_plan(self) -> None:
+        """Let the dataset that was to be overwritten have its own plan again."""
+        (self.root / PLAN).unlink()
+        with suppress(FileNotFoundError):
+            os.replace(self.root / REPLACED_PLAN, self.root / PLAN)
+
+    def _write_plan(self, plan: Plan) -> Plan:
+        make_folder(self.root / PRIVATE_FOLDER)
+        publish_bytes(self.root / PLAN, plan.to_bytes())
+        self.plan = plan
+        return plan
+
+    def _read_built(self) -> Built | None:
+        """Return what the LeRobot files hold of ours; None if others have changed them since."""
+        if self.plan.replaces:
+            return None
+        built = Built.read(self.root)
+        if built is None:
+            return None
+        info = metadata.read_info(self.root).raw
+        totals = info["total_episodes"], info["total_frames"]
+        return built if totals == (built.episodes, built.frames) else None
+
+    def _adoptable(self) -> list[dict[str, Any]]:
+        """Return where the episodes came from that are there and that no unit knows."""
+        if self._built is not None or self.plan.replaces or not (self.root / INFO_PATH).is_file():
+            return []
+        before = Built.read(self.root)
+        if before is not None:
+            return [*before.base.sources, *(unit.source for unit in before.units)]
+        return journal_sources(self.root, self._base_totals()[0])
+
+    def _base_totals(self) -> tuple[int, int]:
+        if self.plan.replaces or not (self.root / INFO_PATH).is_file():
+            return 0, 0
+        info = metadata.read_info(self.root).raw
+        return info["total_episodes"], info["total_frames"]
+
+    def _waiting(self) -> list[Unit]:
+        """Return the units that are committed and not built."""
+        if not self.units.is_dir():
+            return []
+        paths = sorted(path.parent for path in self.units.glob(f"*/{RECORD}"))
+        return [Unit.open(path) for path in paths if not path.name.startswith(".")]
+
+    def _sweep_units(self) -> None:
+        """Remove what dead workers left, and units that are in the dataset already."""
+        sweep(self.root)
+        sweep(self.root / PRIVATE_FOLDER)
+        shutil.rmtree(self.root / PRIVATE_FOLDER / "staging", ignore_errors=True)  # of format 1
+        if not self.units.is_dir():
+            return
+        sweep(self.units)
+        for record in self._built.units if self._built else ():
+            shutil.rmtree(self.units / record.key, ignore_errors=True)
+
+    def _check_unit(self, unit: Unit) -> None:
+        spec = self.plan.spec
+        if unit.fps != spec.fps:
+            raise UsageError(f"{unit.folder} has {unit.fps} fps, and the dataset {spec.fps}")
+        check_fits(self.root, spec, replace(spec, features=unit.features))
+        infos = self._built.infos if self._built else {}
+        for key in spec.video_keys:
+            known = spec.features[key].info or infos.get(key) or {}
+            for name in ("video.codec", "video.height", "video.width"):
+                a, b = known.get(name), unit.infos[key].get(name)
+                if a is not None and a != b:
+                    raise UsageError(f"{key!r}: {name} is {a} in the dataset and {b} in the unit")
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise SaverClosed(f"{self.root}: this writer was closed already")

@@ -1,0 +1,1 @@
+"""Pictures, depth and video: the only place of FFmpeg."""
