@@ -30,13 +30,14 @@ from penstock.cli import main as penstock
 from penstock.conversion import run as conversion
 from penstock.dataset import doctor
 from penstock.dataset.reader import Dataset
+from penstock.dataset.unit import UnitWriter
 from penstock.dataset.writer import DatasetWriter
 from penstock.tools import convert_command, samples
 
 BAGS = 3
 # What a victim says; a capital follows when it is done.
-OPEN, COMMIT, FINALIZE = b"o", b"c", b"f"
-PHASES = {OPEN: "opening", COMMIT: "commit", FINALIZE: "packing"}
+OPEN, COMMIT, BUILD = b"o", b"c", b"b"
+PHASES = {OPEN: "opening", COMMIT: "commit", BUILD: "build"}
 assert callable(convert_command.run)  # imported here, not in every victim
 
 
@@ -74,14 +75,13 @@ CASES = [
 
 @dataclass
 class Figures:
-    """What came of it; the last four must stay empty."""
+    """What came of it; the last five must stay empty."""
 
     kills: int = 0
     by_phase: dict[str, int] = field(default_factory=dict)
     in_resume: int = 0
     datasets: int = 0
     acknowledged: int = 0
-    tails: int = 0  # doctor sees an episode that was not committed: recovery removes it
     lost: list[str] = field(default_factory=list)
     unreadable: list[str] = field(default_factory=list)
     different: list[str] = field(default_factory=list)
@@ -102,9 +102,18 @@ def told(pipe: int) -> None:
 
         setattr(owner, name, reporting)
 
+    def begun(writer, commit=UnitWriter.commit):
+        os.write(pipe, COMMIT)
+        return commit(writer)
+
+    def jobs(*args, run_jobs=conversion.run_jobs):
+        for job, outcome in run_jobs(*args):
+            os.write(pipe, COMMIT.upper())  # in this process, or in a worker
+            yield job, outcome
+
     wrap(DatasetWriter, "__init__", OPEN)
-    wrap(DatasetWriter, "commit", COMMIT)
-    wrap(DatasetWriter, "finalize", FINALIZE)
+    wrap(DatasetWriter, "build", BUILD)
+    UnitWriter.commit, conversion.run_jobs = begun, jobs
 
 
 def start(words: list[str], log: Path) -> tuple[int, int]:
@@ -178,7 +187,7 @@ class Victim:
         last = self.events[-1][1] if self.events else b""
         if not self.events:
             return "start"
-        return PHASES.get(last, "after packing" if last == b"F" else "converting")
+        return PHASES.get(last, "after the build" if last == b"B" else "converting")
 
 
 def group_lives(group: int) -> bool:
@@ -227,6 +236,25 @@ def contents(out: Path) -> list[str]:
     return found
 
 
+def units_of(out: Path) -> list[str]:
+    """Return the bags that are committed: built, or waiting to be."""
+    replaces = False
+    with contextlib.suppress(FileNotFoundError):
+        replaces = json.loads((out / ".penstock/plan.json").read_bytes())["replaces"]
+    found = {json.loads(p.read_bytes())["record"]["source"]["bag"] for p in waiting(out)}
+    with contextlib.suppress(FileNotFoundError):
+        lines = (out / "meta/penstock/built.jsonl").read_bytes().splitlines()[1:]
+        lines = [] if replaces else lines  # of the dataset that is to be replaced
+        found |= {json.loads(line.partition(b" ")[2])["source"]["bag"] for line in lines}
+    return sorted(found)
+
+
+def waiting(out: Path) -> list[Path]:
+    """Return the records of units; a kill may leave their folder with the dataset before."""
+    folders = [out, *out.parent.glob(f".{out.name}.penstock-*")]
+    return [path for each in folders for path in each.glob(".penstock/units/*/unit.json")]
+
+
 def state_of(out: Path) -> dict:
     """Look at what a kill left, as a user would: with the reader and the doctor."""
     if not (out / "meta/info.json").exists():
@@ -234,17 +262,6 @@ def state_of(out: Path) -> dict:
     checkup = doctor.check(out, "sample")
     errors = [f"{f.where}: {f.what}" for f in checkup.findings if f.severity == "error"]
     return {"episodes": contents(out), "errors": errors}
-
-
-# What the doctor may say of an episode that was on its way when its writer was killed.
-IN_FLIGHT = (
-    "total_",
-    "no episode refers to it",
-    "meta/stats.json",
-    "tasks",
-    "there are",
-    "meta/episodes_stats.jsonl",
-)
 
 
 class Campaign:
@@ -291,7 +308,7 @@ class Campaign:
         for k in range(min(kills, budget)):
             mode = self._mode(case, out, acknowledged, k)
             victim = self._start(case, out, [*mode, "--no-check"])
-            self._let_live(victim, case, len(expected) - acknowledged)
+            self._let_live(victim, case, BAGS - acknowledged)
             code = victim.kill()
             acknowledged += victim.acknowledged
             self.figures.acknowledged += victim.acknowledged
@@ -304,8 +321,7 @@ class Campaign:
             phases = self.figures.by_phase
             phases[victim.phase] = phases.get(victim.phase, 0) + 1
             where = f"round {number} kill {k} {case} while {victim.phase}"
-            replacing = case.overwrite and not acknowledged
-            self._look(out, expected, acknowledged, where, replacing)
+            self._look(out, expected, acknowledged, where, case.overwrite)
         mode = self._mode(case, out, acknowledged, 1)
         code = self._start(case, out, [*mode, "--no-check"]).wait()
         where = f"round {number} {case}"
@@ -313,7 +329,8 @@ class Campaign:
             self.figures.unreadable.append(f"{where}: resuming ended with {code}: {self._tail()}")
         self.figures.different += [f"{where}: {name}" for name in differences(out, reference)]
         left = [p for p in out.parent.iterdir() if p.name not in ("out", "out.html")]
-        left += [p for p in out.rglob("*") if "penstock-tmp" in p.name or p.name == "staging"]
+        left += [p for p in out.rglob("*") if "penstock-tmp" in p.name]
+        left += list(out.glob(".penstock/units/*"))
         self.figures.leftovers += [f"{where}: {path}" for path in left]
         self.figures.datasets += 1
         if not left and not self.figures.different and not self.figures.unreadable:
@@ -323,15 +340,16 @@ class Campaign:
         return Victim(case.words(self._bags, out, mode), self._log)
 
     def _mode(self, case: Case, out: Path, acknowledged: int, k: int) -> list[str]:
-        """Overwrite until the old dataset is gone; apart from that, resume from the second time."""
-        if case.overwrite and not acknowledged and (out / "meta/info.json").exists():
+        """Overwrite until something is committed; apart from that, resume from the second time."""
+        replaced = (out / ".penstock/plan.replaced.json").exists() or waiting(out)
+        if case.overwrite and not (k and (acknowledged or replaced)):
             return ["--overwrite"]
         return ["--resume"] if k else []
 
     def _let_live(self, victim: Victim, case: Case, left: int) -> None:
         """Let a victim live until a random time, or until a moment within a random phase."""
         chance = self._chance
-        match chance.choice(["time", "time", "time", "open", "commit", "commit", "finalize"]):
+        match chance.choice(["time", "time", "time", "open", "commit", "commit", "build"]):
             case "time":
                 share = (left + 1) / (BAGS + 1) * case.workers  # processes are slow to start
                 victim.watch(chance.uniform(0.0, self._whole_s * share))
@@ -339,10 +357,11 @@ class Campaign:
                 victim.watch(None, (OPEN, 1))
                 time.sleep(chance.uniform(0.0, 0.03))
             case "commit":
-                victim.watch(None, (COMMIT, chance.randint(1, max(left, 1))))
+                said = COMMIT if case.workers == 1 else COMMIT.upper()
+                victim.watch(None, (said, chance.randint(1, max(left, 1))))
                 time.sleep(chance.uniform(0.0, 0.12))
-            case "finalize":
-                victim.watch(None, (FINALIZE, 1))
+            case "build":
+                victim.watch(None, (BUILD, 1))
                 time.sleep(chance.uniform(0.0, 0.2))
         victim.watch(time.monotonic() - victim.began_s)
 
@@ -355,15 +374,15 @@ class Campaign:
             self.figures.unreadable.append(f"{where}: {answer['error']}")
             return
         found, errors = answer["value"]["episodes"], answer["value"]["errors"]
-        if replacing and found not in (None, expected[:1]):
+        self.figures.unreadable += [f"{where}: {error}" for error in errors]
+        committed = units_of(out)
+        if replacing and not committed:
             return  # the dataset that was to be overwritten is still in place
-        count = len(found or ())
-        # An episode may be durable and not acknowledged yet.
-        if count not in (acknowledged, acknowledged + 1) or (found or []) != expected[:count]:
-            self.figures.lost.append(f"{where}: {count} episodes of {acknowledged}: {errors}")
-        self.figures.tails += bool(errors)
-        odd = [error for error in errors if not any(text in error for text in IN_FLIGHT)]
-        self.figures.unreadable += [f"{where}: {error}" for error in odd]
+        # A unit may be durable and not acknowledged yet.
+        if len(committed) < acknowledged:
+            self.figures.lost.append(f"{where}: {committed} of {acknowledged}")
+        if not replacing and found and any(episode not in expected for episode in found):
+            self.figures.different.append(f"{where}: other episodes than expected")
 
     def _tail(self) -> str:
         return self._log.read_text()[-2000:]

@@ -106,7 +106,7 @@ def tmpfs(path: Path, options: str):
         yield path
 
 
-# From too small for the first staged video to too small for packing: see the stages seen below.
+# From too small for the first staged video to too small for the build: see the stages seen below.
 SIZES_KB = (24, 180, 300, 400, 600, 1000, 1200, 1400)
 
 
@@ -125,21 +125,22 @@ def test_a_full_disk(bags, whole, tmp_path, workers):
                 continue
             line = one_line(result, 4)
             assert "No space left on device; free some space" in line
-            committed = assert_sound(out, whole) if out.exists() else 0
+            assert_sound(out, whole)
+            committed = committed_units(out)
             if out.exists():
                 assert leftovers(out) == []
-            stages.append((size_kb, "pack" if committed == 4 else committed))
+            stages.append((size_kb, "build" if committed == 4 else committed))
             remount(disk, "size=16m")
             again = command(*words, *report, "--resume")
             assert again.returncode == 0, again.stderr
             assert same_dataset(out, whole) == []
             assert leftovers(out) == []
     if workers == 1:
-        # It failed before the first commit, between commits, and in the packing at the end.
+        # It failed before the first commit, between commits, and in the build at the end.
         seen = {stage for _, stage in stages}
         assert 0 in seen, stages
         assert {1, 2, 3} & seen, stages
-        assert "pack" in seen, stages
+        assert "build" in seen, stages
 
 
 def test_a_read_only_disk(bags, whole, tmp_path):
@@ -201,7 +202,7 @@ def test_unreadable_bags(samples, tmp_path):
     assert all("\n" not in reason for reason in report.failed.values())
     alone = penstock.convert(good, tmp_path / "alone", **QUIET)
     assert alone.ok
-    assert same_dataset(tmp_path / "out", tmp_path / "alone") == []
+    assert same_dataset(tmp_path / "out", tmp_path / "alone", origin=False) == []
 
 
 @pytest.mark.parametrize("kind", ["empty", "folder", "dangling", "loop", "fifo", "missing"])
@@ -460,10 +461,12 @@ def alive(pid: int) -> bool:
     return False
 
 
-def committed_lines(out: Path) -> int:
+def committed_units(out: Path) -> int:
+    """Count the units that wait to be built, and those that are."""
+    built = 0
     with contextlib.suppress(OSError):
-        return (out / ".penstock/journal.jsonl").read_bytes().count(b'"kind":"episode"')
-    return 0
+        built = (out / "meta/penstock/built.jsonl").read_bytes().count(b"\n") - 1
+    return built + len(list(out.glob(".penstock/units/*/unit.json")))
 
 
 def stopped(bags: Path, out: Path, workers: int, number: int, after: int, group: bool):
@@ -480,7 +483,7 @@ def stopped(bags: Path, out: Path, workers: int, number: int, after: int, group:
     )
     try:
         while process.poll() is None and (
-            committed_lines(out) < after or not (out / ".penstock.lock").exists()
+            committed_units(out) < after or not (out / ".penstock.lock").exists()
         ):
             time.sleep(0.002)
         if workers > 1 and not after:
@@ -516,8 +519,7 @@ def test_a_signal_stops_it_at_once_and_it_can_be_resumed(
         time.sleep(0.01)
     assert not [child for child in children if alive(child)]
     assert leftovers(out) == []
-    # A line that was written and not yet acknowledged may be taken back.
-    assert assert_sound(out, whole) >= after - 1
+    assert assert_sound(out, whole) >= after  # what was committed was built
     again = command(bags, out, "--resume", "--memory", "1GB")
     assert again.returncode == 0, again.stderr
     assert same_dataset(out, whole) == []
@@ -546,12 +548,13 @@ def test_a_worker_that_dies_is_a_failed_bag(bags, whole, tmp_path):
     )
     victim = None
     while victim is None and process.poll() is None:
-        for child in children_of(process.pid):
-            with contextlib.suppress(OSError):
-                if b"spawn_main" in Path(f"/proc/{child}/cmdline").read_bytes():
-                    victim = child
-                    os.kill(child, signal.SIGKILL)
-                    break
+        for unit in out.glob(".penstock/units/.penstock-tmp-*"):
+            pid = int(unit.name.split("-")[3])
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGSTOP)
+                victim = pid if unit.exists() else None  # it is at work on it, and stays so
+                os.kill(pid, signal.SIGKILL if victim else signal.SIGCONT)
+                break
     output, error = process.communicate(timeout=100)
     assert process.returncode == 1, error
     facts = json.loads(output)
@@ -560,7 +563,7 @@ def test_a_worker_that_dies_is_a_failed_bag(bags, whole, tmp_path):
     assert facts["episodes"] == 3
     again = command(bags, out, "--resume", "--memory", "1GB")
     assert again.returncode == 0, again.stderr
-    assert len(Dataset(out)) == len(Dataset(whole))
+    assert same_dataset(out, whole) == []  # in its place, though it came last
 
 
 def test_the_second_writer_is_refused_at_once(bags, tmp_path):
@@ -574,7 +577,7 @@ def test_the_second_writer_is_refused_at_once(bags, tmp_path):
         env=ENVIRONMENT,
     )
     try:
-        while committed_lines(out) < 1:
+        while committed_units(out) < 1:
             assert first.poll() is None, first.communicate()
             time.sleep(0.002)
         first.send_signal(signal.SIGSTOP)  # it must not be done before we are
@@ -609,35 +612,35 @@ def test_the_second_writer_is_refused_at_once(bags, tmp_path):
     assert len(Dataset(out)) == 4
 
 
-def test_a_failure_in_the_first_commit_leaves_no_dataset(bags, tmp_path, monkeypatch):
-    """Neither does an interrupt that comes when its line is written and not yet counted."""
-    from penstock.dataset import journal, writer
+@pytest.mark.parametrize("place", ["rename", "exchange"])
+def test_an_interrupt_in_a_commit_or_a_build_loses_nothing(bags, whole, tmp_path, place):
+    """Whatever raises there: what was committed is kept, and the next run goes on."""
+    from penstock.dataset import build
 
-    real, real_publish = os.fsync, writer.publish_if_changed
-    for place in ("journal", "info"):
-        out = tmp_path / place
+    out, rename, exchange = tmp_path / "out", os.rename, build.exchange
 
-        def interrupted(descriptor, place=place, out=out):
-            real(descriptor)
-            name = os.readlink(f"/proc/self/fd/{descriptor}")
-            if place == "journal" and name.endswith("journal.jsonl") and committed_lines(out):
-                raise KeyboardInterrupt
+    def renamed(source, target):
+        rename(source, target)
+        if Path(target).parent.name == "units":
+            raise KeyboardInterrupt
 
-        def publishing(path, data, place=place):
-            real_publish(path, data)
-            if place == "info" and Path(path).name == "info.json":
-                raise KeyboardInterrupt
+    def exchanged(new, root):
+        exchange(new, root)
+        raise KeyboardInterrupt
 
-        with monkeypatch.context() as patch:
-            patch.setattr(journal.os, "fsync", interrupted)
-            patch.setattr(writer, "publish_if_changed", publishing)
-            with pytest.raises(KeyboardInterrupt):
-                penstock.convert(bags, out, **QUIET)
-        assert committed_lines(out) == 0
-        assert not (out / "meta/info.json").exists()
-        assert not list(out.glob("data/*/*"))
-        assert penstock.convert(bags, out, resume=True, **QUIET).ok
-        assert len(Dataset(out)) == 4
+    with pytest.MonkeyPatch.context() as patch:
+        if place == "rename":
+            patch.setattr(os, "rename", renamed)
+        else:
+            patch.setattr(build, "exchange", exchanged)
+        with pytest.raises(KeyboardInterrupt):
+            penstock.convert(bags, out, **QUIET)
+    assert committed_units(out) >= 1
+    report = penstock.convert(bags, out, resume=True, **QUIET)
+    assert report.ok
+    assert len(report.skipped) == (1 if place == "rename" else 4)
+    assert same_dataset(out, whole) == []
+    assert leftovers(out) == []
 
 
 def test_no_bag_is_a_data_error_before_anything_is_made(tmp_path):

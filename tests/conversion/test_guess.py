@@ -221,7 +221,7 @@ def test_a_dataset_that_no_recording_made_goes_on(tmp_path):
     """Its settings hold no mapping: it is guessed as for a new one."""
     bag = write(tmp_path / "bag", {"/imu": 20.0})
     convert([bag], tmp_path / "out", check=False)
-    settings = tmp_path / "out/.penstock/settings.json"
+    settings = tmp_path / "out/.penstock/plan.json"
     for change in ({}, {"mapping": 3}, {"mapping": {"nonsense": 1}}):
         content = json.loads(settings.read_text())
         settings.write_text(json.dumps({**content, "settings": change}))

@@ -258,7 +258,7 @@ def _write(request: Request, report: Report) -> None:
         try:
             _convert_all(request, writer, features, named, fingerprints, report)
         except KeyboardInterrupt as stop:
-            writer.build()
+            writer.build()  # a dataset can be had at any time
             done = len(report.bags) + len(report.skipped)
             stop.args = (
                 f"{done} of {len(request.bags)} bags are in {request.out}; go on with --resume",

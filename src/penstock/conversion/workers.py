@@ -79,7 +79,8 @@ class _Pool:
                 for worker in self._free():
                     worker.job = next(waiting, None)
                     if worker.job is not None:
-                        worker.pipe.send(worker.job)
+                        with contextlib.suppress(OSError):  # it is dead: `_receive` notices
+                            worker.pipe.send(worker.job)
                 busy = [worker for worker in self._workers if worker.job is not None]
                 if not busy:
                     return

@@ -138,6 +138,7 @@ def build(
             sync_folder(Path(folder))
         old = exchange(new, root)
     except BaseException as error:
+        take_over_units(new, root)  # an interrupt may come after the exchange
         shutil.rmtree(new, ignore_errors=True)
         if isinstance(error, OSError) and not isinstance(error, PenstockError):
             raise storage_error("build", root, error) from error

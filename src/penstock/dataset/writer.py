@@ -293,6 +293,7 @@ class DatasetWriter:
         try:
             if self.plan.replaces and not self._waiting():
                 self._restore_plan()  # nothing came of it
+            sweep(self.units)  # of workers that died
         except OSError as error:
             raise storage_error("close", self.root, error) from error
         finally:

@@ -14,7 +14,7 @@ from typing import Any
 import av
 
 from penstock.errors import CorruptFile
-from penstock.media.video import OPEN_OPTIONS, TICKS, open_video, write_failure
+from penstock.media.video import TICKS, mp4_options, open_video, write_failure
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,8 +45,9 @@ def join(clips: Sequence[Clip], out: Path | str, fps: int) -> None:
     """
     target = Path(out)
     base = Fraction(1, fps * TICKS)
+    options = mp4_options(sum(clip.frames for clip in clips))
     try:
-        output: Any = av.open(str(target), "w", format="mp4", container_options=OPEN_OPTIONS)
+        output: Any = av.open(str(target), "w", format="mp4", container_options=options)
     except (av.FFmpegError, OSError, ValueError) as error:
         raise write_failure("write", target, error) from error
     try:

@@ -40,11 +40,20 @@ Picture = av.VideoFrame | NDArray[Any]
 
 TICKS = 512  # per frame: lerobot's own time base, 1/15360 s at 30 fps
 _BT601 = 6  # AVCOL_SPC_SMPTE170M
-OPEN_OPTIONS = {"fflags": "+bitexact"}
 # Full range to limited range: 0..255 to 16..235, and chroma to 16..240.
 _LUMA = bytes(round(16 + value * 219 / 255) for value in range(256))
 _CHROMA = bytes(round(128 + (value - 128) * 224 / 255) for value in range(256))
 _JPEG_FORMATS = {"420": "yuvj420p", "422": "yuvj422p", "444": "yuvj444p", "440": "yuvj440p"}
+
+
+def mp4_options(frames: int | None) -> dict[str, str]:
+    """Return how an mp4 file of so many frames is written: the same frames give the same bytes.
+
+    Room for the table of frames is kept at the beginning, so that a player can start before it has
+    the whole file. (It has at most 25 bytes per frame; moving it there later would write all again.)
+    """
+    options = {"fflags": "+bitexact", "write_btrt": "0"}
+    return options if frames is None else {**options, "moov_size": str(8192 + 28 * frames)}
 
 
 @dataclass(frozen=True)
@@ -101,10 +110,17 @@ class VideoWriter:
         fps: Frames per second.
         width: Of every frame.
         height: Of every frame.
+        frames: How many there will be at the most; None if that is not known.
     """
 
     def __init__(
-        self, path: Path | str, settings: VideoSettings, fps: int, width: int, height: int
+        self,
+        path: Path | str,
+        settings: VideoSettings,
+        fps: int,
+        width: int,
+        height: int,
+        frames: int | None = None,
     ) -> None:
         if settings.codec == "png":
             raise UsageError("png pictures are no video: they go into the data files")
@@ -123,7 +139,7 @@ class VideoWriter:
         try:
             open(self.path, "wb").close()  # av would find a missing folder only much later
             self._container: Any = av.open(
-                str(self.path), "w", format="mp4", container_options=OPEN_OPTIONS
+                str(self.path), "w", format="mp4", container_options=mp4_options(frames)
             )
             self._stream: Any = self._open_stream()
         except (av.FFmpegError, OSError, ValueError) as error:
