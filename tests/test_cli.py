@@ -8,12 +8,12 @@ import signal
 import subprocess
 import sys
 import time
-import weakref
 from pathlib import Path
 
 import pytest
 
 from penstock import cli
+from penstock.core.interrupt import check_stop
 from penstock.errors import SnapshotDiscarded
 
 SNAPSHOTS = Path(__file__).parent / "snapshots"
@@ -94,7 +94,7 @@ def test_no_verb_shows_help(capsys):
         (
             ["xyzzy"],
             2,
-            "use one of info, doctor, convert, train, evaluate, export, advise, bench, demo",
+            "use one of info, doctor, convert, build, train, evaluate, export, advise, bench, demo",
         ),
         (["info"], 2, "PATH"),
         (["info", "--wrong", "x"], 2, "--wrong"),
@@ -173,24 +173,25 @@ def test_doctor_returns_1_on_a_finding(checkpoint, capsys):
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_a_signal_that_python_drops_is_sent_again(number):
-    """In a weak reference's callback an exception is dropped, also that of a signal."""
-
-    class Thing:
-        pass
-
-    def callback(_):
-        os.kill(os.getpid(), number)
-        for _ in range(1000):  # the handler runs somewhere here
-            pass
-
+def test_a_signal_stops_work_at_its_boundary_and_nowhere_else(number):
+    """The work never sees an exception but at `check_stop`, wherever the signal finds it."""
+    steps = []
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
-        with pytest.raises(KeyboardInterrupt), cli._stoppable():
-            thing = Thing()
-            reference = weakref.ref(thing, callback)
-            del thing
-            assert reference() is None
-            time.sleep(20)
+        with pytest.raises(KeyboardInterrupt):
+            cli._until_stopped(lambda: (steps.append(0), slow_work(number, steps)))
     finally:
         signal.signal(signal.SIGINT, before)
+    assert steps[-1] == "stopped"
+
+
+def slow_work(number, steps):
+    os.kill(os.getpid(), number)
+    deadline_s = time.monotonic() + 20
+    try:
+        while time.monotonic() < deadline_s:
+            check_stop()
+            time.sleep(0.001)
+    except KeyboardInterrupt:
+        steps.append("stopped")
+        raise

@@ -85,6 +85,18 @@ def build_parser() -> argparse.ArgumentParser:
 
     _add_convert(verbs)
 
+    build = _verb(
+        verbs,
+        "build",
+        "make the LeRobot files of a dataset from what is committed",
+        "convert commits every bag as a unit, and builds the LeRobot files from the units at its\n"
+        "end, or when it is interrupted. build does so after a kill, a full disk, or when other\n"
+        "machines have made the units. What is built already is kept as it is.",
+        "penstock build dataset",
+    )
+    build.add_argument("out", metavar="OUT", help="the folder of the dataset")
+    build.add_argument("--json", action="store_true", help="one JSON document on stdout")
+
     train = _verb(
         verbs,
         "train",

@@ -6,27 +6,25 @@ Nothing heavy is imported before a verb is chosen, so that `--help` answers at o
 from __future__ import annotations
 
 import argparse
-import contextlib
 import io
 import os
 import signal
 import sys
 import threading
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any, NoReturn
+from collections.abc import Callable, Sequence
+from typing import Any, NoReturn, TypeVar
 
 from penstock.arguments import build_parser
+from penstock.core.interrupt import interruptible
 from penstock.errors import MissingExtra, PenstockError, UsageError
 from penstock.ui.suggestions import did_you_mean
 
+R = TypeVar("R")
 EXIT_FINDING = 1
 EXIT_STORAGE = 4
 EXIT_INTERNAL = 70
 EXIT_INTERRUPTED = 130
 EXIT_TERMINATED = 143
-
-
-_AGAIN_S = 0.05
 
 
 class _Terminated(KeyboardInterrupt):
@@ -118,7 +116,7 @@ def _info(arguments: argparse.Namespace) -> int:
 def _doctor(arguments: argparse.Namespace) -> int:
     from penstock.tools import doctor
 
-    result = doctor.check_all(arguments.paths, quick=arguments.quick)
+    result = _until_stopped(lambda: doctor.check_all(arguments.paths, quick=arguments.quick))
     if arguments.json:
         _print_json(result.to_json())
     else:
@@ -129,8 +127,7 @@ def _doctor(arguments: argparse.Namespace) -> int:
 def _convert(arguments: argparse.Namespace) -> int:
     from penstock.tools import convert_command
 
-    with _stoppable():
-        report = convert_command.run(arguments)
+    report = _until_stopped(lambda: convert_command.run(arguments))
     if arguments.json:
         _print_json(report.to_json())
     else:
@@ -138,39 +135,30 @@ def _convert(arguments: argparse.Namespace) -> int:
     return 0 if report.ok else EXIT_FINDING
 
 
-@contextlib.contextmanager
-def _stoppable() -> Iterator[None]:
-    """Let SIGTERM unwind the stack as Ctrl-C does, once: workers end, staged files are removed.
+def _until_stopped(work: Callable[[], R]) -> R:
+    """Do long work that Ctrl-C and SIGTERM stop at its next boundary."""
 
-    Python drops an exception that is raised in a finaliser or a weak reference's callback, where a
-    signal may find the main thread as well: then the signal is sent again.
-    """
-
-    def stop(*_: object) -> NoReturn:
-        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    def terminate(*_: object) -> NoReturn:
         raise _Terminated
 
-    def send_again(dropped: sys.UnraisableHookArgs) -> None:
-        if not isinstance(dropped.exc_value, KeyboardInterrupt):
-            hook(dropped)
-            return
-        number = signal.SIGINT
-        if isinstance(dropped.exc_value, _Terminated):
-            number = signal.SIGTERM
-            signal.signal(number, stop)
-        # Later, or it would be dropped with this very call.
-        threading.Timer(_AGAIN_S, os.kill, (os.getpid(), number)).start()
-
     if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    before, hook = signal.signal(signal.SIGTERM, stop), sys.unraisablehook
-    sys.unraisablehook = send_again
+        return work()
+    before = signal.signal(signal.SIGTERM, terminate)
     try:
-        yield
+        return interruptible(work)
     finally:
-        sys.unraisablehook = hook
         signal.signal(signal.SIGTERM, before)
+
+
+def _build(arguments: argparse.Namespace) -> int:
+    from penstock.tools import build_command
+
+    result = _until_stopped(lambda: build_command.run(arguments.out))
+    if arguments.json:
+        _print_json(result.to_json())
+    else:
+        print(result.text())
+    return EXIT_FINDING if result.failed else 0
 
 
 def _train(arguments: argparse.Namespace) -> int:
@@ -182,8 +170,7 @@ def _train(arguments: argparse.Namespace) -> int:
 def _evaluate(arguments: argparse.Namespace) -> int:
     from penstock.tools import evaluate_command
 
-    with _stoppable():
-        result = evaluate_command.run(arguments)
+    result = _until_stopped(lambda: evaluate_command.run(arguments))
     if arguments.json:
         _print_json(result.to_json())
     else:
@@ -195,8 +182,8 @@ def _export(arguments: argparse.Namespace) -> int:
     from penstock.rollouts.lerobot import export
 
     mode = "resume" if arguments.resume else "overwrite" if arguments.overwrite else "create"
-    with _stoppable():
-        report = export(
+    report = _until_stopped(
+        lambda: export(
             arguments.rollouts,
             arguments.out,
             keys=arguments.keys.split(",") if arguments.keys else None,
@@ -206,6 +193,7 @@ def _export(arguments: argparse.Namespace) -> int:
             version=arguments.version,
             mode=mode,
         )
+    )
     if arguments.json:
         _print_json(report.to_json())
     else:
@@ -278,6 +266,7 @@ _VERBS: dict[str, Callable[[argparse.Namespace], int]] = {
     "info": _info,
     "doctor": _doctor,
     "convert": _convert,
+    "build": _build,
     "train": _train,
     "evaluate": _evaluate,
     "export": _export,

@@ -14,9 +14,9 @@ import pytest
 import penstock
 from penstock.cli import main
 from penstock.conversion.run import fingerprint
-from penstock.errors import DataError, LockHeld, UsageError
 from penstock.dataset.reader import Dataset
 from penstock.dataset.writer import DatasetWriter
+from penstock.errors import DataError, LockHeld, UsageError
 from penstock.tools.samples import read_number
 
 QUIET = {"progress": "quiet", "memory": "1GB"}

@@ -16,9 +16,9 @@ import pytest
 import penstock
 from harness import remount, small_disk
 from penstock.cli import main
-from penstock.errors import DataError, PenstockError, UsageError
 from penstock.dataset import doctor
 from penstock.dataset.reader import Dataset
+from penstock.errors import DataError, PenstockError, UsageError
 
 from .test_convert import same_dataset
 

@@ -8,8 +8,8 @@ from penstock.bags import open_bag
 from penstock.conversion.guess import guess_mapping
 from penstock.conversion.plan import plan_bag
 from penstock.conversion.settings import from_json
-from penstock.errors import DataError
 from penstock.dataset.reader import Dataset
+from penstock.errors import DataError
 from penstock.tools.samples import expected_arm_traj, expected_state, read_number
 
 MAIN = "observation.images.head_cam_h"

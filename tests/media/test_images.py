@@ -13,10 +13,10 @@ import numpy as np
 import pytest
 
 from penstock.errors import DataError, LimitExceeded, UsageError
-from penstock.dataset import images
+from penstock.media import images
 from penstock.media.images import ImageDecoder, jpeg_size, to_rgb
 
-s = SimpleNamespace(**runpy.run_path(str(Path(__file__).with_name("staging.py"))))
+s = SimpleNamespace(**runpy.run_path(str(Path(__file__).parents[1] / "dataset" / "staging.py")))
 PIXELS = s.picture(0b10110010, 320, 240)
 JPEG = s.jpeg(PIXELS)
 

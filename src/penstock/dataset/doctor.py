@@ -6,6 +6,7 @@ that they can be used, knowing this. Memory does not grow with the length of the
 
 from __future__ import annotations
 
+import contextvars
 import os
 import re
 from collections.abc import Sequence
@@ -232,7 +233,10 @@ class _Examination:
             return seen
 
         with ThreadPoolExecutor(self.workers, "doctor") as pool:
-            for job, seen in zip(jobs, pool.map(one, jobs), strict=True):
+            contexts = [contextvars.copy_context() for _ in jobs]  # a signal stops those, too
+            for job, seen in zip(
+                jobs, pool.map(lambda job, own: own.run(one, job), jobs, contexts), strict=True
+            ):
                 found.setdefault(job.key, {}).update(seen)
         return found
 

@@ -11,6 +11,7 @@ from typing import Any, Literal
 import av
 import numpy as np
 
+from penstock.core.interrupt import check_stop
 from penstock.dataset.columns import inside
 from penstock.dataset.findings import Report
 from penstock.dataset.layout import Feature
@@ -214,6 +215,7 @@ def _decode_all(
     count = 0
     try:
         for frame in container.decode(stream):
+            check_stop()
             _check_frame(info, job, feature, frame, count, report)
             if count in wanted:
                 picture = frame.to_ndarray(format="rgb24")

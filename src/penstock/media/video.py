@@ -50,7 +50,7 @@ def mp4_options(frames: int | None) -> dict[str, str]:
     """Return how an mp4 file of so many frames is written: the same frames give the same bytes.
 
     Room for the table of frames is kept at the beginning, so that a player can start before it has
-    the whole file. (It has at most 25 bytes per frame; moving it there later would write all again.)
+    the whole file: 25 bytes per frame at most. (To move it there later would write all again.)
     """
     options = {"fflags": "+bitexact", "write_btrt": "0"}
     return options if frames is None else {**options, "moov_size": str(8192 + 28 * frames)}

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
 from penstock.core.memory import format_bytes
 from penstock.dataset.layout import INFO_PATH
+from penstock.dataset.plan import Built
 from penstock.dataset.reader import Dataset
 from penstock.ui.report import aligned, text_table
 
 Facts = dict[str, Any]
+_MOST_ORIGINS = 12
 
 
 def is_dataset(path: Path) -> bool:
@@ -34,6 +37,7 @@ def describe(path: Path) -> Facts:
         "frames": sum(lengths),
         "longest_episode": max(lengths, default=0),
         "shortest_episode": min(lengths, default=0),
+        "origin": _origin(path),
         "tasks": sorted({task for episode in dataset.episodes for task in episode.tasks}),
         "features": {
             name: {
@@ -44,6 +48,45 @@ def describe(path: Path) -> Facts:
             for name, feature in dataset.features.items()
         },
     }
+
+
+def _origin(path: Path) -> list[Facts]:
+    """Say which episodes came from where; nothing if penstock did not make the dataset."""
+    built = Built.read(path)
+    found: list[Facts] = []
+    first = built.base.episodes if built else 0
+    for unit in built.units if built else ():
+        start_ns, end_ns = unit.episodes[0].start_ns, unit.episodes[-1].end_ns
+        found.append(
+            {
+                "first_episode": first,
+                "episodes": len(unit.episodes),
+                "frames": unit.frames,
+                "start_ns": start_ns,
+                "end_ns": end_ns,
+                **unit.source,
+            }
+        )
+        first += len(unit.episodes)
+    return found
+
+
+def _origin_text(origin: list[Facts]) -> str:
+    """Lay out where the first episodes came from."""
+    rows = []
+    for entry in origin[:_MOST_ORIGINS]:
+        first, last = entry["first_episode"], entry["first_episode"] + entry["episodes"] - 1
+        when = "-"
+        if entry["start_ns"] is not None:
+            start = datetime.fromtimestamp(entry["start_ns"] / 1e9, timezone.utc)
+            seconds = (entry["end_ns"] - entry["start_ns"]) / 1e9
+            when = f"{start:%Y-%m-%d %H:%M:%S}Z + {seconds:.1f} s"
+        name = str(entry.get("bag") or entry.get("rollout") or "-")
+        numbers = str(first) if first == last else f"{first}-{last}"
+        rows.append((numbers, entry["frames"], name, when))
+    table = text_table(("episode", "frames", "from", "recorded"), rows)
+    more = len(origin) - _MOST_ORIGINS
+    return f"{table}\n… and {more} more: see --json" if more > 0 else table
 
 
 def describe_text(facts: Facts) -> str:
@@ -67,4 +110,5 @@ def describe_text(facts: Facts) -> str:
         for name, entry in facts["features"].items()
     ]
     table = text_table(("feature", "dtype", "shape", "codec"), rows)
-    return f"{aligned(head)}\n\n{table}"
+    text = f"{aligned(head)}\n\n{table}"
+    return f"{text}\n\n{_origin_text(facts['origin'])}" if facts["origin"] else text

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, Final, Literal, cast, get_args
 
 from typing_extensions import Self
 
+from penstock.core.interrupt import check_stop
 from penstock.core.memory import format_bytes, rss_bytes
 from penstock.errors import UsageError
 
@@ -69,13 +70,18 @@ class Progress:
             self._bar = _RichBar(title, total)
 
     def advance(self, n: int = 1) -> None:
-        """Say that n more are done; may be called from any thread."""
+        """Say that n more are done; may be called from any thread.
+
+        A job that shows how far it is can be stopped there: see `core.interrupt`.
+        """
+        check_stop()
         with self._lock:
             self.done += n
             self._show_when_due()
 
     def update(self, done: int) -> None:
         """Say how many are done in all."""
+        check_stop()
         with self._lock:
             self.done = done
             self._show_when_due()
