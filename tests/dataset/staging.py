@@ -9,10 +9,10 @@ from pathlib import Path
 import av
 import numpy as np
 
-from penstock.dataset.episode import EpisodeWriter, StagedEpisode
 from penstock.dataset.layout import Feature, FileLimits, Version
-from penstock.media.video import VideoSettings
+from penstock.dataset.unit import Episode, Unit, UnitRecord, UnitWriter, make_key
 from penstock.dataset.writer import DatasetWriter
+from penstock.media.video import VideoSettings
 
 WIDTH, HEIGHT, FPS = 64, 48, 10
 CAMERA = "observation.images.head"
@@ -21,6 +21,10 @@ FEATURES = {
     "action": Feature("float32", (2,)),
     CAMERA: Feature("video", (3, HEIGHT, WIDTH), ["channels", "height", "width"]),
 }
+
+
+def length_of(number: int) -> int:
+    return 5 + number % 4
 
 
 def picture(number: int, width: int = WIDTH, height: int = HEIGHT) -> np.ndarray:
@@ -57,57 +61,66 @@ def rows(episode: int, frames: int) -> dict[str, np.ndarray]:
     return {"observation.state": state, "action": (state[:, :2] * 2).astype(np.float32)}
 
 
-def stage(
-    folder: Path,
-    episode: int = 0,
-    frames: int = 12,
-    task: str = "pick",
-    codec: str = "h264",
-    fps: int = FPS,
-) -> StagedEpisode:
+def episodes(*numbers: int) -> list[Episode]:
+    return [Episode(length_of(number), f"task {number % 3}") for number in numbers]
+
+
+def fill(unit: UnitWriter, *numbers: int) -> UnitWriter:
+    """Give a unit the rows and pictures of these episodes."""
+    for place, number in enumerate(numbers):
+        frames = length_of(number)
+        unit.add_rows(rows(number, frames))
+        sink = unit.video(CAMERA, place)
+        for frame in range(frames):
+            sink.add_jpeg(jpeg(picture(number * 16 + frame)))
+    return unit
+
+
+def commit(
+    writer: DatasetWriter, *numbers: int, codec: str = "h264", source: dict | None = None
+) -> Unit:
+    """Commit the episodes of these numbers as one unit, behind all others."""
     settings = {CAMERA: VideoSettings(codec)}
-    writer = EpisodeWriter(folder, FEATURES, fps, frames, settings)
-    writer.add_rows(rows(episode, frames))
-    sink = writer.video(CAMERA)
-    for frame in range(frames):
-        sink.add_jpeg(jpeg(picture(episode * 16 + frame)))
-    return writer.finish(task)
+    given = {"number": numbers[0]} if source is None else source
+    with writer.unit(given, episodes(*numbers), settings) as unit:
+        return fill(unit, *numbers).commit()
+
+
+def worker(units: Path, position: int, *numbers: int, fps: int = FPS) -> Unit:
+    """Make a unit for a place in the dataset as a worker does: without the writer."""
+    source = {"number": numbers[0]}
+    record = UnitRecord(make_key(source), position, source, episodes(*numbers))
+    with UnitWriter(units, record, FEATURES, fps) as unit:
+        return fill(unit, *numbers).commit()
+
+
+def open_writer(out: Path, mode: str = "create", **more: object) -> DatasetWriter:
+    more.setdefault("settings", {"x": 1})
+    return DatasetWriter(out, FEATURES, FPS, "testbot", mode=mode, **more)
 
 
 def write_dataset(
     out: Path,
-    episodes: int,
+    count: int,
     *,
     version: Version = "v3.0",
     mode: str = "create",
-    finalize: bool = True,
+    build: bool = True,
     limits: FileLimits | None = None,
-    settings: dict | None = None,
     tell=lambda line: None,
 ) -> None:
-    """Write a dataset of so many episodes, skipping those that are committed."""
-    with DatasetWriter(
-        out,
-        FEATURES,
-        FPS,
-        "testbot",
-        version=version,
-        mode=mode,
-        settings=settings or {"x": 1},
-        limits=limits,
-    ) as writer:
+    """Write a dataset of so many episodes, a unit each, skipping those that are committed."""
+    with open_writer(out, mode, version=version, limits=limits) as writer:
         done = {source["number"] for source in writer.committed}
-        for number in range(episodes):
-            if number in done:
-                continue
-            staged = stage(
-                writer.staging(f"e{number}"), number, 5 + number % 4, f"task {number % 3}"
-            )
-            writer.commit(staged, {"number": number})
-            tell(f"committed {number}")
-        if finalize:
-            writer.finalize()
-            tell("finalized")
+        for number in range(count):
+            if number not in done:
+                commit(writer, number)
+                tell(f"committed {number}")
+            if build and number == count // 2:
+                writer.build()
+        if build:
+            writer.build()
+            tell("built")
 
 
 def files_of(root: Path) -> dict[str, bytes]:

@@ -13,6 +13,7 @@ import os
 import shutil
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from itertools import islice
 from pathlib import Path
@@ -39,7 +40,7 @@ from penstock.dataset.plan import (
     Plan,
     unit_stats,
 )
-from penstock.dataset.swap import exchange, sibling
+from penstock.dataset.swap import exchange, settle, sibling
 from penstock.dataset.unit import (
     EPISODES,
     ROWS,
@@ -52,12 +53,14 @@ from penstock.dataset.unit import (
     file_digest,
     images_name,
     json_digest,
+    move_units,
     read_stats,
+    remove_unit,
     stats_schema,
     video_name,
     write_stats,
 )
-from penstock.errors import PenstockError
+from penstock.errors import CorruptFile, PenstockError
 from penstock.media.remux import Clip, join
 
 MB = 1 << 20
@@ -129,33 +132,33 @@ def build(
     """
     for unit in units:
         unit.check()
+    settle(root, take_over_units)
     new = sibling(root, "new")
     try:
         new.mkdir()
+        shutil.copymode(root, new)
         base = built.base if built else base or Base()
         result = _Build(root, new, plan, built, units, base, base_stats or {}).run()
         for folder, _, _ in os.walk(new):
             sync_folder(Path(folder))
-        old = exchange(new, root)
+        exchange(new, root)
     except BaseException as error:
-        take_over_units(new, root)  # an interrupt may come after the exchange
-        shutil.rmtree(new, ignore_errors=True)
+        with suppress(PenstockError):
+            settle(root, take_over_units)  # what comes after the exchange must not lose the units
         if isinstance(error, OSError) and not isinstance(error, PenstockError):
             raise storage_error("build", root, error) from error
         raise
-    take_over_units(old, root)
-    shutil.rmtree(old, ignore_errors=True)
+    settle(root, take_over_units)
     for unit in units:
-        shutil.rmtree(root / UNITS / unit.record.key, ignore_errors=True)
+        remove_unit(root / UNITS / unit.record.key)
     return result
 
 
 def take_over_units(old: Path, root: Path) -> None:
-    """Move the folder of units from what was the dataset to what is it now; safe to repeat."""
+    """Move the units from what was the dataset to what is it now; safe to repeat."""
     try:
-        if (old / UNITS).is_dir() and not (root / UNITS).exists():
-            os.rename(old / UNITS, root / UNITS)
-            sync_folder((root / UNITS).parent)
+        if (old / UNITS).is_dir():
+            move_units(old / UNITS, root / UNITS)
     except OSError as error:
         raise storage_error("move", old / UNITS, error) from error
 
@@ -183,6 +186,9 @@ class _Build:
         self._before: list[metadata.EpisodeRecord] = []
         if before or base.episodes:
             self._before = list(metadata.read_episodes(root, metadata.read_info(root)))
+            known = [episode.frames for record in before for episode in record.episodes]
+            if known != [record.length for record in self._before[base.episodes :]]:
+                raise CorruptFile(f"{root}: {BUILT} does not fit the records of its episodes")
         self._sources = self._find_sources(before)
         self._lengths = np.array([source.episode.frames for source in self._sources], np.int64)
         firsts = base.frames + np.cumsum(self._lengths) - self._lengths
@@ -199,9 +205,9 @@ class _Build:
         for record in self._before:
             self._in_file.update(span.file for span in record.videos.values())
         self._files: dict[str, Digest] = {}
-        self._infos = built.infos if built else {}
-        for unit in units:
-            self._infos = self._infos or unit.infos
+        # Of the first unit, whichever was built first.
+        first = self._units.get(self._records[0].key) if self._records else None
+        self._infos = first.infos if first else built.infos if built else {}
 
     def run(self) -> Built:
         """Write everything; info.json is the last."""
@@ -250,20 +256,19 @@ class _Build:
         return [source for record in self._records for source in known[record.key]]
 
     def _link_rest(self) -> None:
-        """Give every file that stays a second name: those of the base, and what users put there."""
+        """Give every file that stays a second name: those of the base, and what users put there.
+
+        Left out is what the build writes, and what looks as if: lerobot reads whatever lies there.
+        """
         kept = {record.source for record in self._before[: self._base.episodes]}
         for record in self._before[: self._base.episodes]:
             kept |= {record.data_file, *(span.file for span in record.videos.values())}
         ours = ("data", "videos", layout.EPISODES_FOLDER)
-        written = {
-            layout.INFO_PATH,
-            layout.STATS_PATH,
-            layout.TASKS_PATH,
-            layout.TASKS_JSONL,
-            layout.EPISODES_JSONL,
-            layout.EPISODES_STATS_JSONL,
-            BUILT,
-        }
+        written = {layout.INFO_PATH, BUILT}
+        if self._v3:
+            written |= {layout.STATS_PATH, layout.TASKS_PATH}
+        else:
+            written |= {layout.TASKS_JSONL, layout.EPISODES_JSONL, layout.EPISODES_STATS_JSONL}
         for folder, folders, names in os.walk(self._root):
             here = Path(folder).relative_to(self._root)
             folders[:] = [
@@ -276,6 +281,7 @@ class _Build:
             for name in [*names, *links]:
                 path = (here / name).as_posix()
                 own = path.startswith(tuple(f"{part}/" for part in ours))
+                own = own and path.endswith((".parquet", ".mp4"))
                 if path in kept or not (own or path in written):
                     place(self._root / path, self._target(path))
 
@@ -493,7 +499,9 @@ class _Build:
         ours = self._before[self._base.episodes :]
         counts = Counter(record.source for record in ours)
         for name, count in counts.items():
-            yield from read_rows(self._root / name, 0, count, schema.names, most=_RECORDS_AT_ONCE)
+            tables = read_rows(self._root / name, 0, count, schema.names, most=_RECORDS_AT_ONCE)
+            for table in tables:
+                yield _with_schema(table, schema)
 
     def _write_lines(self) -> None:
         """Write the lists of tasks, episodes and statistics of v2.1."""
@@ -753,6 +761,22 @@ def place(source: Path, target: Path) -> None:
         if not target.is_symlink():
             with open(target, "rb") as file:
                 os.fsync(file.fileno())
+
+
+def _with_schema(table: pa.Table, schema: pa.Schema) -> pa.Table:
+    """Return statistics that were fitted to others' records in our own types.
+
+    What others do not have, or have in another shape, is null: fitting makes it once more.
+    """
+    if table.schema.equals(schema):
+        return table
+    columns = []
+    for field_ in schema:
+        try:
+            columns.append(table.column(field_.name).cast(field_.type))
+        except (KeyError, pa.ArrowException):
+            columns.append(pa.nulls(table.num_rows, field_.type))
+    return pa.table(columns, schema)
 
 
 def _json(value: Mapping[str, Any]) -> bytes:

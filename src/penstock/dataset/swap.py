@@ -26,16 +26,14 @@ def sibling(folder: Path, role: str) -> Path:
     return folder.parent / f".{folder.name}.penstock-{role}"
 
 
-def exchange(new: Path, folder: Path) -> Path:
-    """Swap two folders; the old content is then where the result says.
+def exchange(new: Path, folder: Path) -> None:
+    """Swap two folders; the old content stays beside until `settle` removes it.
 
     With renameat2 there is no moment without the folder; without it there is one between two
     renames, which `settle` repairs.
     """
     try:
-        if _rename_exchange(new, folder):
-            old = new
-        else:
+        if not _rename_exchange(new, folder):
             old = sibling(folder, "old")
             os.rename(folder, old)
             try:
@@ -46,7 +44,6 @@ def exchange(new: Path, folder: Path) -> Path:
         sync_folder(folder.parent)
     except OSError as error:
         raise storage_error("replace", folder, error) from error
-    return old
 
 
 def settle(folder: Path, take_over: Callable[[Path, Path], None]) -> None:

@@ -34,7 +34,13 @@ from numpy.typing import NDArray
 from typing_extensions import Self
 
 from penstock.core.codecs import Zstd
-from penstock.core.files import publish_bytes, storage_error, sync_folder, temporary_path
+from penstock.core.files import (
+    make_folder,
+    publish_bytes,
+    storage_error,
+    sync_folder,
+    temporary_path,
+)
 from penstock.core.pack import Item, PackReader, PackWriter
 from penstock.dataset.episode_stats import EpisodeStats, episode_stats, to_column
 from penstock.dataset.layout import (
@@ -56,6 +62,7 @@ from penstock.media.video import VideoSettings
 AnyStats = VectorStats | PictureStats
 Digest = tuple[int, int]  # size and CRC-32 of a file
 _FORMAT = 1
+_REMOVE = "remove its folder, and make the unit again"
 # Episodes that fit together into so many rows are summed together; longer ones piece by piece.
 _PIECE_ROWS = 4096
 RECORD = "unit.json"
@@ -159,6 +166,8 @@ class Unit:
             content = json.loads(path.read_bytes())
             if content["format"] != _FORMAT:
                 raise ValueError(f"format {content['format']}")
+            if content["record"]["key"] != folder.name:
+                raise ValueError(f"it is of the unit {content['record']['key']}")
             return cls(
                 folder,
                 UnitRecord.from_json(content["record"]),
@@ -170,7 +179,7 @@ class Unit:
         except FileNotFoundError as error:
             raise DataError(f"{folder} holds no committed unit") from error
         except (OSError, ValueError, KeyError, TypeError, AttributeError, UsageError) as error:
-            raise CorruptFile(f"{path} is damaged ({error})") from error
+            raise CorruptFile(f"{path} is damaged ({error}): {_REMOVE}") from error
 
     def check(self) -> None:
         """See that every file has the size that it was committed with."""
@@ -179,9 +188,9 @@ class Unit:
             try:
                 found = path.stat().st_size
             except OSError as error:
-                raise CorruptFile(f"{path} is missing ({error.strerror})") from error
+                raise CorruptFile(f"{path} is missing ({error.strerror}): {_REMOVE}") from error
             if found != size:
-                raise CorruptFile(f"{path} has {found} bytes, and {size} were committed")
+                raise CorruptFile(f"{path} has {found} bytes, {size} were committed: {_REMOVE}")
 
     def stats(self) -> dict[str, AnyStats]:
         """Read the statistics of all its frames."""
@@ -249,6 +258,7 @@ class UnitWriter:
         self._shown: dict[tuple[str, int], tuple[int, str]] = {}
         self._lock = threading.Lock()
         self._open = True
+        self._committed = False
         self._stack = ExitStack()
         try:
             units.mkdir(parents=True, exist_ok=True)
@@ -260,6 +270,16 @@ class UnitWriter:
         if self._numbers.features:
             rows = new_parquet(self.folder / ROWS, self._numbers.schema)
             self._parquet = self._stack.enter_context(rows)
+
+    @property
+    def position(self) -> int:
+        """Its place among the units of the dataset."""
+        return self._record.position
+
+    @property
+    def given_up(self) -> bool:
+        """Whether nothing will come of it any more."""
+        return not self._open and not self._committed
 
     def add_rows(self, columns: Mapping[str, Any]) -> None:
         """Add frames: for every feature but pictures an array of (n, *shape), n alike for all.
@@ -322,31 +342,38 @@ class UnitWriter:
 
         Raises:
             DataError: A feature has another number of frames than the episodes; nothing is kept.
+            StorageError: The disk refuses; nothing is kept.
         """
         self._check_open()
         target = self._units / self._record.key
         try:
-            self._finish()
+            unit = self._finish(target)
             sync_folder(self.folder)
-            self._open = False
             try:
                 os.rename(self.folder, target)
+                self._committed = True
             except OSError:
                 if not (target / RECORD).is_file():
                     raise
-                shutil.rmtree(self.folder, ignore_errors=True)
             sync_folder(self._units)
             with suppress(FileNotFoundError):
                 (self._units / failure_name(self._record.key)).unlink()
+            if not self._committed:
+                shutil.rmtree(self.folder, ignore_errors=True)
+            self._open, self._committed = False, True
         except BaseException as error:
-            self._open = True
+            if self._committed:
+                # Nobody was told of it: whoever tries again must not find it there.
+                with suppress(OSError):
+                    os.rename(target, self.folder)
+                self._committed = False
             self.abandon()
             if isinstance(error, pa.ArrowException | MemoryError):
                 raise DataError(f"{target}: the unit cannot be written ({error})") from error
             if isinstance(error, OSError) and not isinstance(error, PenstockError):
                 raise storage_error("write", target, error) from error
             raise
-        return Unit.open(target)
+        return unit  # not read again: a build may have taken it by now
 
     def abandon(self) -> None:
         """Remove everything; safe to call twice, and after `commit` it does nothing."""
@@ -365,7 +392,8 @@ class UnitWriter:
     def __exit__(self, *_: object) -> None:
         self.abandon()
 
-    def _finish(self) -> None:
+    def _finish(self, target: Path) -> Unit:
+        """Complete the files in the temporary folder; return the unit that they will be."""
         record = self._record
         if self._numbers.features and self._numbers.rows != record.frames:
             name, rows = next(iter(self._numbers.features)), self._numbers.rows
@@ -402,6 +430,7 @@ class UnitWriter:
             "files": files,
         }
         publish_bytes(self.folder / RECORD, json.dumps(content).encode())
+        return Unit(target, record, self._fps, self._features, self._infos, files)
 
     def _episodes_table(self, count: int) -> pa.Table:
         """Return the statistics of every episode, in the columns of LeRobot's records."""
@@ -550,6 +579,30 @@ class PictureTotals:
         return [self._episodes[number][stat] for number in sorted(self._episodes)]
 
 
+def remove_unit(folder: Path) -> None:
+    """Remove a unit; at no time there is half a unit of that name."""
+    away = temporary_path(folder.parent)
+    with suppress(OSError):
+        os.rename(folder, away)
+        shutil.rmtree(away, ignore_errors=True)
+
+
+def move_units(source: Path, target: Path) -> None:
+    """Move all units, and those under way, to another folder of the same disk; safe to repeat.
+
+    Workers know nothing of it: they may have begun a new folder in the target's place already.
+    """
+    make_folder(target)
+    for path in sorted(source.iterdir()):
+        try:
+            os.rename(path, target / path.name)
+        except OSError:
+            if not (target / path.name).exists():
+                raise  # otherwise it is there already
+    sync_folder(target)
+    shutil.rmtree(source, ignore_errors=True)
+
+
 def failure_name(key: str) -> str:
     """Return the name of the note that says why there is no such unit."""
     return f"{key}.failed.json"
@@ -558,7 +611,7 @@ def failure_name(key: str) -> str:
 def write_failure_note(units: Path, key: str, source: Mapping[str, Any], reason: str) -> None:
     """Note, durably, why a recording could not become a unit; the next try removes it."""
     check_key(key)
-    units.mkdir(parents=True, exist_ok=True)
+    make_folder(units)
     content = json.dumps({"source": dict(source), "reason": reason})
     publish_bytes(units / failure_name(key), content.encode())
 

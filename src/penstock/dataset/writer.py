@@ -40,6 +40,7 @@ from penstock.dataset.plan import (
     LOCK_NAME,
     PLAN,
     REPLACED_PLAN,
+    REPLACED_UNITS,
     UNITS,
     Built,
     Plan,
@@ -54,7 +55,10 @@ from penstock.dataset.unit import (
     Unit,
     UnitRecord,
     UnitWriter,
+    failure_name,
     make_key,
+    move_units,
+    remove_unit,
     write_failure_note,
 )
 from penstock.errors import PenstockError, SaverClosed, UsageError
@@ -67,6 +71,8 @@ def is_empty(root: Path) -> bool:
     """Whether a folder holds nothing but what an interrupted beginning leaves."""
     if any((root / name).exists() for name in (PLAN, OLD_SETTINGS)):
         return False
+    if any((root / UNITS).glob(f"*/{RECORD}")):
+        return False  # somebody lost the plan, but not the work
     return all(entry.name in (LOCK_NAME, PRIVATE_FOLDER) for entry in root.iterdir())
 
 
@@ -146,11 +152,13 @@ class DatasetWriter:
             UsageError: There is none, or none of penstock's.
         """
         this = cls.__new__(cls)
-        root = Path(os.path.abspath(out))
-        if not root.is_dir() or read_plan(root) is None:
+        root = Path(os.path.realpath(out))
+        # Between the two renames of an exchange the dataset is beside its place.
+        if read_plan(root if root.is_dir() else sibling(root, "old")) is None:
             raise UsageError(f"{root} holds no units: convert recordings into it first")
 
         def open_it() -> Plan:
+            this._restore()
             plan = read_plan(root)
             assert plan is not None
             return plan
@@ -159,9 +167,11 @@ class DatasetWriter:
         return this
 
     def _start(self, out: Path | str, open_plan: Any) -> None:
-        self.root = Path(os.path.abspath(out))
+        self.root = Path(os.path.realpath(out))  # a link to a dataset stays one
         self._lock = FolderLock(self.root, LOCK_NAME)
         self._closed = False
+        self._opened: dict[str, Unit] = {}
+        self._last: UnitWriter | None = None
         created = not self.root.exists()
         try:
             self._prepare()
@@ -169,7 +179,7 @@ class DatasetWriter:
             self._built = self._read_built()
             self._adopted = self._adoptable()
             self._sweep_units()
-            self._next = max((record.position for record in self.records), default=-1) + 1
+            self._next = max([len(self.plan.bags), *(r.position + 1 for r in self.records)])
         except BaseException as error:
             self._lock.release()
             if created:
@@ -193,6 +203,11 @@ class DatasetWriter:
         return sorted(found, key=lambda record: record.position)
 
     @property
+    def built_units(self) -> int:
+        """How many units are in the LeRobot files."""
+        return len(self._built.units) if self._built else 0
+
+    @property
     def committed(self) -> list[dict[str, Any]]:
         """Where all episodes came from, as far as that is known, in their order."""
         before = self._built.base.sources if self._built else self._adopted
@@ -200,11 +215,13 @@ class DatasetWriter:
 
     @property
     def failures(self) -> list[dict[str, Any]]:
-        """What `failed` noted and no later try has mended: source and reason."""
+        """What `failed` noted and no other try has mended: source and reason."""
         found = []
-        for path in sorted(self.units.glob("*.failed.json")):
+        mended = {failure_name(record.key) for record in self.records}
+        for path in sorted(self.units.glob(failure_name("*"))):
             with suppress(OSError, ValueError):
-                found.append(json.loads(path.read_bytes()))
+                if path.name not in mended:
+                    found.append(json.loads(path.read_bytes()))
         return found
 
     @property
@@ -232,8 +249,13 @@ class DatasetWriter:
         """
         self._check_open()
         bags = list(dict.fromkeys([*self.plan.bags, *fingerprints]))
-        if bags != self.plan.bags:
+        new = bags[len(self.plan.bags) :]
+        if new:
+            # Units that were made without a fingerprint have their places, too.
+            taken = [f"unit {number}" for number in range(len(self.plan.bags), self._next)]
+            bags = [*self.plan.bags, *taken, *new]
             self._write_plan(replace(self.plan, bags=bags))
+            self._next = len(bags)
         return {each: position for position, each in enumerate(bags)}
 
     def unit(
@@ -250,10 +272,13 @@ class DatasetWriter:
             videos: How each camera is stored.
         """
         self._check_open()
+        if self._last is not None and self._last.given_up and self._last.position == self._next - 1:
+            self._next -= 1  # its place is free again
         position, self._next = self._next, self._next + 1
         record = UnitRecord(make_key(source, position), position, dict(source), list(episodes))
         spec = self.plan.spec
-        return UnitWriter(self.units, record, spec.features, spec.fps, videos)
+        self._last = UnitWriter(self.units, record, spec.features, spec.fps, videos)
+        return self._last
 
     def failed(self, key: str, source: Mapping[str, Any], reason: str) -> None:
         """Note, durably, that something could not become a unit."""
@@ -274,15 +299,20 @@ class DatasetWriter:
         units = self._waiting()
         if not units:
             return False
-        for unit in units:
-            self._check_unit(unit)
+        self._check_units(units)
         base, stats = None, None
         if self._built is None and not self.plan.replaces and (self.root / INFO_PATH).is_file():
             base, stats = adopt(self.root, self._adopted)
-        self._built = build(self.root, self.plan, self._built, units, base, stats)
-        self.plan = replace(self.plan, replaces=False)
-        self._adopted = []
-        self._lock.acquire()  # where there are no hard links, the folder has another lock file now
+        try:
+            build(self.root, self.plan, self._built, units, base, stats)
+        finally:
+            # Also after an error: it may have come behind the exchange.
+            self._lock.acquire()  # where there are no hard links, it is another file now
+            self.plan = read_plan(self.root) or self.plan
+            self._built = self._read_built()
+            self._adopted = self._adoptable()
+            built = self._built.units if self._built else []
+            self._next = max([self._next, *(record.position + 1 for record in built)])
         return True
 
     def close(self) -> None:
@@ -291,8 +321,7 @@ class DatasetWriter:
             return
         self._closed = True
         try:
-            if self.plan.replaces and not self._waiting():
-                self._restore_plan()  # nothing came of it
+            self._restore()
             sweep(self.units)  # of workers that died
         except OSError as error:
             raise storage_error("close", self.root, error) from error
@@ -311,6 +340,11 @@ class DatasetWriter:
             settle(self.root, take_over_units)
         if self.root.exists() and not self.root.is_dir():
             raise UsageError(f"{self.root} is a file; give a folder")
+        # Before the work, not after it: the build makes a folder beside this one.
+        if os.path.ismount(self.root):
+            raise UsageError(f"{self.root} is a whole disk: give a folder on it")
+        if self.root.exists() and not os.access(self.root.parent, os.W_OK):
+            raise UsageError(f"{self.root.parent} cannot be written: give a folder in your own")
         make_folder(self.root)
         self._lock.acquire()
         settle(self.root, take_over_units)
@@ -320,6 +354,7 @@ class DatasetWriter:
         if is_empty(root):
             shutil.rmtree(root / PRIVATE_FOLDER, ignore_errors=True)
             return self._write_plan(given)
+        self._restore()
         if mode == "create":
             raise UsageError(
                 f"{root} is not empty: --resume goes on, --append adds to it, --overwrite "
@@ -330,9 +365,6 @@ class DatasetWriter:
         if mode == "overwrite":
             return self._overwrite(given)
         stored = read_plan(root)
-        if stored is not None and stored.replaces and not self._waiting():
-            self._restore_plan()
-            stored = read_plan(root)
         if stored is None:
             if mode == "resume":
                 raise UsageError(f"{root} was not written by penstock: add to it with --append")
@@ -349,20 +381,32 @@ class DatasetWriter:
         return self._write_plan(replace(stored, settings=given.settings))
 
     def _overwrite(self, given: Plan) -> Plan:
-        """Begin anew; the LeRobot files there are stay until the first build replaces them."""
-        shutil.rmtree(self.units, ignore_errors=True)
-        if not (self.root / INFO_PATH).is_file():
-            return self._write_plan(given)
-        plan = self.root / PLAN
-        if plan.is_file() and not Plan.read(plan).replaces:
-            os.replace(plan, self.root / REPLACED_PLAN)
+        """Begin anew; what is there stays until the first build replaces it."""
+        plan, replaced = self.root / PLAN, self.root / REPLACED_PLAN
+        if plan.is_file() and Plan.read(plan).replaces:
+            shutil.rmtree(self.units, ignore_errors=True)
+        else:
+            if plan.is_file():
+                publish_bytes(replaced, plan.read_bytes())
+            else:
+                replaced.unlink(missing_ok=True)
+            if self.units.is_dir():
+                os.rename(self.units, self.root / REPLACED_UNITS)
         return self._write_plan(replace(given, replaces=True))
 
-    def _restore_plan(self) -> None:
-        """Let the dataset that was to be overwritten have its own plan again."""
-        (self.root / PLAN).unlink()
-        with suppress(FileNotFoundError):
-            os.replace(self.root / REPLACED_PLAN, self.root / PLAN)
+    def _restore(self) -> None:
+        """Where nothing came of overwriting, let the dataset have its plan and units again."""
+        plan = read_plan(self.root)
+        if plan is not None and plan.replaces:
+            if self._unit_folders():
+                return
+            shutil.rmtree(self.units, ignore_errors=True)
+            if (self.root / REPLACED_PLAN).is_file():
+                os.replace(self.root / REPLACED_PLAN, self.root / PLAN)
+            else:
+                (self.root / PLAN).unlink()
+        if (self.root / REPLACED_UNITS).is_dir():
+            move_units(self.root / REPLACED_UNITS, self.units)
 
     def _write_plan(self, plan: Plan) -> Plan:
         make_folder(self.root / PRIVATE_FOLDER)
@@ -396,12 +440,20 @@ class DatasetWriter:
         info = metadata.read_info(self.root).raw
         return info["total_episodes"], info["total_frames"]
 
+    def _unit_folders(self) -> list[Path]:
+        """Return the folders of all committed units."""
+        found = (path.parent for path in self.units.glob(f"*/{RECORD}"))
+        return sorted(path for path in found if not path.name.startswith("."))
+
     def _waiting(self) -> list[Unit]:
-        """Return the units that are committed and not built."""
-        if not self.units.is_dir():
-            return []
-        paths = sorted(path.parent for path in self.units.glob(f"*/{RECORD}"))
-        return [Unit.open(path) for path in paths if not path.name.startswith(".")]
+        """Return the units that are committed and not built; they never change."""
+        # A worker that did not know of the build may make one of these again.
+        built = {record.key for record in self._built.units} if self._built else set()
+        folders = [path for path in self._unit_folders() if path.name not in built]
+        for path in folders:
+            if path.name not in self._opened:
+                self._opened[path.name] = Unit.open(path)
+        return [self._opened[path.name] for path in folders]
 
     def _sweep_units(self) -> None:
         """Remove what dead workers left, and units that are in the dataset already."""
@@ -412,20 +464,33 @@ class DatasetWriter:
             return
         sweep(self.units)
         for record in self._built.units if self._built else ():
-            shutil.rmtree(self.units / record.key, ignore_errors=True)
+            remove_unit(self.units / record.key)
 
-    def _check_unit(self, unit: Unit) -> None:
+    def _check_units(self, units: Sequence[Unit]) -> None:
+        """Refuse what does not fit the dataset, or each other."""
         spec = self.plan.spec
-        if unit.fps != spec.fps:
-            raise UsageError(f"{unit.folder} has {unit.fps} fps, and the dataset {spec.fps}")
-        check_fits(self.root, spec, replace(spec, features=unit.features))
-        infos = self._built.infos if self._built else {}
-        for key in spec.video_keys:
-            known = spec.features[key].info or infos.get(key) or {}
-            for name in ("video.codec", "video.height", "video.width"):
-                a, b = known.get(name), unit.infos[key].get(name)
-                if a is not None and a != b:
-                    raise UsageError(f"{key!r}: {name} is {a} in the dataset and {b} in the unit")
+        infos = dict(self._built.infos) if self._built else {}
+        infos |= {key: spec.features[key].info or {} for key in spec.video_keys if key not in infos}
+        built = self._built.units if self._built else []
+        places = {record.position: record.key for record in built}
+        for unit in sorted(units, key=lambda unit: unit.record.position):
+            try:
+                if unit.fps != spec.fps:
+                    raise UsageError(f"it has {unit.fps} fps, and the dataset {spec.fps}")
+                other = places.setdefault(unit.record.position, unit.record.key)
+                if other != unit.record.key:
+                    raise UsageError(f"position {unit.record.position} is that of {other}")
+                check_fits(self.root, spec, replace(spec, features=unit.features))
+                for key in spec.video_keys:
+                    infos[key] = infos[key] or unit.infos.get(key, {})
+                    for name in ("video.codec", "video.height", "video.width"):
+                        a, b = infos[key].get(name), unit.infos.get(key, {}).get(name)
+                        if a is not None and a != b:
+                            raise UsageError(f"{key!r}: {name} is {a} in the dataset, and {b} here")
+            except UsageError as error:
+                raise UsageError(
+                    f"{unit.folder} does not fit: {error}; remove it, or write to another folder"
+                ) from error
 
     def _check_open(self) -> None:
         if self._closed:
