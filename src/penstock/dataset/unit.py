@@ -499,8 +499,7 @@ class _NumberColumns:
         if self.rows + count > total:
             raise UsageError(f"{self.rows + count} rows were given, and the episodes have {total}")
         for name, array in arrays.items():
-            # A copy: the caller may use its array again before it is written.
-            self._waiting[name].append(array.copy() if count < _PIECE_ROWS else array)
+            self._waiting[name].append(array)
         self._waiting_rows += count
         self.rows += count
         tables = []
@@ -510,6 +509,8 @@ class _NumberColumns:
                 break
             self._next_piece += 1
             tables.append(self._take(first, last, rows))
+        for parts in self._waiting.values():
+            parts[-1] = parts[-1].copy()  # the caller may use its array again
         return tables
 
     def _take(self, first: int, last: int, rows: int) -> pa.Table:
