@@ -236,7 +236,8 @@ def test_damaged_videos_are_corrupt_files(tmp_path: Path) -> None:
             list(read_video(path, 0, FRAMES))
     with pytest.raises(CorruptFile):
         probe(tmp_path / "missing.mp4")
-    path.write_bytes(data[:2000] + bytes(600) + data[2600:])
+    middle = data.index(b"mdat") + 2000
+    path.write_bytes(data[:middle] + bytes(600) + data[middle + 600 :])
     with pytest.raises(CorruptFile):
         list(read_video(path, 0, FRAMES))
 

@@ -15,6 +15,17 @@ from penstock.core.memory import highest_rss_bytes, rss_bytes
 from penstock.core.threads import POLL_S, start
 from penstock.errors import UsageError
 
+# What one worker needs beside its queue and its encoders: the interpreter, libraries, parquet.
+BASE_BYTES: Final = 170 * 10**6
+# What an encoder and the pictures on their way through it take, per pixel (measured).
+_PER_PIXEL: Final = {"h264": 24, "grey8": 24, "depth12": 40, "av1": 64, "png": 12, "copy": 1}
+
+
+def encoder_bytes(codec: str, width: int, height: int) -> int:
+    """Return the memory that one camera takes while it is encoded, about."""
+    return _PER_PIXEL[codec] * width * height
+
+
 # A waiter looks at its `cancelled` this often even when nobody calls `Budget.wake`.
 _MAX_SAMPLES: Final = 2000
 

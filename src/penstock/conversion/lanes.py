@@ -7,21 +7,24 @@
             lanes.put(message.topic, message, len(message.data))
     # here every item has been worked on
 
-`Flow` is a line of stages; `Lanes` is the fork at its end. All lanes together hold at most
-`limit_bytes`; whoever puts more waits. The items of a lane are worked on in order, by one thread.
+All lanes together hold at most `limit_bytes`; whoever puts more waits. The items of a lane are
+worked on in order, by one thread. What no lane has room for waits in a `Spool`, on the disk.
 """
 
 from __future__ import annotations
 
+import struct
 import threading
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from pathlib import Path
 from time import perf_counter
 from typing import Any
 
 from typing_extensions import Self
 
 from penstock.conversion.budget import Budget
+from penstock.core.files import storage_error
 from penstock.core.threads import POLL_S, start
 from penstock.errors import UsageError
 
@@ -143,3 +146,34 @@ class Lanes:
             raise error
         if self._stopped:
             raise UsageError(f"{self.name} was stopped: make new lanes")
+
+
+class Spool:
+    """Pictures that wait on the disk, in order, each with the frames that show it."""
+
+    _HEAD = struct.Struct("<QQQ")
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._file = open(path, "xb")  # noqa: SIM115 - closed by `take`, or with the process
+
+    def put(self, shown: tuple[bytes | memoryview, int, int]) -> None:
+        """Add a picture."""
+        data, first, after = shown
+        try:
+            self._file.write(self._HEAD.pack(len(data), first, after))
+            self._file.write(data)
+        except OSError as error:
+            raise storage_error("write", self._path, error) from error
+
+    def take(self) -> Iterator[tuple[bytes, int, int]]:
+        """Yield all of them, and remove the file."""
+        try:
+            self._file.close()
+            with open(self._path, "rb") as file:
+                while head := file.read(self._HEAD.size):
+                    size, first, after = self._HEAD.unpack(head)
+                    yield file.read(size), first, after
+            self._path.unlink()
+        except OSError as error:
+            raise storage_error("read", self._path, error) from error

@@ -22,9 +22,9 @@ from penstock.conversion import mapping as maps
 from penstock.conversion import settings
 from penstock.conversion.account import Account
 from penstock.conversion.align import Times
-from penstock.conversion.budget import MemoryWatch
+from penstock.conversion.budget import BASE_BYTES, MemoryWatch, encoder_bytes
 from penstock.conversion.features import describe
-from penstock.conversion.lanes import Lanes
+from penstock.conversion.lanes import Lanes, Spool
 from penstock.conversion.pictures import Pictures, Shown
 from penstock.conversion.plan import Plan, plan_bag, summary
 from penstock.conversion.rows import Rows
@@ -196,15 +196,20 @@ class _Run:
         topics = list(dict.fromkeys([*by_topic, *vector_topics]))
         read_bytes = frames = 0
         told_s = time.monotonic()
+        spools = self._spools(cameras)
         with self._lanes as lanes:
             for name, camera in cameras.items():
-                lanes.open(name, camera.work)
+                if name not in spools:
+                    lanes.open(name, camera.work)
             for message in self._bag.read(topics, _wanted([rows, *cameras.values()])):
                 check_stop()
                 read_bytes += len(message.data)
                 for camera in by_topic.get(message.topic, ()):
                     for shown in camera.shown(message):
-                        lanes.put(camera.name, shown, len(shown[0]))
+                        if camera.name in spools:
+                            spools[camera.name].put(shown)
+                        else:
+                            lanes.put(camera.name, shown, len(shown[0]))
                         frames += shown[2] - shown[1] if camera is counted else 0
                 if message.topic in vector_topics:
                     for _, count, columns in rows.take(message):
@@ -216,9 +221,33 @@ class _Run:
                     told_s = time.monotonic()
             for _, _, columns in rows.finish():
                 self.unit.add_rows(columns)
+        for name, spool in spools.items():
+            self._work_off(cameras[name], spool)
         for camera in cameras.values():
             camera.finish()
         self._advance(read_bytes, frames)
+
+    def _spools(self, cameras: Mapping[str, _Camera]) -> dict[str, Spool]:
+        """Return files for the pictures of the cameras whose encoders do not fit into memory.
+
+        The bag is read once all the same: these cameras are encoded one after the other, later.
+        """
+        free = (self._job.memory_bytes or 2**62) - BASE_BYTES - self._job.queue_bytes
+        found = {}
+        for number, (name, camera) in enumerate(cameras.items()):
+            free -= camera.needs_bytes
+            if number and free < 0:
+                found[name] = Spool(self.unit.folder / f"{name}.spool")
+        return found
+
+    def _work_off(self, camera: _Camera, spool: Spool) -> None:
+        with Lanes("convert", self._job.queue_bytes) as lanes:
+            self.budgets.append(lanes.budget)
+            lanes.open(camera.name, camera.work)
+            for shown in spool.take():
+                check_stop()
+                lanes.put(camera.name, shown, len(shown[0]))
+                self._advance(0, 0)
 
     def episode_of(self, frame: int) -> int:
         """Return the number of the episode that a frame is in."""
@@ -233,6 +262,7 @@ class _Camera:
         self.plan = run._plan.cameras[name]
         self._run = run
         _, height, width = run._features[name].picture_size
+        self.needs_bytes = encoder_bytes(run._mapping.codec_of(self.plan.camera), width, height)
         self._pictures = Pictures(
             run._bag,
             self.plan,

@@ -15,10 +15,10 @@ from typing import Any, Final, Literal
 from penstock.bags import find_bags, open_bag
 from penstock.conversion import kuavo
 from penstock.conversion.account import Account
-from penstock.conversion.budget import MemoryWatch
+from penstock.conversion.budget import BASE_BYTES, MemoryWatch, encoder_bytes
 from penstock.conversion.features import Joints, describe
 from penstock.conversion.guess import guess_mapping, only
-from penstock.conversion.mapping import Mapping
+from penstock.conversion.mapping import Camera, Mapping
 from penstock.conversion.one_bag import Converted, Job
 from penstock.conversion.plan import plan_bag
 from penstock.conversion.report import BagReport, Report
@@ -26,7 +26,7 @@ from penstock.conversion.settings import from_json, load_map, parse_value
 from penstock.conversion.workers import run_jobs
 from penstock.core.files import storage_error
 from penstock.core.interrupt import interruptible
-from penstock.core.memory import parse_bytes, rss_bytes
+from penstock.core.memory import format_bytes, give_back_at_once, parse_bytes, rss_bytes
 from penstock.dataset import doctor
 from penstock.dataset.layout import INFO_PATH, VERSIONS, Feature, Version
 from penstock.dataset.metadata import read_info
@@ -37,8 +37,6 @@ from penstock.ui.progress import Mode, Progress
 from penstock.ui.suggestions import did_you_mean
 
 DEFAULT_MEMORY: Final = "512MB"
-# What one worker needs beside its queue: the interpreter, the codecs, the parquet writer.
-_BASE_BYTES: Final = 220 * 10**6
 _QUEUE_BYTES: Final = 16 * 2**20  # hundreds of pictures: more would only be more memory
 _LEAST_QUEUE_BYTES: Final = 4 * 2**20
 
@@ -219,6 +217,7 @@ def _mapping_of(out: Path) -> Mapping | None:
 
 def carry_out(request: Request) -> Report:
     """Carry a conversion out; a signal stops it at the next message, and what is done is kept."""
+    give_back_at_once()
     return interruptible(lambda: _carry_out(request))
 
 
@@ -241,6 +240,7 @@ def _write(request: Request, report: Report) -> None:
     fingerprints = {path: fingerprint(path) for path in request.bags}
     joints = _joints_of(request)
     features = _named_as_before(request, _features(request, joints))
+    _check_memory(request, features)
     named = [[topic, name, list(names)] for (topic, name), names in joints.items()]
     with DatasetWriter(
         request.out,
@@ -270,6 +270,29 @@ def _write(request: Request, report: Report) -> None:
             raise DataError(f"nothing was converted: {reasons[0] if reasons else 'no bag'}{more}")
         writer.build()
         report.total_episodes, report.total_frames = writer.total_episodes, writer.total_frames
+
+
+def _largest_camera(request: Request, features: dict[str, Feature]) -> tuple[int, str]:
+    """Return what the camera that takes the most memory takes, and what it is."""
+    cameras = [(0, "no camera")]
+    for name, feature in request.mapping.features.items():
+        if isinstance(feature, Camera):
+            _, height, width = features[name].picture_size
+            codec = request.mapping.codec_of(feature)
+            what = f"{name} ({width}x{height} as {codec})"
+            cameras.append((encoder_bytes(codec, width, height), what))
+    return max(cameras)
+
+
+def _check_memory(request: Request, features: dict[str, Feature]) -> None:
+    """Refuse a limit that cannot be kept: the largest camera must fit, the others may wait."""
+    needed, what = _largest_camera(request, features)
+    floor = BASE_BYTES + _LEAST_QUEUE_BYTES + needed
+    if request.memory_bytes < floor:
+        raise UsageError(
+            f"memory is {format_bytes(request.memory_bytes)}, and {what} needs "
+            f"{format_bytes(floor)}: raise --memory, or give the camera a resize"
+        )
 
 
 def _joints_of(request: Request) -> Joints:
@@ -336,7 +359,7 @@ def _convert_all(
         else:
             todo.append(path)
         first.setdefault(known, path)
-    workers = report.workers = _fitting_workers(request, len(todo))
+    workers = report.workers = _fitting_workers(request, features, len(todo))
     described = {name: feature.to_json() for name, feature in features.items()}
     mapping = request.mapping.to_json()
 
@@ -397,15 +420,15 @@ def _done_before(writer: DatasetWriter) -> set[str]:
 
 def queue_bytes(request: Request, workers: int) -> int:
     """Return what may wait between reading and encoding in each worker."""
-    spare = request.memory_bytes // workers - _BASE_BYTES
+    spare = request.memory_bytes // workers - BASE_BYTES
     return max(min(spare, _QUEUE_BYTES), _LEAST_QUEUE_BYTES)
 
 
-def _fitting_workers(request: Request, bags: int) -> int:
+def _fitting_workers(request: Request, features: dict[str, Feature], bags: int) -> int:
     """Return how many workers fit the memory; the parent process counts as well."""
-    wanted = min(request.workers, max(bags, 1))
-    fitting = max(int((request.memory_bytes - rss_bytes()) // _BASE_BYTES), 1)
-    return min(wanted, fitting) if wanted > 1 else 1
+    each = BASE_BYTES + _LEAST_QUEUE_BYTES + _largest_camera(request, features)[0]
+    fitting = max(int((request.memory_bytes - rss_bytes()) // each), 1)
+    return min(request.workers, max(bags, 1), fitting)
 
 
 class _Meter:

@@ -19,6 +19,7 @@ from typing import Any
 
 from penstock.conversion.one_bag import Advance, Converted, Job, convert_bag
 from penstock.core.interrupt import check_stop
+from penstock.core.memory import give_back_at_once
 from penstock.errors import PenstockError
 
 Outcome = Converted | PenstockError
@@ -146,6 +147,7 @@ def _work(pipe: Connection, parent: int) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent stops us
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, _STOPPING)
+    give_back_at_once()
     send: Callable[[tuple[str, Any]], None] = pipe.send
 
     def advance(size_bytes: int, frames: int) -> None:
