@@ -23,12 +23,24 @@ import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
 
-from penstock.core.files import make_folder, publish_bytes, storage_error, sync_folder
+from penstock.core.files import (
+    NewFile,
+    make_folder,
+    publish_bytes,
+    storage_error,
+    sync_folder,
+)
 from penstock.dataset import layout, metadata
 from penstock.dataset.adopt import fitting_table, read_schema
 from penstock.dataset.episode_stats import counter_stats, counter_totals, to_column
 from penstock.dataset.layout import AUTO_FEATURES, QUANTILES
-from penstock.dataset.parquet import RowStream, new_parquet, read_rows, write_table
+from penstock.dataset.parquet import (
+    RowStream,
+    WholeWriter,
+    new_parquet,
+    read_rows,
+    write_table,
+)
 from penstock.dataset.plan import (
     BUILT,
     PLAN,
@@ -260,9 +272,10 @@ class _Build:
 
         Left out is what the build writes, and what looks as if: lerobot reads whatever lies there.
         """
-        kept = {record.source for record in self._before[: self._base.episodes]}
+        kept: set[str] = set()
         for record in self._before[: self._base.episodes]:
             kept |= {record.data_file, *(span.file for span in record.videos.values())}
+            kept |= {record.source} if self._v3 else set()
         ours = ("data", "videos", layout.EPISODES_FOLDER)
         written = {layout.INFO_PATH, BUILT}
         if self._v3:
@@ -529,11 +542,11 @@ class _Build:
             for value in values:
                 yield json.dumps(value, ensure_ascii=False).encode() + b"\n"
 
-        target = self._target(name)
-        with open(target, "wb") as file:
-            file.writelines(lines())
-            file.flush()
-            os.fsync(file.fileno())
+        with NewFile(self._target(name)) as new:
+            buffer = WholeWriter(new.file)
+            for line in lines():
+                buffer.write(line)
+            buffer.flush()
         self._note(name)
 
     def _stats_lines(self) -> Iterator[dict[str, Any]]:

@@ -26,8 +26,11 @@ from penstock.dataset.adopt import (
     spec_of,
 )
 from penstock.dataset.build import build, take_over_units
+from penstock.dataset.columns import inside
 from penstock.dataset.layout import (
     AUTO_FEATURES,
+    EPISODES_FOLDER,
+    EPISODES_JSONL,
     INFO_PATH,
     PRIVATE_FOLDER,
     VERSIONS,
@@ -56,6 +59,7 @@ from penstock.dataset.unit import (
     UnitRecord,
     UnitWriter,
     failure_name,
+    file_digest,
     make_key,
     move_units,
     remove_unit,
@@ -372,6 +376,10 @@ class DatasetWriter:
             check_fits(root, found, given.spec)
             return self._write_plan(replace(given, spec=found))
         if mode == "resume":
+            if self._has_base():
+                # Limits and the like are those of the dataset that was added to.
+                check_fits(root, stored.spec, given.spec)
+                given = replace(given, spec=stored.spec)
             check_same(root, stored, given)
             return stored if stored.settings == given.settings else self._go_on(stored, given)
         check_fits(root, stored.spec, given.spec)
@@ -422,8 +430,17 @@ class DatasetWriter:
         if built is None:
             return None
         info = metadata.read_info(self.root).raw
-        totals = info["total_episodes"], info["total_frames"]
-        return built if totals == (built.episodes, built.frames) else None
+        same = (info["total_episodes"], info["total_frames"]) == (built.episodes, built.frames)
+        for name, digest in built.files.items():
+            if same and name.startswith((EPISODES_FOLDER, EPISODES_JSONL)):
+                path = inside(self.root, name)
+                same = path.is_file() and file_digest(path) == digest
+        return built if same else None
+
+    def _has_base(self) -> bool:
+        """Whether the dataset has episodes that no unit knows."""
+        built = Built.read(self.root)
+        return built.base.episodes > 0 if built else (self.root / INFO_PATH).is_file()
 
     def _adoptable(self) -> list[dict[str, Any]]:
         """Return where the episodes came from that are there and that no unit knows."""
