@@ -7,9 +7,9 @@ import json
 import pyarrow as pa
 import pytest
 
-from penstock.errors import DataError, UsageError
 from penstock.dataset import layout
 from penstock.dataset.layout import Feature, FileLimits
+from penstock.errors import DataError, UsageError
 
 CAMERA = Feature("video", (3, 480, 640), ["channels", "height", "width"])
 FEATURES = {

@@ -16,6 +16,9 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+from penstock.dataset import columns, layout
+from penstock.dataset.layout import Feature
+from penstock.dataset.reader import Dataset
 from penstock.errors import (
     CorruptFile,
     DataError,
@@ -24,9 +27,6 @@ from penstock.errors import (
     UnknownFormat,
     UsageError,
 )
-from penstock.dataset import columns, layout
-from penstock.dataset.layout import Feature
-from penstock.dataset.reader import Dataset
 
 hand = SimpleNamespace(**runpy.run_path(str(Path(__file__).with_name("handmade.py"))))
 VERSIONS = ["v3.0", "v2.1"]

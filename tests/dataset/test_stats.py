@@ -8,10 +8,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
-from penstock.errors import CorruptFile, UsageError
 from penstock.dataset import stats as module
 from penstock.dataset.layout import QUANTILES, Feature
 from penstock.dataset.stats import PictureStats, VectorStats, picture_stride, sample_indices
+from penstock.errors import CorruptFile, UsageError
 
 numbers = st.floats(width=32, allow_nan=False, allow_infinity=False)
 tables = hnp.arrays(np.float32, st.tuples(st.integers(1, 60), st.integers(1, 3)), elements=numbers)

@@ -144,7 +144,6 @@ def build(
     """
     for unit in units:
         unit.check()
-    settle(root, take_over_units)
     new = sibling(root, "new")
     try:
         new.mkdir()

@@ -300,6 +300,7 @@ class DatasetWriter:
             StorageError: The disk refuses; the dataset is as before, and the units are kept.
         """
         self._check_open()
+        settle(self.root, take_over_units)  # what an error behind an exchange left
         units = self._waiting()
         if not units:
             return False
