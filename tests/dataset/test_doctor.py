@@ -6,7 +6,6 @@ import json
 import random
 import runpy
 import shutil
-import zlib
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
@@ -20,7 +19,6 @@ import pyarrow.parquet as pq
 import pytest
 
 from penstock.core.files import TEMPORARY_PREFIX, process_owner
-from penstock.errors import DataError, UsageError
 from penstock.dataset import doctor, layout
 from penstock.dataset.doctor import Checkup, check
 from penstock.dataset.doctor_stats import StatsCheck
@@ -28,6 +26,7 @@ from penstock.dataset.findings import Report
 from penstock.dataset.layout import Feature
 from penstock.dataset.moments import Moments, Shares
 from penstock.dataset.reader import Dataset
+from penstock.errors import DataError, UsageError
 from penstock.media.video import open_video
 
 hand = SimpleNamespace(**runpy.run_path(str(Path(__file__).with_name("handmade.py"))))
@@ -539,60 +538,6 @@ def test_flipped_bytes_of_a_video(root) -> None:
         silent += off > 40
     assert found >= 12
     assert silent <= 3
-
-
-def add_journal(root: Path, torn: bool = False) -> None:
-    """Write the journal that penstock's writer keeps: a checksum for every file."""
-    lines = []
-    for path in sorted(root.rglob("*")):
-        if path.is_file():
-            data = path.read_bytes()
-            entry = {"size": len(data), "crc32": zlib.crc32(data)}
-            record = {"kind": "episode", "files": {path.relative_to(root).as_posix(): entry}}
-            text = json.dumps(record).encode()
-            lines.append(b"%08x %s\n" % (zlib.crc32(text), text))
-    (root / ".penstock").mkdir()
-    content = b"".join(lines)
-    (root / ".penstock" / "journal.jsonl").write_bytes(content[:-5] if torn else content)
-
-
-def test_checksums_of_our_own_datasets_are_verified(root) -> None:
-    add_journal(root)
-    result = check(root)
-    assert result.findings == []
-    assert result.checked["checksums"] == 10
-
-
-def test_with_checksums_every_changed_byte_is_found(root) -> None:
-    add_journal(root)
-    rng = random.Random(11)
-    files = sorted(p for p in root.rglob("*") if p.is_file())
-    for _ in range(60):
-        path = rng.choice(files)
-        original = path.read_bytes()
-        spoilt = bytearray(original)
-        at = rng.randrange(len(spoilt))
-        if rng.random() < 0.7:
-            spoilt[at] ^= 1 << rng.randrange(8)
-        else:
-            del spoilt[at:]
-        path.write_bytes(spoilt)
-        assert check(root, "sample").findings, (path, at)
-        path.write_bytes(original)
-
-
-def test_a_torn_journal_is_a_warning(root) -> None:
-    add_journal(root, torn=True)
-    result = check(root)
-    assert result.ok
-    assert "torn" in result.warnings[0].what
-
-
-def test_a_journal_that_leads_out(root) -> None:
-    text = json.dumps({"files": {"../x": [1, 2], "/etc/passwd": [1, 2]}}).encode()
-    (root / ".penstock").mkdir()
-    (root / ".penstock" / "journal.jsonl").write_bytes(b"%08x %s\n" % (zlib.crc32(text), text))
-    assert len(check(root).errors) == 2
 
 
 def test_damaged_footers_never_abort(root) -> None:

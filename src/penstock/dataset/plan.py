@@ -144,6 +144,18 @@ class Base:
     info: dict[str, Any] | None = None
     sources: list[dict[str, Any]] = field(default_factory=list)
 
+    @classmethod
+    def from_json(cls, value: Any) -> Self:
+        """Read it; a value of the wrong kind raises what Python raises for it."""
+        return cls(
+            int(value["episodes"]),
+            int(value["frames"]),
+            [str(task) for task in value["tasks"]],
+            {str(kind): int(number) for kind, number in value["next_file"].items()},
+            None if value["info"] is None else dict(value["info"]),
+            [dict(source) for source in value["sources"]],
+        )
+
 
 @dataclass(frozen=True)
 class Built:
@@ -207,9 +219,12 @@ class Built:
             if head["format"] != _FORMAT or head["units"] != len(units):
                 raise ValueError(f"format {head['format']}, {len(units)} of {head['units']} units")
             files = {str(name): (int(a), int(b)) for name, (a, b) in head["files"].items()}
-            base = Base(**head["base"])
+            folded = int(head["folded"])
+            if not 0 <= folded <= len(units):
+                raise ValueError(f"{folded} of {len(units)} units are summed up")
             tasks = [str(task) for task in head["tasks"]]
-            return cls(base, units, dict(head["infos"]), tasks, int(head["folded"]), files)
+            infos = {str(name): dict(info) for name, info in head["infos"].items()}
+            return cls(Base.from_json(head["base"]), units, infos, tasks, folded, files)
         except (OSError, ValueError, LookupError, TypeError, AttributeError, UsageError) as error:
             raise CorruptFile(f"{path} is damaged ({error})") from error
 
