@@ -11,13 +11,12 @@ from tensordict import TensorDict
 
 from penstock.conversion.budget import MemoryWatch
 from penstock.core.memory import rss_bytes
-from penstock.errors import DataError, UnknownFormat, UsageError
-from penstock.dataset.batch import EpisodeBatch
-from penstock.dataset.episode import EpisodeWriter
 from penstock.dataset.layout import Feature
 from penstock.dataset.reader import Dataset
-from penstock.media.video import VideoSettings
+from penstock.dataset.unit import Episode
 from penstock.dataset.writer import DatasetWriter
+from penstock.errors import DataError, UnknownFormat, UsageError
+from penstock.media.video import VideoSettings
 from penstock.replay.episodes import lerobot
 from penstock.replay.episodes.buffer import DictReplayBuffer
 from penstock.rollouts.lerobot import export
@@ -52,22 +51,23 @@ def write_cameras(root, lengths) -> None:
     with DatasetWriter(root, FEATURES, 10) as writer:
         for number, frames in enumerate(lengths):
             rng = np.random.default_rng(number)
-            episode = EpisodeWriter(writer.staging(f"e{number}"), FEATURES, 10, frames, CODECS)
-            episode.add_rows(
-                {
-                    "observation.state": rng.normal(size=(frames, 3)),
-                    "action": rng.normal(size=(frames, 1)),
-                    "next.reward": rng.normal(size=(frames, 1)),
-                    "label": [f"frame {k}" for k in range(frames)],
-                }
-            )
-            for k in range(frames):
-                episode.video(HEAD).add_frame(picture(number * 9 + k))
-                episode.video(PNG).add_frame(picture(number * 7 + k))
-                depth = picture(k)[..., 0].astype(np.uint16) * 9 + 400
-                episode.video(DEPTH).add_frame(depth)
-            writer.commit(episode.finish(f"task {number}"), {"n": number})
-        writer.finalize()
+            episode = Episode(frames, f"task {number}")
+            with writer.unit({"n": number}, [episode], CODECS) as unit:
+                unit.add_rows(
+                    {
+                        "observation.state": rng.normal(size=(frames, 3)),
+                        "action": rng.normal(size=(frames, 1)),
+                        "next.reward": rng.normal(size=(frames, 1)),
+                        "label": [f"frame {k}" for k in range(frames)],
+                    }
+                )
+                for k in range(frames):
+                    unit.video(HEAD, 0).add_frame(picture(number * 9 + k))
+                    unit.video(PNG, 0).add_frame(picture(number * 7 + k))
+                    depth = picture(k)[..., 0].astype(np.uint16) * 9 + 400
+                    unit.video(DEPTH, 0).add_frame(depth)
+                unit.commit()
+        writer.build()
 
 
 @pytest.fixture(scope="module")
@@ -208,8 +208,10 @@ def test_rollouts_to_dataset_to_buffer(tmp_path) -> None:
 def test_many_short_episodes_are_read_in_one_pass(tmp_path, monkeypatch) -> None:
     features = {"x": Feature("int64", (1,))}
     with DatasetWriter(tmp_path / "d", features, 10) as writer:
-        columns = {"x": np.arange(3000)[:, None]}
-        writer.commit_many(EpisodeBatch(columns, np.full(1000, 3), "t"), {})
+        with writer.unit({}, [Episode(3, "t")] * 1000) as unit:
+            unit.add_rows({"x": np.arange(3000)})
+            unit.commit()
+        writer.build()
     opened = []
     from penstock.dataset import reader
 
@@ -232,12 +234,13 @@ def test_ten_thousand_pictures_take_the_memory_of_a_window(tmp_path, cameras) ->
     settings = {HEAD: VideoSettings("h264")}
     frame = np.zeros((height, width, 3), np.uint8)
     with DatasetWriter(tmp_path / "d", features, 30) as writer:
-        episode = EpisodeWriter(writer.staging("e"), features, 30, count, settings)
-        sink = episode.video(HEAD)
-        for number in range(count):
-            frame[8:40, 8:40] = number % 200
-            sink.add_frame(frame)
-        writer.commit(episode.finish("t"), {})
+        with writer.unit({}, [Episode(count, "t")], settings) as unit:
+            sink = unit.video(HEAD, 0)
+            for number in range(count):
+                frame[8:40, 8:40] = number % 200
+                sink.add_frame(frame)
+            unit.commit()
+        writer.build()
     DictReplayBuffer.from_lerobot(cameras)  # so that the libraries are loaded
     before = rss_bytes(tree=False)
     with MemoryWatch(interval_s=0.02) as watch:

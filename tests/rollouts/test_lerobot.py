@@ -9,10 +9,11 @@ import pytest
 import torch
 from tensordict import NonTensorData, TensorDict
 
-from penstock.errors import DataError, UsageError
 from penstock.dataset.doctor import check
 from penstock.dataset.reader import Dataset
+from penstock.dataset.unit import UnitWriter
 from penstock.dataset.writer import DatasetWriter
+from penstock.errors import DataError, UsageError
 from penstock.rollouts import lerobot
 from penstock.rollouts.lerobot import export
 from penstock.rollouts.lerobot_keys import feature_names
@@ -276,25 +277,28 @@ def test_rollouts_that_differ_are_refused_before_anything_is_written(tmp_path) -
     assert export(folder, tmp_path / "out", keys=["agents"]).frames == 24
 
 
+@pytest.mark.parametrize("build", [True, False])
 @pytest.mark.parametrize("version", ["v3.0", "v2.1"])
-def test_an_interrupted_export_goes_on(tmp_path, version, monkeypatch) -> None:
+def test_an_interrupted_export_goes_on(tmp_path, version, build, monkeypatch) -> None:
     monkeypatch.setattr(lerobot, "_BLOCK_BYTES", 12_000)  # two environments
     folder = saved(tmp_path / "r", make_batch(7, 8, 0), make_batch(7, 8, 1))
     export(folder, tmp_path / "whole", version=version)
-    commit, calls = DatasetWriter.commit_many, []
+    commit, calls = UnitWriter.commit, []
 
-    def stop(writer, batch, source):
-        calls.append(source)
+    def stop(unit):
+        calls.append(unit)
         if len(calls) == 4:
             raise KeyboardInterrupt
-        return commit(writer, batch, source)
+        return commit(unit)
 
-    monkeypatch.setattr(DatasetWriter, "commit_many", stop)
+    monkeypatch.setattr(UnitWriter, "commit", stop)
     with pytest.raises(KeyboardInterrupt):
         export(folder, tmp_path / "out", version=version)
-    monkeypatch.setattr(DatasetWriter, "commit_many", commit)
-    assert check(tmp_path / "out").findings == []
-    assert Dataset(tmp_path / "out").total_frames == 48
+    monkeypatch.setattr(UnitWriter, "commit", commit)
+    with DatasetWriter.reopen(tmp_path / "out") as writer:
+        assert writer.total_frames == 48
+        if build:
+            writer.build()
     with pytest.raises(UsageError, match="not empty"):
         export(folder, tmp_path / "out", version=version)
     with pytest.raises(UsageError, match="task"):
