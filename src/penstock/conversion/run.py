@@ -14,16 +14,15 @@ from typing import Any, Final, Literal
 
 from penstock.bags import find_bags, open_bag
 from penstock.conversion import kuavo
-from penstock.conversion.account import Account
 from penstock.conversion.budget import BASE_BYTES, MemoryWatch, encoder_bytes
 from penstock.conversion.features import Joints, describe
 from penstock.conversion.guess import guess_mapping, only
 from penstock.conversion.mapping import Camera, Mapping
-from penstock.conversion.one_bag import Converted, Job
+from penstock.conversion.one_bag import Job
 from penstock.conversion.plan import plan_bag
 from penstock.conversion.report import BagReport, Report
 from penstock.conversion.settings import from_json, load_map, parse_value
-from penstock.conversion.workers import run_jobs
+from penstock.conversion.workers import Outcome, run_jobs
 from penstock.core.files import storage_error
 from penstock.core.interrupt import interruptible
 from penstock.core.memory import format_bytes, give_back_at_once, parse_bytes, rss_bytes
@@ -379,28 +378,25 @@ def _convert_all(
             joints=joints,
         )
 
-    outcomes: dict[Path, Converted] = {}
-    with Progress(sum(map(_size, todo)), "convert", "bytes", request.progress) as progress:
-        meter = _Meter(progress)
-        for each, outcome in run_jobs(map(job, todo), workers, meter):
-            if isinstance(outcome, StorageError):
-                raise outcome  # the disk is full: no other bag will fare better
-            if isinstance(outcome, PenstockError):
-                writer.failed(each.record.key, each.record.source, str(outcome))
-                report.failed[each.bag] = str(outcome).removeprefix(f"{each.bag}: ")
-            else:
+    outcomes: dict[Path, Outcome] = {}
+    try:
+        with Progress(sum(map(_size, todo)), "convert", "bytes", request.progress) as progress:
+            meter = _Meter(progress)
+            for each, outcome in run_jobs(map(job, todo), workers, meter):
+                if isinstance(outcome, StorageError):
+                    raise outcome  # the disk is full: no other bag will fare better
+                if isinstance(outcome, PenstockError):
+                    writer.failed(each.record.key, each.record.source, str(outcome))
                 outcomes[each.bag] = outcome
-            meter.finished(_size(each.bag))
-            _keep_order(report, todo, outcomes)
-
-
-def _keep_order(report: Report, todo: Sequence[Path], outcomes: dict[Path, Converted]) -> None:
-    """Report the bags in the order of the dataset, whichever was done first."""
-    report.bags, report.account = [], Account()
-    for path in todo:
-        if path in outcomes:
-            report.add(BagReport(path, _size(path), outcomes[path]))
-    report.failed = {path: report.failed[path] for path in todo if path in report.failed}
+                meter.finished(_size(each.bag))
+    finally:
+        # In the order of the dataset, whichever was done first.
+        for path in [path for path in todo if path in outcomes]:
+            outcome = outcomes[path]
+            if isinstance(outcome, PenstockError):
+                report.failed[path] = str(outcome).removeprefix(f"{path}: ")
+            else:
+                report.add(BagReport(path, _size(path), outcome))
 
 
 def _done_before(writer: DatasetWriter) -> set[str]:

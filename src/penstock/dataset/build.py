@@ -277,9 +277,9 @@ class _Build:
             kept |= {record.source} if self._v3 else set()
         ours = ("data", "videos", layout.EPISODES_FOLDER)
         written = {layout.INFO_PATH, BUILT}
-        if self._v3:
+        if self._v3 or self._plan.replaces:
             written |= {layout.STATS_PATH, layout.TASKS_PATH}
-        else:
+        if not self._v3 or self._plan.replaces:
             written |= {layout.TASKS_JSONL, layout.EPISODES_JSONL, layout.EPISODES_STATS_JSONL}
         for folder, folders, names in os.walk(self._root):
             here = Path(folder).relative_to(self._root)

@@ -140,9 +140,7 @@ class VideoSink(PictureSink):
             raise UsageError(
                 f"codec {settings.codec} does not fit pictures of {self.stats.channels} channels"
             )
-        self._writer = VideoWriter(
-            path, settings, fps, self._width, self._height, frames_expected
-        )
+        self._writer = VideoWriter(path, settings, fps, self._width, self._height, frames_expected)
 
     def add_jpeg(self, data: bytes) -> None:
         """Add a JPEG: as it is with codec "copy", decoded otherwise."""

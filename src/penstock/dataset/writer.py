@@ -65,7 +65,7 @@ from penstock.dataset.unit import (
     remove_unit,
     write_failure_note,
 )
-from penstock.errors import PenstockError, SaverClosed, UsageError
+from penstock.errors import PenstockError, SaverClosed, StorageError, UsageError
 from penstock.media.video import VideoSettings
 
 Mode = Literal["create", "resume", "append", "overwrite"]
@@ -349,7 +349,10 @@ class DatasetWriter:
         if os.path.ismount(self.root):
             raise UsageError(f"{self.root} is a whole disk: give a folder on it")
         if self.root.exists() and not os.access(self.root.parent, os.W_OK):
-            raise UsageError(f"{self.root.parent} cannot be written: give a folder in your own")
+            raise StorageError(
+                f"cannot write {self.root.parent}: it is read-only, or not yours; a dataset is "
+                "built beside the old one: give a folder where that can be"
+            )
         make_folder(self.root)
         self._lock.acquire()
         settle(self.root, take_over_units)
