@@ -7,7 +7,6 @@ size limit is never touched again. Memory does not grow with the dataset.
 
 from __future__ import annotations
 
-import copy
 import json
 import os
 import shutil
@@ -83,6 +82,7 @@ _MOST_ROWS = 50_000
 _MOST_BYTES = 64 << 20
 _PICTURE_ROWS = 128
 _RECORDS_AT_ONCE = 256
+_STATS_BYTES = 16 << 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -610,16 +610,22 @@ class _Build:
         total = self._base_stats if self._built is None else self._read_total()
         if folded == done and total:
             write_stats(self._new / TOTAL_STATS, total)
+        size, more = 0, list[dict[str, AnyStats]]()
         for number, record in enumerate(self._records[done:], done):
             unit = self._units.get(record.key)
             path = self._root / unit_stats(record.key)
             if unit is not None:
                 path = unit.folder / UNIT_STATS
-            _merge(total, read_stats(path))
+            more.append(read_stats(path))
+            size += sum(stats.nbytes for stats in more[-1].values())
+            if number == folded - 1 or size > _STATS_BYTES:
+                _merge(total, more)
+                size = 0
             if number == folded - 1:
                 write_stats(self._new / TOTAL_STATS, total)
             elif number >= folded:
                 place(path, self._target(unit_stats(record.key)))
+        _merge(total, more)
         complete = layout.all_features(self._spec.features)
         lengths = np.array([record.length for record in self._before[: self._base.episodes]])
         lengths = np.concatenate([lengths.astype(np.int64), self._lengths])
@@ -749,12 +755,14 @@ def row_groups(lengths: Sequence[int] | NDArray[np.int64], most: int) -> list[tu
     return [*found, (start, stop)] if stop > start else found
 
 
-def _merge(total: dict[str, AnyStats], more: Mapping[str, AnyStats]) -> None:
-    for name, stats in more.items():
-        if name in total:
-            total[name].merge(stats)  # type: ignore[arg-type]
-        else:
-            total[name] = copy.deepcopy(stats)
+def _merge(total: dict[str, AnyStats], more: list[dict[str, AnyStats]]) -> None:
+    """Add the statistics of units, in their order, and forget them."""
+    for name in more[0] if more else ():
+        found: list[Any] = [one[name] for one in more]
+        if name not in total:
+            total[name] = found.pop(0)
+        total[name].merge(*found)
+    more.clear()
 
 
 def place(source: Path, target: Path) -> None:

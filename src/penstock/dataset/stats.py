@@ -61,6 +61,11 @@ class VectorStats:
         self._counts = [np.zeros(0, np.int64) for _ in range(dim)]
 
     @property
+    def nbytes(self) -> int:
+        """The memory that the histograms take."""
+        return sum(a.nbytes + b.nbytes for a, b in zip(self._keys, self._counts, strict=True))
+
+    @property
     def non_finite(self) -> int:
         """How many values were left out."""
         return int(self.rows * self.dim - self.count.sum())
@@ -90,27 +95,24 @@ class VectorStats:
             part._keys[i], part._counts[i] = np.unique(column, return_counts=True)
         self.merge(part)
 
-    def merge(self, other: VectorStats) -> None:
-        """Add what another has counted."""
-        if other.dim != self.dim:
-            raise UsageError(f"statistics of {other.dim} elements do not fit {self.dim}")
-        total = np.maximum(self.count + other.count, 1)
-        difference = other.mean - self.mean
-        self.m2 = self.m2 + other.m2 + difference**2 * self.count * (other.count / total)
-        self.mean = self.mean + difference * (other.count / total)
-        self.rows += other.rows
-        self.count = self.count + other.count
-        self.low = np.minimum(self.low, other.low)
-        self.high = np.maximum(self.high, other.high)
+    def merge(self, *others: VectorStats) -> None:
+        """Add what others have counted: the same at once as one after the other."""
+        for other in others:
+            if other.dim != self.dim:
+                raise UsageError(f"statistics of {other.dim} elements do not fit {self.dim}")
+            total = np.maximum(self.count + other.count, 1)
+            difference = other.mean - self.mean
+            self.m2 = self.m2 + other.m2 + difference**2 * self.count * (other.count / total)
+            self.mean = self.mean + difference * (other.count / total)
+            self.rows += other.rows
+            self.count = self.count + other.count
+            self.low = np.minimum(self.low, other.low)
+            self.high = np.maximum(self.high, other.high)
+        every = (self, *others)
         for i in range(self.dim):
-            shift = max(self._shift[i], other._shift[i])
-            keys = np.concatenate(
-                [
-                    self._keys[i] >> np.uint32(shift - self._shift[i]),
-                    other._keys[i] >> np.uint32(shift - other._shift[i]),
-                ]
-            )
-            counts = np.concatenate([self._counts[i], other._counts[i]])
+            shift = max(each._shift[i] for each in every)
+            keys = np.concatenate([e._keys[i] >> np.uint32(shift - e._shift[i]) for e in every])
+            counts = np.concatenate([each._counts[i] for each in every])
             order = np.argsort(keys, kind="stable")
             keys, counts = _join(keys[order], counts[order])
             while len(keys) > MAX_BINS:
@@ -226,12 +228,18 @@ class PictureStats:
             self.bins[channel] += np.bincount(pixels[:, channel], minlength=self.bins.shape[1])
         self.pictures += 1
 
-    def merge(self, other: PictureStats) -> None:
-        """Add what another has counted."""
-        if self.bins.shape != other.bins.shape:
-            raise UsageError("statistics of pictures of another kind cannot be added")
-        self.bins += other.bins
-        self.pictures += other.pictures
+    @property
+    def nbytes(self) -> int:
+        """The memory that the histograms take."""
+        return self.bins.nbytes
+
+    def merge(self, *others: PictureStats) -> None:
+        """Add what others have counted."""
+        for other in others:
+            if self.bins.shape != other.bins.shape:
+                raise UsageError("statistics of pictures of another kind cannot be added")
+            self.bins += other.bins
+            self.pictures += other.pictures
 
     def to_json(self, feature: Feature | None = None) -> Stats:
         """Return them as stats.json has them, shape (channels, 1, 1)."""
