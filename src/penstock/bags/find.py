@@ -36,7 +36,7 @@ def open_any(path: Path, salvage: bool, limits: Limits) -> Bag:
 
         return Ros1Bag(path, limits, salvage)
     if kind == "mcap":
-        from penstock.bags.mcap_bag import McapBag
+        from penstock.bags.mcap import McapBag
 
         return McapBag(path, limits, salvage)
     if kind == "db3":

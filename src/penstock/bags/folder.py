@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import shutil
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path, PurePosixPath
 from typing import Any, Final
 
@@ -66,7 +66,14 @@ class JoinedBag(Bag):
             shutil.rmtree(self._temporary, ignore_errors=True)
             self._temporary = None
 
-    def _read(self, topics: Sequence[str], wanted: Wanted) -> Iterator[Message]:
+    @property
+    def bytes_read(self) -> int:
+        """Bytes that were read from the files so far."""
+        return sum(bag.bytes_read for bag in self._parts)
+
+    def _read(
+        self, topics: Sequence[str], wanted: Wanted, heads: Mapping[str, int] | None = None
+    ) -> Iterator[Message]:
         before = dict.fromkeys(topics, 0)
         for bag in self._parts:
             here = [topic for topic in topics if topic in bag.topics]
@@ -75,7 +82,9 @@ class JoinedBag(Bag):
                 first = before[topic]
                 span = np.searchsorted(wanted[topic], (first, first + bag.topics[topic].count))
                 part[topic] = wanted[topic][slice(*span)] - first
-            for message in bag.read(here, part):
+            expected = {topic: bag.topics[topic].count for topic in here}
+            expected |= {topic: len(ordinals) for topic, ordinals in part.items()}
+            for message in bag._checked(bag._read(here, part, heads), expected):
                 if before[message.topic]:
                     message = message._replace(ordinal=message.ordinal + before[message.topic])
                 yield message
