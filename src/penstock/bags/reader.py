@@ -321,7 +321,13 @@ class Bag(ABC):
         self.close()
 
 
-def open_bag(path: Path | str, *, salvage: bool = False, limits: Limits | None = None) -> Bag:
+def open_bag(
+    path: Path | str,
+    *,
+    salvage: bool = False,
+    limits: Limits | None = None,
+    scratch: Path | None = None,
+) -> Bag:
     """Open a recording of any kind.
 
     Args:
@@ -329,7 +335,9 @@ def open_bag(path: Path | str, *, salvage: bool = False, limits: Limits | None =
             or the folder of a ROS 2 bag, with or without its metadata.yaml. Several split files
             are one bag.
         salvage: Read what can be read of a damaged bag; see `Bag.salvage` for what was found.
-        limits: What the bag may ask for; None for the defaults.
+        limits: What the bag may ask for; None for the defaults. See `Limits.for_memory`.
+        scratch: Where a bag that is compressed as a whole is decompressed to, for as long as it is
+            open; None for the system's temporary folder.
 
     Raises:
         UnknownFormat: It is no bag.
@@ -338,7 +346,7 @@ def open_bag(path: Path | str, *, salvage: bool = False, limits: Limits | None =
     """
     from penstock.bags.find import open_any
 
-    return open_any(Path(path), salvage, limits or Limits())
+    return open_any(Path(path), salvage, limits or Limits(), scratch)
 
 
 def find_bags(paths: Sequence[Path | str]) -> list[Path]:
