@@ -245,7 +245,8 @@ class McapBag(ChunkedBag):
         expect(len(MAGIC) <= summary_pos <= footer_pos, self.path, "the footer is damaged")
         head = self._source.read(len(MAGIC), RECORD_HEAD.size)
         expect(head[0] == HEADER, self.path, "the header is missing")
-        stream, _ = self._plain_stream(summary_pos, footer_pos)
+        summary = Stored(summary_pos, footer_pos, footer_pos - summary_pos, None)
+        stream = ChunkStream(self._source, summary, self.limits)
         complete = self._read_summary(stream, summary_pos)
         expect(
             not crc or zlib.crc32(footer[: start + 16], stream.crc) == crc,

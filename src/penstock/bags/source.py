@@ -100,14 +100,14 @@ class Stored(NamedTuple):
         start: Where they begin in the file.
         stop: Where they end.
         size_bytes: How many they are when decompressed.
-        crc: The checksum of the decompressed bytes; 0 for none.
+        crc: The checksum of the decompressed bytes; 0 for none, None if it is compared later.
         compression: "none" or "", "lz4", "bz2" or "zstd".
     """
 
     start: int
     stop: int
     size_bytes: int
-    crc: int = 0
+    crc: int | None = 0
     compression: str = ""
 
 
@@ -140,7 +140,7 @@ class ChunkStream:
         self._careful = careful or usable_bytes >= 0
         self._data = b""
         self._first = 0  # where the piece begins in the chunk
-        self.crc = 0  # of all bytes, once the end was reached
+        self.crc = 0  # of all bytes, once the end was reached, unless there is none to compare
         self._pieces = self._checked(self._decompressed())
 
     def window(self, offset: int, size_bytes: int) -> tuple[bytes, int]:
@@ -228,7 +228,8 @@ class ChunkStream:
             size_bytes += len(piece)
             if size_bytes > stored.size_bytes:
                 raise CorruptFile(wrong)
-            self.crc = isal_zlib.crc32(piece, self.crc)
+            if stored.crc != 0:
+                self.crc = isal_zlib.crc32(piece, self.crc)
             if stored.crc and size_bytes == stored.size_bytes and self.crc != stored.crc:
                 raise ChecksumMismatch("a chunk does not match its checksum")
             yield piece
