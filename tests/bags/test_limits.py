@@ -171,11 +171,11 @@ def test_an_mcap_bomb(tmp_path: Path, compression: CompressionType, salvage: boo
         channel = writer.register_channel("/a", "cdr", 0)
         writer.add_message(channel, 5, bytes(100_000_000), 5)
         writer.finish()
-    limits = Limits(chunk_bytes=50_000_000)
+    limits = Limits(record_bytes=50_000_000)
     assert path.stat().st_size < 500_000
     with (
         bounded(),
-        pytest.raises(DataError),
+        pytest.raises(DataError, match=r"message of /a has 100\.0 MB.*--memory|ratio|salvaged"),
         open_bag(path, limits=limits, salvage=salvage) as bag,
     ):
         list(bag.read())

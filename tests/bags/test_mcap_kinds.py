@@ -12,7 +12,7 @@ from mcap.writer import CompressionType, Writer
 from penstock.bags import open_bag
 from penstock.bags.definitions import same_definition
 from penstock.bags.limits import BadRecord
-from penstock.bags.mcap_records import parse_chunk_index
+from penstock.bags.mcap import parse_chunk_index
 from penstock.core.codecs import zstd
 from penstock.errors import CorruptFile
 
@@ -72,7 +72,7 @@ def chunk_index(offsets: dict[int, int], index_bytes: int) -> bytes:
 
 
 def test_the_counts_of_a_padded_index_are_not_guessed():
-    assert parse_chunk_index(chunk_index({1: 500, 2: 531}, 78)).counts == {1: 1, 2: 2}
+    assert parse_chunk_index(chunk_index({1: 500, 2: 531}, 78)).counts.tolist() == [1, 2]
     assert parse_chunk_index(chunk_index({1: 500, 2: 534}, 84)).counts is None
     with pytest.raises(BadRecord):
         parse_chunk_index(chunk_index({1: 500}, 31)[:-3])

@@ -138,7 +138,7 @@ def test_a_closed_bag_says_so(sample: Sample) -> None:
 def test_an_unknown_topic_is_named(sample: Sample) -> None:
     with open_bag(sample("plain.bag").path) as bag:
         for call in (bag.times, bag.decoder, lambda t: bag.read([t])):
-            with pytest.raises(UsageError, match="did you mean /joint_cmd"):
+            with pytest.raises(UsageError, match="did you mean '/joint_cmd"):
                 call("/joint_cmnd")
 
 
@@ -202,9 +202,8 @@ def test_what_is_no_bag(tmp_path: Path) -> None:
 
 def test_a_wrong_count_in_the_index_is_found(make: Make) -> None:
     facts = make("x.bag", seconds=0.3, cameras=0)
-    with open_bag(facts.path) as bag:
-        chunk = bag._chunks[0]
-        first, number = np.frombuffer(chunk.counts, "<u4")[:2]
-        chunk.counts = np.array([first, number + 1], "<u4").tobytes() + chunk.counts[8:]
-        with pytest.raises(CorruptFile, match="instead of"):
-            list(bag.read())
+    data = facts.path.read_bytes()  # it ends with the last count of the last chunk info
+    count = int.from_bytes(data[-4:], "little") + 1
+    facts.path.write_bytes(data[:-4] + count.to_bytes(4, "little"))
+    with open_bag(facts.path) as bag, pytest.raises(CorruptFile, match="instead of"):
+        list(bag.read())

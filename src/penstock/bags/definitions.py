@@ -51,11 +51,13 @@ _SHORT: Final = {
 }
 
 
-def same_definition(one: str, other: str) -> bool:
+def same_definition(one: str | bytes, other: str | bytes) -> bool:
     """Tell whether two definitions lay messages out alike: comments and the order of parts aside.
 
     Recorders write them differently for one and the same type (in ROS 1: of the same md5sum).
     """
+    if isinstance(one, bytes) or isinstance(other, bytes):
+        return one == other
     return one == other or _essence(one) == _essence(other)
 
 

@@ -24,28 +24,28 @@ def natural_key(path: Path) -> list[tuple[bool, int, str]]:
     return [(part.isdigit(), int(part) if part.isdigit() else 0, part) for part in parts]
 
 
-def open_any(path: Path, salvage: bool, limits: Limits) -> Bag:
+def open_any(path: Path, salvage: bool, limits: Limits, scratch: Path | None = None) -> Bag:
     """Open a file by its first bytes, or a folder as a ROS 2 bag."""
     if path.is_dir():
         from penstock.bags.folder import FolderBag
 
-        return FolderBag(path, limits, salvage)
+        return FolderBag(path, limits, salvage, scratch)
     kind = _kind(path)
     if kind == "bag":
         from penstock.bags.ros1 import Ros1Bag
 
         return Ros1Bag(path, limits, salvage)
     if kind == "mcap":
-        from penstock.bags.mcap_bag import McapBag
+        from penstock.bags.mcap import McapBag
 
         return McapBag(path, limits, salvage)
     if kind == "db3":
         from penstock.bags.sqlite import SqliteBag
 
         return SqliteBag(path, limits, salvage)
-    from penstock.bags.folder import CompressedFile
+    from penstock.bags.folder import JoinedBag
 
-    return CompressedFile(path, limits, salvage)
+    return JoinedBag(path, [path], limits, salvage, scratch)
 
 
 def find_all(paths: list[Path]) -> list[Path]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import shutil
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path, PurePosixPath
 from typing import Any, Final
 
@@ -15,7 +15,7 @@ from penstock.bags.find import METADATA, open_any, parts_of
 from penstock.bags.limits import Limits
 from penstock.bags.reader import Bag, Message, SalvageReport, Wanted, join_topics
 from penstock.core.codecs import zstd
-from penstock.core.files import storage_error
+from penstock.core.files import storage_error, sweep, temporary_path
 from penstock.errors import CorruptFile, DataError, LimitExceeded
 
 _METADATA_BYTES: Final = 4 * 10**6
@@ -27,11 +27,19 @@ class JoinedBag(Bag):
     """Several files that are one recording; ordinals go on from file to file.
 
     Files compressed as a whole are decompressed into a temporary folder, for as long as the bag
-    is open.
+    is open. What a killed process left there is removed by the next one.
     """
 
-    def __init__(self, path: Path, parts: Sequence[Path], limits: Limits, salvage: bool) -> None:
+    def __init__(
+        self,
+        path: Path,
+        parts: Sequence[Path],
+        limits: Limits,
+        salvage: bool,
+        scratch: Path | None = None,
+    ) -> None:
         self.path, self.limits = path, limits
+        self._scratch = scratch
         self._temporary: Path | None = None
         self._parts: list[Bag] = []
         self._compressed = any(part.suffix == ".zstd" for part in parts)
@@ -66,7 +74,14 @@ class JoinedBag(Bag):
             shutil.rmtree(self._temporary, ignore_errors=True)
             self._temporary = None
 
-    def _read(self, topics: Sequence[str], wanted: Wanted) -> Iterator[Message]:
+    @property
+    def bytes_read(self) -> int:
+        """Bytes that were read from the files so far."""
+        return sum(bag.bytes_read for bag in self._parts)
+
+    def _read(
+        self, topics: Sequence[str], wanted: Wanted, heads: Mapping[str, int] | None = None
+    ) -> Iterator[Message]:
         before = dict.fromkeys(topics, 0)
         for bag in self._parts:
             here = [topic for topic in topics if topic in bag.topics]
@@ -75,7 +90,9 @@ class JoinedBag(Bag):
                 first = before[topic]
                 span = np.searchsorted(wanted[topic], (first, first + bag.topics[topic].count))
                 part[topic] = wanted[topic][slice(*span)] - first
-            for message in bag.read(here, part):
+            expected = {topic: bag.topics[topic].count for topic in here}
+            expected |= {topic: len(ordinals) for topic, ordinals in part.items()}
+            for message in bag._checked(bag._read(here, part, heads), expected):
                 if before[message.topic]:
                     message = message._replace(ordinal=message.ordinal + before[message.topic])
                 yield message
@@ -86,7 +103,10 @@ class JoinedBag(Bag):
         """Write the decompressed file into the temporary folder; its growth is bounded."""
         try:
             if self._temporary is None:
-                self._temporary = Path(tempfile.mkdtemp(prefix="penstock-"))
+                scratch = self._scratch or Path(tempfile.gettempdir())
+                sweep(scratch)
+                self._temporary = temporary_path(scratch)
+                self._temporary.mkdir(mode=0o700)
             stored_bytes = path.stat().st_size
             most_bytes = max(self.limits.ratio_from_bytes, stored_bytes * self.limits.ratio)
             target = self._temporary / path.stem
@@ -111,21 +131,16 @@ class JoinedBag(Bag):
 class FolderBag(JoinedBag):
     """The folder of a ROS 2 bag, with or without a metadata.yaml."""
 
-    def __init__(self, path: Path, limits: Limits, salvage: bool = False) -> None:
+    def __init__(
+        self, path: Path, limits: Limits, salvage: bool = False, scratch: Path | None = None
+    ) -> None:
         parts = _listed_parts(path, salvage) if (path / METADATA).is_file() else parts_of(path)
         if not parts:
             raise DataError(f"{path} is not a ROS 2 bag folder: it holds no .db3 or .mcap file")
         kinds = {part.name.removesuffix(".zstd").rpartition(".")[2] for part in parts}
         if len(kinds) > 1:
             raise DataError(f"{path} holds both .db3 and .mcap files; pass one of them")
-        super().__init__(path, parts, limits, salvage)
-
-
-class CompressedFile(JoinedBag):
-    """One .db3 or .mcap file that is compressed as a whole."""
-
-    def __init__(self, path: Path, limits: Limits, salvage: bool = False) -> None:
-        super().__init__(path, [path], limits, salvage)
+        super().__init__(path, parts, limits, salvage, scratch)
 
 
 def _listed_parts(folder: Path, salvage: bool) -> list[Path]:

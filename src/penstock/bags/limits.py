@@ -11,11 +11,15 @@ from penstock.errors import CorruptFile, LimitExceeded
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """The largest sizes that a bag may declare; checked before memory is allocated.
+    """What a bag may declare, checked before memory is allocated, and what is held of it.
 
     Attributes:
         record_bytes: One message or record.
-        chunk_bytes: One chunk, decompressed.
+        piece_bytes: What is held of a chunk: a larger one is decompressed piece by piece, and the
+            wanted messages are cut out of it as they pass.
+        index_bytes: The tables of chunks and messages. The places of the messages are held where
+            they fit into it, and otherwise read again from the file.
+        window_bytes: What a zstd chunk may refer back to.
         ratio: Decompressed by compressed size, for chunks above `ratio_from_bytes`. Depth
             pictures of one value compress very hard: raise it for such recordings.
         ratio_from_bytes: Chunks up to this size may have any ratio.
@@ -26,7 +30,9 @@ class Limits:
     """
 
     record_bytes: int = 256 * 10**6
-    chunk_bytes: int = 10**9
+    piece_bytes: int = 8 << 20
+    index_bytes: int = 128 * 10**6
+    window_bytes: int = 1 << 27
     ratio: int = 1000
     ratio_from_bytes: int = 16 * 10**6
     topics: int = 10_000
@@ -34,27 +40,47 @@ class Limits:
     definition_bytes: int = 10**6
     nesting: int = 32
 
-    def check_record(self, path: Path, size_bytes: int) -> None:
+    @classmethod
+    def for_memory(cls, memory_bytes: int) -> Limits:
+        """Return the limits for a process that may use so many bytes for everything.
+
+        A reading then holds at most about a quarter of it: one message, or the pieces and the
+        index; messages that the caller keeps are the caller's.
+        """
+        whole = cls()
+        window_bytes = 1 << max(memory_bytes // 8, 1 << 23).bit_length() - 1
+        return cls(
+            record_bytes=min(whole.record_bytes, memory_bytes // 4),
+            piece_bytes=min(whole.piece_bytes, max(memory_bytes // 32, 1 << 20)),
+            index_bytes=min(whole.index_bytes, max(memory_bytes // 8, 4 << 20)),
+            window_bytes=min(whole.window_bytes, window_bytes),
+        )
+
+    def check_record(self, path: Path, size_bytes: int, topic: str | None = None) -> None:
         """Refuse a record or message that is too large."""
         if size_bytes > self.record_bytes:
+            what = "a record" if topic is None else f"a message of {topic}"
             raise LimitExceeded(
-                f"{path}: a record of {format_bytes(size_bytes)} is above the limit of "
-                f"{format_bytes(self.record_bytes)}; raise Limits.record_bytes if it is meant"
+                f"{path}: {what} has {format_bytes(size_bytes)}, above the limit of "
+                f"{format_bytes(self.record_bytes)}; give more memory (--memory, or "
+                "Limits.record_bytes), or leave the topic out"
             )
 
-    def check_chunk(self, path: Path, stored_bytes: int, size_bytes: int) -> None:
-        """Refuse a chunk that is too large, or that grows too much when it is decompressed."""
-        if max(size_bytes, stored_bytes) > self.chunk_bytes:
-            raise LimitExceeded(
-                f"{path}: a chunk of {format_bytes(max(size_bytes, stored_bytes))} is above the "
-                f"limit of {format_bytes(self.chunk_bytes)}; raise Limits.chunk_bytes if it is "
-                "meant"
-            )
+    def check_ratio(self, path: Path, stored_bytes: int, size_bytes: int) -> None:
+        """Refuse a chunk that grows too much when it is decompressed."""
         if size_bytes > self.ratio_from_bytes and size_bytes > stored_bytes * self.ratio:
             raise LimitExceeded(
                 f"{path}: a chunk of {format_bytes(stored_bytes)} claims to hold "
                 f"{format_bytes(size_bytes)}, more than {self.ratio}:1; raise Limits.ratio if it "
                 "is meant"
+            )
+
+    def check_index(self, path: Path, size_bytes: int) -> None:
+        """Refuse tables of chunks, connections and definitions that are too large."""
+        if size_bytes > self.index_bytes:
+            raise LimitExceeded(
+                f"{path}: its index takes more than {format_bytes(self.index_bytes)}; give more "
+                "memory (--memory, or Limits.index_bytes)"
             )
 
     def check_count(self, path: Path, what: str, count: int, limit: int) -> None:

@@ -80,12 +80,13 @@ class Decoder:
                 "messages cannot be told apart"
             )
         try:
-            self._types = load_types(topic.type, topic.definition, topic.encoding, limits)
+            self._types = load_types(topic.type, str(topic.definition), topic.encoding, limits)
         except DataError as error:
             raise type(error)(f"{self._where}: {error}") from error
         self._layout = Layout(self._types, topic.type, topic.encoding)
         self._vectors: dict[str, Callable[[Data], NDArray[np.float64]]] = {}
         self._names: dict[str, Callable[[Data], tuple[str, ...]] | None] = {}
+        self.stamp_bytes: int | None = None  # of a message, the first ones that hold its stamp
         self._stamp = self._make_stamp_reader()
         self._whole: Callable[[Data], object] | None = None
 
@@ -177,6 +178,8 @@ class Decoder:
         where, cdr = self._where, self._layout.cdr
         if fields[0] is header:
             # Four bytes (the number in ROS 1, the byte order in CDR) come before the stamp.
+            self.stamp_bytes = 12
+
             def first(data: Data) -> int:
                 big_endian = cdr and len(data) > 1 and not data[1] & 1
                 try:

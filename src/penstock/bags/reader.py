@@ -7,12 +7,12 @@
         for message in bag.read(["/joint_cmd"]):    # raw bytes; decoding is its own step
             decoder.vector(message.data, "joint_q")
 
-Memory is bounded by the largest chunk, never by the length of the recording.
+Memory is bounded by the limits: the largest wanted message, a piece of a chunk, tables in arrays;
+never by the length of the recording or the size of its chunks.
 """
 
 from __future__ import annotations
 
-import difflib
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -26,12 +26,12 @@ from typing_extensions import Self
 from penstock.bags.definitions import same_definition
 from penstock.bags.limits import Limits
 from penstock.errors import CorruptFile, DataError, UsageError
+from penstock.ui.suggestions import did_you_mean
 
 if TYPE_CHECKING:
     from penstock.bags.messages import Decoder
 
 Kind = Literal["bag", "db3", "mcap"]
-Encoding = Literal["ros1", "cdr"]
 Wanted = Mapping[str, NDArray[np.int64]]  # for some topics, the ordinals to yield, rising
 
 
@@ -44,19 +44,23 @@ class Topic:
         type: The message type in ROS 2 spelling, such as "sensor_msgs/msg/JointState".
         count: Number of messages.
         size_bytes: Their bytes, added up; None where the index does not tell.
-        definition: The definition of the type as the bag holds it; "" if it holds none.
-        encoding: How messages are serialised: "ros1" or "cdr"; another name is kept as it is,
-            and such messages can be read but not decoded.
+        definition: The definition of the type as the bag holds it; "" if it holds none. Bytes if
+            it is not text, as of protobuf.
+        encoding: How messages are serialised: "ros1", "cdr", "protobuf", "json"; another name is
+            kept as it is, and such messages can be read but not decoded.
         mixed: The topic was recorded with more than one type or definition.
+        schema_encoding: How the definition is written, if the bag tells: "ros1msg", "ros2msg",
+            "ros2idl", "protobuf", "jsonschema", ...
     """
 
     name: str
     type: str
     count: int
     size_bytes: int | None
-    definition: str
+    definition: str | bytes
     encoding: str = "cdr"
     mixed: bool = False
+    schema_encoding: str = ""
 
 
 class Message(NamedTuple):
@@ -119,6 +123,47 @@ def join_topics(topics: Iterable[Topic]) -> dict[str, Topic]:
     return joined
 
 
+class Selection:
+    """Numbers the messages of each topic as they pass, and tells which are wanted.
+
+    Args:
+        topics: The topics.
+        wanted: For some of them, the only ordinals that are wanted, rising.
+        first: The ordinal of the next message.
+    """
+
+    def __init__(self, topics: Iterable[str], wanted: Wanted, first: int = 0) -> None:
+        self._wanted = wanted
+        self._next = dict.fromkeys(topics, first)
+        self._done = dict.fromkeys(wanted, 0)  # how many of the wanted were taken
+
+    def take(self, topic: str, count: int) -> tuple[int, NDArray[np.int64] | None]:
+        """Number the next messages; return the first ordinal and those wanted, None for all."""
+        first = self._next[topic]
+        self._next[topic] = first + count
+        wanted = self._wanted.get(topic)
+        if wanted is None:
+            return first, None
+        start = self._done[topic]
+        ahead = wanted[start : start + count]
+        ahead = ahead[: int(ahead.searchsorted(first + count))]
+        self._done[topic] = start + len(ahead)
+        return first, ahead
+
+    def next(self, topic: str) -> int | None:
+        """Number the next message; return its ordinal if it is wanted."""
+        ordinal = self._next[topic]
+        self._next[topic] = ordinal + 1
+        wanted = self._wanted.get(topic)
+        if wanted is None:
+            return ordinal
+        done = self._done[topic]
+        if done == len(wanted) or wanted[done] != ordinal:
+            return None
+        self._done[topic] = done + 1
+        return ordinal
+
+
 class Bag(ABC):
     """A recording that is open for reading; use it in a `with` block.
 
@@ -159,10 +204,14 @@ class Bag(ABC):
         """Return a topic; a UsageError names the nearest one there is."""
         found = self.topics.get(name)
         if found is None:
-            near = difflib.get_close_matches(name, self.topics, n=1, cutoff=0.4)
-            hint = f"did you mean {near[0]}?" if near else "see `penstock info`"
+            hint = did_you_mean(name, self.topics)
             raise UsageError(f"{self.path} has no topic {name!r}; {hint}")
         return found
+
+    @property
+    @abstractmethod
+    def bytes_read(self) -> int:
+        """Bytes that were read from the files so far; of a database, those of its messages."""
 
     @abstractmethod
     def times(self, topic: str) -> NDArray[np.int64]:
@@ -191,24 +240,46 @@ class Bag(ABC):
         expected |= {name: len(ordinals) for name, ordinals in chosen.items()}
         return self._checked(self._read(names, chosen), expected)
 
-    def stamps(self, topic: str) -> NDArray[np.int64]:
-        """Return the header stamps of a topic in nanoseconds, in file order.
+    def header_stamps(self, topics: Iterable[str]) -> dict[str, NDArray[np.int64]]:
+        """Return the header stamps of some topics in nanoseconds, in file order, in one pass.
 
-        Reads the messages of the topic, but decodes no more of them than the stamp.
+        Of the messages no more than the stamps is decoded, and of uncompressed chunks no more than
+        the heads of the messages is read where these are large.
 
         Raises:
-            DataError: Messages of this type carry no header.
+            DataError: Messages of one of the topics carry no header.
         """
-        decoder = self.decoder(topic)
-        stamp_ns = decoder.stamp_reader()
-        if stamp_ns is None:
-            raise DataError(
-                f"{self.path}: {topic} ({self.topic(topic).type}) has no header stamp; use the "
-                "log times"
-            )
-        found = np.empty(self.topic(topic).count, np.int64)
-        for message in self.read([topic]):
-            found[message.ordinal] = stamp_ns(message.data)
+        names = list(dict.fromkeys(topics))
+        readers, heads = {}, {}
+        for name in names:
+            decoder = self.decoder(name)
+            reader = decoder.stamp_reader()
+            if reader is None:
+                raise DataError(
+                    f"{self.path}: {name} ({self.topic(name).type}) has no header stamp; use the "
+                    "log times"
+                )
+            readers[name] = reader
+            if decoder.stamp_bytes is not None:
+                heads[name] = decoder.stamp_bytes
+        found = {name: np.empty(self.topic(name).count, np.int64) for name in names}
+        expected = {name: self.topic(name).count for name in names}
+        for message in self._checked(self._read(names, {}, heads), expected):
+            found[message.topic][message.ordinal] = readers[message.topic](message.data)
+        return found
+
+    def stamps(self, topic: str) -> NDArray[np.int64]:
+        """Return the header stamps of one topic; several are had in one pass by `header_stamps`."""
+        return self.header_stamps([topic])[topic]
+
+    def first_messages(self, topics: Iterable[str]) -> dict[str, Message]:
+        """Return the first message of each topic that has one; what lies between is passed over."""
+        names = [name for name in dict.fromkeys(topics) if self.topic(name).count]
+        found = {}
+        for message in self.read(names, {name: np.zeros(1, np.int64) for name in names}):
+            found[message.topic] = message._replace(data=bytes(message.data))
+            if len(found) == len(names):
+                break
         return found
 
     def decoder(self, topic: str) -> Decoder:
@@ -222,8 +293,13 @@ class Bag(ABC):
         """Close the files; safe to call twice."""
 
     @abstractmethod
-    def _read(self, topics: Sequence[str], wanted: Wanted) -> Iterator[Message]:
-        """Yield the messages of the topics in file order; of some topics, only those wanted."""
+    def _read(
+        self, topics: Sequence[str], wanted: Wanted, heads: Mapping[str, int] | None = None
+    ) -> Iterator[Message]:
+        """Yield the messages of the topics in file order; of some topics, only those wanted.
+
+        Of the topics in `heads` the first so many bytes of each message suffice.
+        """
 
     def _checked(self, messages: Iterator[Message], expected: dict[str, int]) -> Iterator[Message]:
         """Pass messages on, and make sure at the end that there were as many as promised."""
@@ -245,7 +321,13 @@ class Bag(ABC):
         self.close()
 
 
-def open_bag(path: Path | str, *, salvage: bool = False, limits: Limits | None = None) -> Bag:
+def open_bag(
+    path: Path | str,
+    *,
+    salvage: bool = False,
+    limits: Limits | None = None,
+    scratch: Path | None = None,
+) -> Bag:
     """Open a recording of any kind.
 
     Args:
@@ -253,7 +335,9 @@ def open_bag(path: Path | str, *, salvage: bool = False, limits: Limits | None =
             or the folder of a ROS 2 bag, with or without its metadata.yaml. Several split files
             are one bag.
         salvage: Read what can be read of a damaged bag; see `Bag.salvage` for what was found.
-        limits: What the bag may ask for; None for the defaults.
+        limits: What the bag may ask for; None for the defaults. See `Limits.for_memory`.
+        scratch: Where a bag that is compressed as a whole is decompressed to, for as long as it is
+            open; None for the system's temporary folder.
 
     Raises:
         UnknownFormat: It is no bag.
@@ -262,7 +346,7 @@ def open_bag(path: Path | str, *, salvage: bool = False, limits: Limits | None =
     """
     from penstock.bags.find import open_any
 
-    return open_any(Path(path), salvage, limits or Limits())
+    return open_any(Path(path), salvage, limits or Limits(), scratch)
 
 
 def find_bags(paths: Sequence[Path | str]) -> list[Path]:

@@ -7,20 +7,25 @@ bytes). All numbers are little-endian.
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Iterator
-from dataclasses import replace
-from pathlib import Path
-from struct import Struct, iter_unpack
+from collections.abc import Iterator
+from struct import Struct
 from typing import Final
 
 import numpy as np
-from numpy.typing import NDArray
 
-from penstock.bags.chunks import SMALL_PART, Chunk, ChunkedBag, Connection, Entries, Place
+from penstock.bags.chunked import (
+    Chunk,
+    ChunkedBag,
+    Connection,
+    Entries,
+    HeadParser,
+    Record,
+    Scanner,
+    make_slots,
+)
 from penstock.bags.limits import BadRecord, Limits, expect
-from penstock.bags.reader import Message
-from penstock.bags.source import Source, inflate, inflate_prefix
-from penstock.errors import CorruptFile, DataError, UnknownFormat
+from penstock.bags.source import ChunkStream, Stored
+from penstock.errors import UnknownFormat
 
 MAGIC: Final = b"#ROSBAG V2.0\n"
 MESSAGE, BAG_HEADER, INDEX, CHUNK, CHUNK_INFO, CONNECTION = 2, 3, 4, 5, 6, 7
@@ -28,8 +33,11 @@ MESSAGE, BAG_HEADER, INDEX, CHUNK, CHUNK_INFO, CONNECTION = 2, 3, 4, 5, 6, 7
 U32: Final = Struct("<I").unpack_from
 _TIME_AND_LENGTH: Final = Struct("<III").unpack_from
 _PEEK_BYTES: Final = 4096
-_HEADER_BYTES: Final = 10**6
+_CHUNK_HEAD_BYTES: Final = 256
+_COMPRESSIONS: Final = (b"none", b"lz4", b"bz2")
+_CHUNK_MARK: Final = b"op=\x05"
 _INDEX_ENTRY: Final = np.dtype([("sec", "<u4"), ("nsec", "<u4"), ("offset", "<u4")])
+_COUNT: Final = np.dtype([("key", "<u4"), ("count", "<u4")])
 
 Fields = dict[bytes, bytes]
 
@@ -103,96 +111,22 @@ def parse_connection(fields: Fields, data: bytes, limits: Limits) -> Connection:
     return Connection(number(fields, b"conn"), topic.rstrip("/") or "/", kind, text, "ros1")
 
 
-def find_index(data: bytes, base: int) -> list[Place]:
-    """Return where the entries of the index records after a chunk lie.
-
-    Args:
-        data: The records.
-        base: Where they begin in the file.
-    """
-    found = []
-    pos = 0
-    while pos < len(data):
-        fields, start, pos = parse_record(data, pos, len(data))
-        if opcode(fields) != INDEX:
-            continue
-        size_bytes = number(fields, b"count") * _INDEX_ENTRY.itemsize
-        if pos > len(data) or pos - start != size_bytes or number(fields, b"ver") != 1:
-            raise BadRecord("the index of a chunk is damaged")
-        found.append((number(fields, b"conn"), base + start, size_bytes))
-    return found
-
-
-def parse_entries(found: list[tuple[int, bytes]]) -> Entries:
-    """Return the messages that index entries name, from the bytes of each connection."""
-    rows = np.frombuffer(b"".join(data for _, data in found), _INDEX_ENTRY)
-    counts = [len(data) // _INDEX_ENTRY.itemsize for _, data in found]
-    return Entries(
-        rows["sec"].astype(np.int64) * 10**9 + rows["nsec"],
-        rows["offset"].astype(np.int64),
-        np.repeat(np.array([key for key, _ in found], np.int64), counts),
-    )
-
-
 class Ros1Bag(ChunkedBag):
     """A ROS 1 bag with its index."""
 
     kind = "bag"
+    _HEAD_BYTES = 512
+    _ENTRY = _INDEX_ENTRY
 
-    def __init__(self, path: Path, limits: Limits, salvage: bool = False) -> None:
-        self.path, self.limits = path, limits
-        self._source = Source(path)
-        self.size_bytes = self._source.size_bytes
-        self.compression = "none"
-        self._connections, self._chunks = {}, []
-        self.start_ns = self.end_ns = 0
-        try:
-            self._open(salvage)
-        except BaseException:
-            self.close()
-            raise
-
-    def _open(self, salvage: bool) -> None:
-        magic = self._source.read(0, min(len(MAGIC), self.size_bytes))
+    def _check_magic(self) -> None:
+        magic = self._source.peek(0, len(MAGIC))
         if magic != MAGIC:
             version = re.match(rb"#ROSBAG V([\d.]+)", magic)
             what = f"of version {version[1].decode()}" if version else "not a ROS 1 bag"
             raise UnknownFormat(f"{self.path} is {what}; bags of version 2.0 can be read")
-        try:
-            self._read_index()
-            reason = ""
-        except CorruptFile as error:
-            reason = str(error).removeprefix(f"{self.path}: ").partition("; pass")[0]
-            if not salvage:
-                raise CorruptFile(
-                    f"{self.path}: {reason}; pass --salvage to read what there is"
-                ) from None
-        if salvage:
-            self._scan(reason)
-        self.topics = self._make_topics(self._count_all())
-        if self._chunks:
-            with self._named():
-                fields, _, _ = self._chunk_header(self._chunks[0])
-            self.compression = fields[b"compression"].decode("ascii", "replace")
 
-    def _scan(self, reason: str) -> None:
-        """Read every chunk, and keep to what can be read."""
-        from penstock.bags.ros1_scan import scan
-
-        promised = sum(self._count_all().values())
-        found = scan(self._source, self.limits, self._connections)
-        self._connections, self._chunks = found.connections, found.chunks
-        self.start_ns, self.end_ns = found.start_ns, found.end_ns
-        report = found.report
-        good = all(chunk.indexed for chunk in found.chunks) and report.messages == promised
-        if reason or report.damaged_chunks or report.skipped_bytes or not good:
-            reason = reason or "some chunks or their indexes are damaged"
-            self.salvage = replace(report, reason=reason)
-            if not found.chunks:
-                raise DataError(f"{self.path}: nothing could be salvaged ({reason})")
-
-    def _read_index(self) -> None:
-        peek = self._source.read(0, min(_PEEK_BYTES * 2, self.size_bytes))
+    def _read_index(self) -> int | None:
+        peek = self._source.peek(0, _PEEK_BYTES * 2)
         fields, _, _ = parse_record(peek, len(MAGIC), len(peek))
         if opcode(fields) != BAG_HEADER:
             raise BadRecord("the bag header is missing")
@@ -206,118 +140,178 @@ class Ros1Bag(ChunkedBag):
             raise BadRecord("the file is cut: its index is missing")
         self.limits.check_count(self.path, "connections", connections, self.limits.topics)
         self.limits.check_count(self.path, "chunks", chunks, self.limits.chunks)
-        size_bytes = self.size_bytes - index_pos
-        self.limits.check_chunk(self.path, size_bytes, 0)
-        data = self._source.read(index_pos, size_bytes, "the index")
+        stream, _ = self._plain_stream(index_pos, self.size_bytes)
         pos = 0
         for _ in range(connections):
-            fields, start, pos = self._index_record(data, pos, CONNECTION)
-            connection = parse_connection(fields, data[start:pos], self.limits)
-            self._connections[connection.id] = connection
-        times = []
+            fields, start, pos = self._index_record(stream, pos, CONNECTION)
+            data = bytes(stream.take(start, pos - start))
+            self._add_connection(parse_connection(fields, data, self.limits))
+        times: list[int] = []
         for _ in range(chunks):
-            fields, start, pos = self._index_record(data, pos, CHUNK_INFO)
-            chunk = Chunk(number(fields, b"chunk_pos", 8), 0, data[start:pos])
+            fields, start, pos = self._index_record(stream, pos, CHUNK_INFO)
             expect(
-                len(chunk.counts) == 8 * number(fields, b"count"),
+                pos - start == _COUNT.itemsize * number(fields, b"count"),
                 self.path,
                 "a chunk info has the wrong length",
             )
-            unknown = {key for key, _ in iter_unpack("<II", chunk.counts)} - set(self._connections)
+            counts = np.frombuffer(stream.take(start, pos - start), _COUNT)
+            unknown = set(counts["key"].tolist()) - set(self._connections)
             expect(not unknown, self.path, f"the index names unknown connections {unknown}")
-            self._chunks.append(chunk)
-            if chunk.counts:
+            chunk = Chunk(number(fields, b"chunk_pos", 8), index_pos)
+            expect(len(MAGIC) <= chunk.pos < index_pos, self.path, "the index names a wrong chunk")
+            self._chunks.add(chunk, make_slots(counts["key"], counts["count"]))
+            if len(counts):
                 times += [time_ns(fields, b"start_time"), time_ns(fields, b"end_time")]
                 times = [min(times), max(times)]
         self.start_ns, self.end_ns = times or (0, 0)
-        self._chunks.sort(key=lambda chunk: chunk.pos)
-        stops = [chunk.pos for chunk in self._chunks[1:]] + [index_pos]
-        for chunk, stop in zip(self._chunks, stops, strict=False):
-            expect(len(MAGIC) <= chunk.pos < stop, self.path, "the index names a wrong chunk")
-            chunk.stop = stop
+        return None
 
-    def _index_record(self, data: bytes, pos: int, kind: int) -> tuple[Fields, int, int]:
-        fields, start, stop = parse_record(data, pos, len(data))
+    def _index_record(self, stream: ChunkStream, pos: int, kind: int) -> tuple[Fields, int, int]:
+        """Return the header of an index record, and the offsets of its data."""
+        fields, start, stop = _record_in(stream, pos)
         expect(
-            opcode(fields) == kind and stop <= len(data),
+            opcode(fields) == kind,
             self.path,
             f"the index is damaged at {pos}: a record of kind {kind} is missing",
         )
+        self.limits.check_record(self.path, stop - start)
         return fields, start, stop
 
-    def _chunk_header(self, chunk: Chunk) -> tuple[Fields, int, int]:
-        """Return the header of a chunk, and where its stored data begins and ends."""
-        peek = self._source.read(chunk.pos, min(_PEEK_BYTES, self.size_bytes - chunk.pos))
+    def _stored_at(self, pos: int) -> Stored:
+        peek = self._source.peek(pos, _CHUNK_HEAD_BYTES)
         fields, start, stop = parse_record(peek, 0, len(peek))
-        damaged = chunk.usable_bytes >= 0
-        expect(
-            opcode(fields) == CHUNK
-            and b"compression" in fields
-            and (damaged or chunk.pos + stop <= chunk.stop),
-            self.path,
-            f"the chunk at {chunk.pos} is damaged; pass --salvage to read the rest",
-        )
-        return fields, chunk.pos + start, min(chunk.pos + stop, chunk.stop)
+        if opcode(fields) != CHUNK or b"compression" not in fields:
+            raise BadRecord(f"the chunk at {pos} is damaged")
+        name = fields[b"compression"].decode("ascii", "replace")
+        return Stored(pos + start, pos + stop, number(fields, b"size"), 0, name)
 
-    def _memory_bytes(self, chunk: Chunk) -> int:
-        fields, start, stop = self._chunk_header(chunk)
-        return stop - start + number(fields, b"size")
-
-    def _load(self, chunk: Chunk) -> bytes:
-        fields, start, stop = self._chunk_header(chunk)
-        size_bytes = number(fields, b"size")
-        self.limits.check_chunk(self.path, stop - start, size_bytes)
-        data = self._source.read(start, stop - start, "a chunk")
-        compression = fields[b"compression"].decode("ascii", "replace")
-        if chunk.usable_bytes >= 0:
-            return inflate_prefix(self.path, compression, data, chunk.usable_bytes, self.limits)
-        return inflate(self.path, compression, data, size_bytes, self.limits)
-
-    def _find_index(self, chunk: Chunk) -> list[Place]:
-        _, _, pos = self._chunk_header(chunk)
-        self.limits.check_record(self.path, chunk.stop - pos)
-        return find_index(self._source.read(pos, chunk.stop - pos, "the index of a chunk"), pos)
-
-    def _parse_entries(self, found: list[tuple[int, bytes]]) -> Entries:
-        return parse_entries(found)
-
-    def _walk(self, chunk: Chunk, data: bytes, ids: Collection[int]) -> Entries:
-        from penstock.bags.ros1_scan import walk
-
-        entries = walk(data, self.limits).entries
-        return Entries(*(column[np.isin(entries.ids, list(ids))] for column in entries))
-
-    def _messages(
-        self, data: bytes, entries: Entries, ordinals: NDArray[np.int64]
-    ) -> Iterator[Message]:
-        view = memoryview(data)
+    def _head_parser(self) -> HeadParser:
         # Headers of one connection differ in the time alone, which is the last field as nearly
         # all writers order them: they are recognised without parsing.
         known: dict[int, bytes] = {}
-        small = len(data) // SMALL_PART
-        columns = (column.tolist() for column in (*entries, ordinals))
-        for t_ns, offset, key, ordinal in zip(*columns, strict=True):
-            prefix = known.get(key, b"")
-            start = offset + len(prefix) + 12
-            if prefix and data.startswith(prefix, offset) and start <= len(data):
-                sec, nsec, length = _TIME_AND_LENGTH(data, start - 12)
-                found_ns, stop = sec * 10**9 + nsec, start + length
-            else:
-                found_ns, start, stop = self._parse_message(data, offset, key)
-                if data[start - 17 : start - 12] == b"time=":
-                    known[key] = data[offset : start - 12]
-            if stop > len(data) or found_ns != t_ns:
-                raise BadRecord(
-                    f"a message of connection {key} is not where or when the index says"
-                )
-            message: bytes | memoryview = view[start:stop]
-            if stop - start < small:  # a view would keep the whole chunk
-                message = bytes(message)
-            yield Message(self._connections[key].topic, ordinal, t_ns, message)
 
-    def _parse_message(self, data: bytes, offset: int, key: int) -> tuple[int, int, int]:
-        """Return the time of a message, and where its data begins and ends."""
-        fields, start, stop = parse_record(data, offset, len(data))
-        if opcode(fields) != MESSAGE or number(fields, b"conn") != key:
-            raise BadRecord(f"the index names a message at {offset} of a chunk, which is none")
-        return time_ns(fields, b"time"), start, stop
+        def parse(data: bytes, at: int, key: int) -> tuple[int, int, int]:
+            prefix = known.get(key, b"")
+            start = at + len(prefix) + 12
+            if prefix and data.startswith(prefix, at) and start <= len(data):
+                sec, nsec, length = _TIME_AND_LENGTH(data, start - 12)
+                return sec * 10**9 + nsec, start, start + length
+            fields, start, stop = parse_record(data, at, len(data))
+            if opcode(fields) != MESSAGE or number(fields, b"conn") != key:
+                raise BadRecord(f"the index names a message of connection {key}, which is none")
+            if data[start - 17 : start - 12] == b"time=":
+                known[key] = data[at : start - 12]
+            return time_ns(fields, b"time"), start, stop
+
+        return parse
+
+    def _records(self, stream: ChunkStream, learn: bool = False) -> Iterator[Record]:
+        offset = 0
+        while stream.window(offset, 1)[0]:
+            fields, start, stop = _record_in(stream, offset)
+            kind = opcode(fields)
+            if kind == MESSAGE:
+                t_ns = time_ns(fields, b"time")
+                yield Record(number(fields, b"conn"), t_ns, offset, start, stop)
+            elif kind != CONNECTION:
+                raise BadRecord(f"a chunk holds a record of kind {kind}")
+            elif learn and stop - start <= self.limits.definition_bytes * 2:
+                data = bytes(stream.take(start, stop - start))
+                self._add_connection(parse_connection(fields, data, self.limits))
+            offset = stop
+
+    def _index_records(
+        self, stream: ChunkStream, size_bytes: int
+    ) -> Iterator[tuple[int, int, int]]:
+        pos = 0
+        while pos < size_bytes:
+            fields, start, pos = _record_in(stream, pos)
+            if opcode(fields) != INDEX:
+                continue
+            length = number(fields, b"count") * _INDEX_ENTRY.itemsize
+            if pos > size_bytes or pos - start != length or number(fields, b"ver") != 1:
+                raise BadRecord("the index of a chunk is damaged")
+            yield number(fields, b"conn"), start, length
+
+    def _parse_entries(self, data: bytes | memoryview) -> Entries:
+        rows = np.frombuffer(data, _INDEX_ENTRY)
+        return rows["sec"].astype(np.int64) * 10**9 + rows["nsec"], rows["offset"].astype(np.int64)
+
+    def _scanner(self, stop: int, tolerant: bool) -> Scanner:
+        return _Ros1Scanner(self, stop, tolerant)
+
+
+class _Ros1Scanner(Scanner):
+    def begin(self) -> int:
+        return len(MAGIC)
+
+    def record(self, pos: int) -> int:
+        fields, start, stop = self._head(pos)
+        kind = opcode(fields)
+        if kind == CHUNK:
+            if fields.get(b"compression") not in _COMPRESSIONS:
+                raise BadRecord(f"the chunk at {pos} has an unknown compression")
+            name = fields[b"compression"].decode()
+            return self.chunk(pos, Stored(start, stop, number(fields, b"size"), 0, name))
+        if stop > self.source.size_bytes or not MESSAGE <= kind <= CONNECTION:
+            raise BadRecord(f"there is no record at {pos}")
+        if kind == CONNECTION and stop - start <= self.limits.definition_bytes * 2:
+            data = self.source.read(start, stop - start)
+            self.bag._add_connection(parse_connection(fields, data, self.limits))
+        return stop
+
+    def follows(self, pos: int) -> bool:
+        try:
+            return pos == self.source.size_bytes or bool(self._head(pos))
+        except BadRecord:
+            return False
+
+    def index_stop(self, pos: int) -> int:
+        try:
+            while True:
+                fields, _, stop = self._head(pos)
+                if opcode(fields) != INDEX or stop > self.source.size_bytes:
+                    return pos
+                pos = stop
+        except BadRecord:
+            return pos
+
+    def candidates(self, window: bytes, at: int) -> Iterator[int]:
+        mark = window.find(_CHUNK_MARK)
+        while mark >= 0:
+            start = self._chunk_start(at + mark)
+            if start is not None:
+                yield start
+            mark = window.find(_CHUNK_MARK, mark + 1)
+
+    def _head(self, pos: int) -> tuple[Fields, int, int]:
+        """Return the header of a record in the file, and where its data begins and ends."""
+        peek = self.source.peek(pos, _PEEK_BYTES)
+        fields, start, stop = parse_record(peek, 0, len(peek))
+        return fields, pos + start, pos + stop
+
+    def _chunk_start(self, mark: int) -> int | None:
+        """Return the beginning of the chunk record whose kind stands at `mark`, if it is one."""
+        low = max(len(MAGIC), mark - 64)
+        before = self.source.read(low, mark - low)
+        # The field of the kind comes first, or after "compression=..." or "size=....".
+        candidates = [mark - 8]
+        for name in (b"compression=", b"size="):
+            hit = before.rfind(name)
+            if hit >= 8:
+                candidates.append(low + hit - 8)
+        for start in candidates:
+            try:
+                fields, _, _ = self._head(max(start, len(MAGIC)))
+            except BadRecord:
+                continue
+            if opcode(fields) == CHUNK and fields.get(b"compression") in _COMPRESSIONS:
+                return max(start, len(MAGIC))
+        return None
+
+
+def _record_in(stream: ChunkStream, offset: int) -> tuple[Fields, int, int]:
+    """Return the header of a record in a chunk, and the offsets of its data."""
+    data, at = stream.window(offset, _PEEK_BYTES)
+    fields, start, stop = parse_record(data, at, len(data))
+    return fields, offset + start - at, offset + stop - at

@@ -1,15 +1,18 @@
-"""Bytes of a file by position, and chunks decompressed within their declared size."""
+"""Bytes of a file by position, and of its chunks: decompressed within what they declare."""
 
 from __future__ import annotations
 
 import bz2
 import os
+import threading
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import lz4.frame
+from isal import isal_zlib
 
-from penstock.bags.limits import Limits, expect
+from penstock.bags.limits import BadRecord, Limits, expect
 from penstock.core.codecs import zstd
 from penstock.core.files import storage_error
 from penstock.errors import CorruptFile, DataError, UnknownFormat, UsageError
@@ -24,14 +27,27 @@ DECOMPRESSION_ERRORS: Final = (
     zstd.ZstdError,
 )
 ZSTD_MAGIC: Final = b"\x28\xb5\x2f\xfd"  # how no CDR data begins
-_PIECE_BYTES: Final = 1 << 16
+SMALL_PART: Final = 8  # a message of less than this part of what it lies in is copied out of it
+_INPUT_BYTES: Final = 1 << 16
+_OUTPUT_BYTES: Final = 1 << 20
+_PAGE_BYTES: Final = 4096
+
+
+class ChecksumMismatch(BadRecord):
+    """The bytes of a chunk are not those that were written: any of them may be wrong."""
 
 
 class Source:
-    """A file that is read by position, from any thread; its end is known before it is read."""
+    """A file that is read by position, from any thread; its end is known before it is read.
+
+    Attributes:
+        bytes_read: What was read so far.
+    """
 
     def __init__(self, path: Path) -> None:
         self.path = path
+        self.bytes_read = 0
+        self._lock = threading.Lock()
         self._descriptor: int | None = None
         try:
             self._descriptor = os.open(path, os.O_RDONLY)
@@ -59,7 +75,13 @@ class Source:
                 data += more
         except OSError as error:
             raise storage_error("read", self.path, error) from error
+        with self._lock:
+            self.bytes_read += size_bytes
         return data
+
+    def peek(self, pos: int, size_bytes: int) -> bytes:
+        """Return so many bytes, or as many as there are until the end of the file."""
+        return self.read(pos, max(min(size_bytes, self.size_bytes - pos), 0))
 
     def close(self) -> None:
         """Close the file; safe to call twice."""
@@ -71,66 +93,208 @@ class Source:
         self.close()
 
 
-def inflate(path: Path, compression: str, data: bytes, size_bytes: int, limits: Limits) -> bytes:
-    """Return the decompressed bytes of a chunk, exactly as many as it declares.
+class Stored(NamedTuple):
+    """How the bytes of a chunk are stored.
+
+    Attributes:
+        start: Where they begin in the file.
+        stop: Where they end.
+        size_bytes: How many they are when decompressed.
+        crc: The checksum of the decompressed bytes; 0 for none, None if it is compared later.
+        compression: "none" or "", "lz4", "bz2" or "zstd".
+    """
+
+    start: int
+    stop: int
+    size_bytes: int
+    crc: int | None = 0
+    compression: str = ""
+
+
+class ChunkStream:
+    """The decompressed bytes of a chunk, from its beginning to its end.
+
+    A small chunk is one piece. Of a large one a piece at a time is decompressed and held, so its
+    bytes can be asked for in rising order only.
 
     Args:
-        path: For the errors.
-        compression: "none" or "", "lz4", "bz2" or "zstd".
-        data: The stored bytes.
-        size_bytes: The declared size, checked against the limits before anything is allocated.
-        limits: What a chunk may ask for.
+        source: The file.
+        stored: Where and how the bytes lie in it; the size is checked against the limits.
+        limits: What the chunk may ask for.
+        usable_bytes: Of a damaged chunk: its bytes up to the damage. The others, and the checksum,
+            are then not looked at.
+        careful: Decompress in small steps, to have all bytes before a damage.
     """
-    limits.check_chunk(path, len(data), size_bytes)
-    plain = data
-    if compression not in PLAIN:
-        decompressor = new_decompressor(compression)
+
+    def __init__(
+        self,
+        source: Source,
+        stored: Stored,
+        limits: Limits,
+        usable_bytes: int = -1,
+        careful: bool = False,
+    ) -> None:
+        limits.check_ratio(source.path, stored.stop - stored.start, stored.size_bytes)
+        self._source, self._stored, self._limits = source, stored, limits
+        self._usable_bytes = usable_bytes
+        self._careful = careful or usable_bytes >= 0
+        self._data = b""
+        self._first = 0  # where the piece begins in the chunk
+        self.crc = 0  # of all bytes, once the end was reached, unless there is none to compare
+        self._pieces = self._checked(self._decompressed())
+
+    def window(self, offset: int, size_bytes: int) -> tuple[bytes, int]:
+        """Return a piece, and where in it the bytes at an offset are; fewer at the chunk's end.
+
+        Raises:
+            BadRecord: They were passed over already.
+        """
+        at = offset - self._first
+        if at < 0:
+            raise BadRecord("the messages of a chunk overlap")
+        while at >= len(self._data):
+            at -= len(self._data)
+            if not self._next():
+                return b"", 0
+        while at + size_bytes > len(self._data):
+            rest = self._data[at:]
+            if not self._next():
+                self._data, self._first = rest, self._first - len(rest)
+                return rest, 0
+            self._data, self._first = rest + self._data, self._first - len(rest)
+            at = 0
+        return self._data, at
+
+    def take(self, offset: int, size_bytes: int) -> bytes | memoryview:
+        """Return the bytes at an offset; they stay valid for as long as they are held.
+
+        Raises:
+            BadRecord: The chunk ends before.
+        """
+        piece, at = self.window(offset, 1 if size_bytes else 0)
+        if at + size_bytes <= len(piece):
+            view = memoryview(piece)[at : at + size_bytes]
+            return bytes(view) if size_bytes * SMALL_PART < len(piece) else view
+        found = bytearray(size_bytes)
+        done = 0
+        while True:
+            part = memoryview(self._data)[at : at + size_bytes - done]
+            found[done : done + len(part)] = part
+            done += len(part)
+            if done == size_bytes:
+                return memoryview(found).toreadonly()
+            at = 0
+            if not self._next():
+                raise BadRecord("a message goes beyond the end of its chunk")
+
+    def reach(self, stop: int) -> None:
+        """Make sure that the chunk goes as far as an offset."""
+        if stop > self.reached and self.window(stop - 1, 1) == (b"", 0):
+            raise BadRecord("a record goes beyond the end of its chunk")
+
+    @property
+    def reached(self) -> int:
+        """The offset up to which the chunk was decompressed."""
+        return self._first + len(self._data)
+
+    def finish(self) -> None:
+        """Go on to the end, for the checks of size and checksum."""
+        while self._next():
+            pass
+
+    def _next(self) -> bool:
+        """Hold the next piece; False at the end."""
+        self._first += len(self._data)
+        self._data = b""  # else two pieces are in memory
+        self._data = next(self._pieces, b"")
+        return bool(self._data)
+
+    def _checked(self, pieces: Iterator[bytes]) -> Iterator[bytes]:
+        """Pass the pieces on, and hold their sum to what the chunk declares."""
+        stored, size_bytes = self._stored, 0
+        if self._usable_bytes >= 0:
+            for piece in pieces:
+                left = self._usable_bytes - size_bytes
+                size_bytes += len(piece)
+                yield piece[:left]
+                if size_bytes >= self._usable_bytes:
+                    return
+            return
+        wrong = (
+            f"{self._source.path}: a chunk holds another number of bytes than the "
+            f"{stored.size_bytes} that it declares; pass --salvage to read the rest"
+        )
+        for piece in pieces:
+            size_bytes += len(piece)
+            if size_bytes > stored.size_bytes:
+                raise CorruptFile(wrong)
+            if stored.crc != 0:
+                self.crc = isal_zlib.crc32(piece, self.crc)
+            if stored.crc and size_bytes == stored.size_bytes and self.crc != stored.crc:
+                raise ChecksumMismatch("a chunk does not match its checksum")
+            yield piece
+        if size_bytes < stored.size_bytes:
+            raise CorruptFile(wrong)
+
+    def _decompressed(self) -> Iterator[bytes]:
+        start, stop, size_bytes, _, compression = self._stored
+        small = max(stop - start, size_bytes) <= self._limits.piece_bytes
+        if compression in PLAIN:
+            if self._careful:
+                stop = min(stop, start + size_bytes)
+            step = max(stop - start, 1) if small else _OUTPUT_BYTES
+            for pos in range(start, stop, step):
+                yield self._source.read(pos, min(step, stop - pos), "a chunk")
+            return
+        decompressor = new_decompressor(compression, self._limits)
         if decompressor is None:
-            raise UnknownFormat(f"{path}: unknown compression {compression[:40]!r}")
-        try:
-            # One byte more than declared, so that a chunk that holds more is found out.
-            plain = decompressor.decompress(data, max_length=size_bytes + 1)
-        except DECOMPRESSION_ERRORS as error:
-            raise CorruptFile(
-                f"{path}: a {compression} chunk cannot be decompressed ({error}); pass --salvage "
-                "to read the rest"
-            ) from error
-    expect(
-        len(plain) == size_bytes,
-        path,
-        f"a chunk holds another number of bytes than the {size_bytes} that it declares; pass "
-        "--salvage to read the rest",
-    )
-    return plain
+            raise UnknownFormat(f"{self._source.path}: unknown compression {compression[:40]!r}")
+        small = small and not self._careful
+        # One byte more than declared, so that a chunk that holds more is found out.
+        most_bytes = size_bytes + 1 if small else _OUTPUT_BYTES
+        pos = start
+        while not decompressor.eof:
+            data = b""
+            if decompressor.needs_input and pos < stop:
+                step = stop - pos if small else min(_INPUT_BYTES, stop - pos)
+                data = self._source.read(pos, step, "a chunk")
+                pos += step
+            try:
+                piece = decompressor.decompress(data, max_length=most_bytes)
+            except DECOMPRESSION_ERRORS as error:
+                raise CorruptFile(
+                    f"{self._source.path}: a {compression} chunk cannot be decompressed ({error}); "
+                    "pass --salvage to read the rest"
+                ) from error
+            if piece:
+                yield piece
+            elif not data and (pos == stop or not decompressor.needs_input):
+                return  # it is cut
 
 
-def inflate_prefix(
-    path: Path, compression: str, data: bytes, size_bytes: int, limits: Limits
-) -> bytes:
-    """Return as much of a damaged chunk as can be decompressed; possibly nothing."""
-    limits.check_chunk(path, len(data), size_bytes)
-    if compression in PLAIN:
-        return data[:size_bytes]
-    decompressor = new_decompressor(compression)
-    if decompressor is None:
-        return b""
-    found = bytearray()
-    try:
-        for start in range(0, len(data), _PIECE_BYTES):
-            piece = data[start : start + _PIECE_BYTES]
-            while len(found) < size_bytes and not decompressor.eof:
-                found += decompressor.decompress(piece, max_length=size_bytes - len(found))
-                piece = b""
-                if decompressor.needs_input:
-                    break
-    except DECOMPRESSION_ERRORS:
-        pass
-    return bytes(found)
+class StoredWindow:
+    """The heads of messages in a chunk that is not compressed, wherever they are; no checks."""
+
+    def __init__(self, source: Source, stored: Stored) -> None:
+        self._source, self._stored = source, stored
+
+    def window(self, offset: int, size_bytes: int) -> tuple[bytes, int]:
+        """Return the bytes at an offset, as `ChunkStream.window` does."""
+        pos = self._stored.start + offset
+        most_bytes = max(size_bytes, _PAGE_BYTES)
+        return self._source.read(pos, max(min(most_bytes, self._stored.stop - pos), 0)), 0
+
+    def take(self, offset: int, size_bytes: int) -> bytes:
+        """Return the bytes at an offset."""
+        return self._source.read(self._stored.start + offset, size_bytes, "a message")
+
+    def finish(self) -> None:
+        """Nothing is left to be checked."""
 
 
 def inflate_message(path: Path, data: bytes | memoryview, limits: Limits) -> bytes:
     """Return a message that was compressed on its own (rosbag2's compression mode "message")."""
-    decompressor = zstd.ZstdDecompressor()
+    decompressor = new_decompressor("zstd", limits)
     most_bytes = max(limits.ratio_from_bytes, len(data) * limits.ratio)
     try:
         plain: bytes = decompressor.decompress(
@@ -143,7 +307,7 @@ def inflate_message(path: Path, data: bytes | memoryview, limits: Limits) -> byt
     return plain
 
 
-def new_decompressor(compression: str) -> Any:
+def new_decompressor(compression: str, limits: Limits) -> Any:
     """Return a decompressor with a bound on its output; None for an unknown kind."""
     match compression:
         case "lz4":
@@ -151,5 +315,6 @@ def new_decompressor(compression: str) -> Any:
         case "bz2":
             return bz2.BZ2Decompressor()
         case "zstd":
-            return zstd.ZstdDecompressor()
+            window = zstd.DecompressionParameter.window_log_max
+            return zstd.ZstdDecompressor(options={window: limits.window_bytes.bit_length() - 1})
     return None

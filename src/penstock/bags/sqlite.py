@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import sqlite3
 import sys
-from collections.abc import Iterator, Sequence
-from contextlib import closing, contextmanager
+from array import array
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import closing, contextmanager, suppress
 from pathlib import Path
 from typing import Any, Final
 
@@ -17,13 +18,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from penstock.bags.limits import Limits, expect
-from penstock.bags.reader import Bag, Message, SalvageReport, Topic, Wanted, join_topics
+from penstock.bags.reader import Bag, Message, SalvageReport, Selection, Topic, Wanted, join_topics
 from penstock.bags.source import ZSTD_MAGIC, inflate_message
 from penstock.errors import CorruptFile, DataError, LimitExceeded, UnknownFormat
 
 # sqlite3 fails to decode its own message about a damaged schema.
 READ_ERRORS: Final = (sqlite3.Error, UnicodeDecodeError)
 _BATCH: Final = 4096
+_READ_BATCH: Final = 256
 _NEEDED: Final = {
     "topics": {"id", "name", "type", "serialization_format"},
     "messages": {"id", "topic_id", "timestamp", "data"},
@@ -47,6 +49,9 @@ class SqliteBag(Bag):
         self.start_ns = self.end_ns = 0
         # The first id and the length of the runs of rows that a salvage found readable.
         self._runs: list[tuple[int, int]] | None = None
+        # Topic and time of every row, in file order; None if they are too many to be held.
+        self._index: tuple[NDArray[np.int64], NDArray[np.int64]] | None = None
+        self._bytes_read = 0
         self._names: dict[int, str] = {}
         self._salvaging = salvage
         if not salvage:
@@ -78,66 +83,78 @@ class SqliteBag(Bag):
 
     def times(self, topic: str) -> NDArray[np.int64]:
         """Return the log times of a topic, in file order."""
-        found = np.empty(self.topic(topic).count, np.int64)
+        count = self.topic(topic).count
+        ids = [key for key, name in self._names.items() if name == topic]
+        if self._index is not None:
+            return self._index[1][np.isin(self._index[0], ids)]
+        found = np.empty(count, np.int64)
         at = 0
-        for rows in self._rows("timestamp", [topic]):
-            times = self._numbers([row[0] for row in rows])
-            expect(at + len(times) <= len(found), self.path, "the database changed while read")
+        for rows in self._rows(ids):
+            times = self._numbers([t_ns for _, _, t_ns in rows])
+            expect(at + len(times) <= count, self.path, "the database changed while it was read")
             found[at : at + len(times)] = times
             at += len(times)
-        expect(at == len(found), self.path, "the database changed while it was read")
+        expect(at == count, self.path, "the database changed while it was read")
         return found
+
+    @property
+    def bytes_read(self) -> int:
+        """Bytes of the messages that were fetched so far."""
+        return self._bytes_read
 
     def close(self) -> None:
         """Nothing stays open between readings."""
 
-    def _read(self, topics: Sequence[str], wanted: Wanted) -> Iterator[Message]:
-        ordinals = dict.fromkeys(topics, 0)
-        turns = {topic: iter(chosen.tolist()) for topic, chosen in wanted.items()}
-        due = {topic: next(turn, -1) for topic, turn in turns.items()}
-        columns = f"topic_id, timestamp, {data_column(self.limits)}"
-        for rows in self._rows(columns, topics, batch=16):
-            for key, t_ns, data in rows:
-                topic = self._names[key]
-                ordinal = ordinals[topic]
-                ordinals[topic] = ordinal + 1
-                if topic in due:
-                    if ordinal != due[topic]:
-                        continue
-                    due[topic] = next(turns[topic], -1)
-                if not isinstance(data, bytes) or not isinstance(t_ns, int):
-                    raise CorruptFile(f"{self.path}: a row of messages holds no message")
-                if data.startswith(ZSTD_MAGIC):
-                    data = inflate_message(self.path, data, self.limits)
-                yield Message(topic, ordinal, t_ns, data)
+    def _read(
+        self, topics: Sequence[str], wanted: Wanted, heads: Mapping[str, int] | None = None
+    ) -> Iterator[Message]:
+        """Yield messages; the rows are looked at without their data, which is fetched if wanted."""
+        selection = Selection(topics, wanted)
+        asked = set(topics)
+        ids = [key for key, name in self._names.items() if name in asked]
+        query = (
+            f"SELECT id, {data_column(self.limits)} FROM messages "  # noqa: S608
+            "WHERE id IN ({}) ORDER BY id"
+        )
+        with closing(self._connect()) as database, self._errors():
+            for rows in self._rows(ids):
+                chosen = {}
+                for row_id, key, t_ns in rows:
+                    ordinal = selection.next(self._names[key])
+                    if ordinal is not None:
+                        chosen[row_id] = self._names[key], ordinal, t_ns
+                if not chosen:
+                    continue
+                cursor = database.execute(query.format(",".join("?" * len(chosen))), [*chosen])
+                for row_id, data in cursor:
+                    topic, ordinal, t_ns = chosen[row_id]
+                    if not isinstance(data, bytes) or not isinstance(t_ns, int):
+                        raise CorruptFile(f"{self.path}: a row of messages holds no message")
+                    self._bytes_read += len(data)
+                    if data.startswith(ZSTD_MAGIC):
+                        data = inflate_message(self.path, data, self.limits)
+                    yield Message(topic, ordinal, t_ns, data)
 
-    def _rows(
-        self, columns: str, topics: Sequence[str], batch: int = _BATCH
-    ) -> Iterator[list[Any]]:
-        """Yield rows of messages in file order, in batches."""
-        wanted = set(topics)
-        ids = [key for key, name in self._names.items() if name in wanted]
+    def _rows(self, ids: Sequence[int]) -> Iterator[list[tuple[int, int, int]]]:
+        """Yield id, topic and time of rows of messages in file order, in batches.
+
+        The data, which comes last in a row, is not read.
+        """
+        where = f"topic_id IN ({','.join(map(str, ids))})"
+        columns = "SELECT id, topic_id, timestamp FROM messages WHERE"
         with closing(self._connect()) as database, self._errors():
             if self._runs is None:
-                where = ""
-                if len(ids) < len(self._names):
-                    where = f"WHERE topic_id IN ({','.join('?' * len(ids))})"
-                else:
-                    ids = []
-                query = f"SELECT {columns} FROM messages {where} ORDER BY id"  # noqa: S608
-                cursor = database.execute(query, ids)
-                while rows := cursor.fetchmany(batch):
+                cursor = database.execute(f"{columns} {where} ORDER BY id")
+                while rows := cursor.fetchmany(_READ_BATCH):
                     yield rows
                 return
             # The limit keeps SQLite from looking at the row behind a run, which is damaged.
-            query = (
-                f"SELECT topic_id, {columns} FROM messages WHERE id >= ? "  # noqa: S608
-                "ORDER BY id LIMIT ?"
-            )
+            query = f"{columns} id >= ? ORDER BY id LIMIT ?"
+            wanted = set(ids)
             for run in self._runs:
-                for topic_id, *row in database.execute(query, run):
-                    if topic_id in ids:
-                        yield [row]
+                cursor = database.execute(query, run)
+                while rows := cursor.fetchmany(_READ_BATCH):
+                    yield [row for row in rows if row[1] in wanted]
 
     def _connect(self) -> sqlite3.Connection:
         # A recorder that was killed leaves a log beside the database, which must be read with it.
@@ -253,13 +270,24 @@ class SqliteBag(Bag):
         """Count the messages of each topic, and find the first and the last time."""
         counts: dict[int, int] = {}
         ends: list[int] = []
-        cursor = database.execute("SELECT topic_id, timestamp FROM messages")
+        columns: tuple[array[int], array[int]] | None = array("q"), array("q")
+        cursor = database.execute("SELECT topic_id, timestamp FROM messages ORDER BY id")
         while rows := cursor.fetchmany(_BATCH):
-            self._add(counts, ends, rows)
+            found = self._add(counts, ends, rows)
+            if columns is not None:
+                for column, numbers in zip(columns, found, strict=True):
+                    column.frombytes(numbers.tobytes())
+                if 16 * len(columns[0]) > self.limits.index_bytes:
+                    columns = None
         self.start_ns, self.end_ns = ends or (0, 0)
+        if columns is not None:
+            ids, times = (np.frombuffer(column, np.int64) for column in columns)
+            self._index = ids, times
         return counts
 
-    def _add(self, counts: dict[int, int], ends: list[int], rows: list[Any]) -> None:
+    def _add(
+        self, counts: dict[int, int], ends: list[int], rows: list[Any]
+    ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
         ids, times = (
             self._numbers([row[0] for row in rows]),
             self._numbers([row[1] for row in rows]),
@@ -270,6 +298,7 @@ class SqliteBag(Bag):
             expect(key in self._names, self.path, f"messages of the unknown topic {key}")
             counts[key] = counts.get(key, 0) + count
         ends[:] = [min([*ends[:1], int(times.min())]), max([*ends[1:], int(times.max())])]
+        return ids, times
 
     def _numbers(self, values: list[Any]) -> NDArray[np.int64]:
         if not all(type(value) is int for value in values):
@@ -277,12 +306,11 @@ class SqliteBag(Bag):
         return np.array(values, np.int64)
 
     def _detect_compression(self) -> None:
-        column = data_column(self.limits)
-        for rows in self._rows(column, list(self.topics), batch=1) if self.message_count else ():
-            data = rows[0][0]
-            if isinstance(data, bytes) and data.startswith(ZSTD_MAGIC):
-                self.compression = "zstd"
-            break
+        query = f"SELECT {data_column(self.limits)} FROM messages ORDER BY id LIMIT 1"  # noqa: S608
+        with suppress(CorruptFile), closing(self._connect()) as database, self._errors():
+            for (data,) in database.execute(query):
+                if isinstance(data, bytes) and data.startswith(ZSTD_MAGIC):
+                    self.compression = "zstd"
 
     def _is_message(self, topic_id: object, t_ns: object, data: object) -> bool:
         """Tell whether the columns of a row are a message."""
@@ -308,7 +336,7 @@ class SqliteBag(Bag):
         reason = reason or "some messages cannot be read"
         if not found.runs:
             raise DataError(f"{self.path}: nothing could be salvaged ({reason})")
-        self._runs = found.runs
+        self._runs, self._index = found.runs, None
         self.start_ns, self.end_ns = found.start_ns, found.end_ns
         total = sum(found.counts.values())
         self.salvage = SalvageReport(reason, total, len(found.runs), found.holes, 0)
