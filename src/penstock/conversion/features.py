@@ -32,7 +32,7 @@ def describe(
     Raises:
         DataError: A message does not hold what the mapping asks of it.
     """
-    first = _first_messages(bag, plan)
+    first = bag.first_messages(plan.topics)
     features: dict[str, Feature] = {}
     for name, feature in mapping.features.items():
         if isinstance(feature, Vector):
@@ -56,16 +56,6 @@ def describe(
     if mapping.gap == "flag":
         features[GAP_FLAG] = Feature("float32", (1,), ["gap"])
     return features
-
-
-def _first_messages(bag: Bag, plan: Plan) -> dict[str, Message]:
-    found: dict[str, Message] = {}
-    for message in bag.read(plan.topics):
-        if message.topic not in found:
-            found[message.topic] = message
-            if len(found) == len(plan.topics):
-                break
-    return found
 
 
 def _vector(

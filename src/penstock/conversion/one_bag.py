@@ -17,7 +17,7 @@ from typing import Any
 
 import numpy as np
 
-from penstock.bags import Bag, Message, open_bag
+from penstock.bags import Bag, Limits, Message, open_bag
 from penstock.conversion import mapping as maps
 from penstock.conversion import settings
 from penstock.conversion.account import Account
@@ -28,6 +28,7 @@ from penstock.conversion.lanes import Lanes, Spool
 from penstock.conversion.pictures import Pictures, Shown
 from penstock.conversion.plan import Plan, plan_bag, summary
 from penstock.conversion.rows import Rows
+from penstock.core.files import make_folder
 from penstock.core.interrupt import check_stop
 from penstock.dataset.layout import Feature
 from penstock.dataset.unit import Episode, UnitRecord, UnitWriter
@@ -107,7 +108,9 @@ def convert_bag(job: Job, advance: Advance) -> Converted:
     mapping = settings.from_json(job.mapping)
     features = {name: Feature.from_json(name, value) for name, value in job.features.items()}
     start_s, start_cpu_s = time.perf_counter(), time.process_time()
-    with open_bag(job.bag, salvage=job.salvage) as bag:
+    limits = Limits() if job.memory_bytes is None else Limits.for_memory(job.memory_bytes)
+    make_folder(job.units)
+    with open_bag(job.bag, salvage=job.salvage, limits=limits, scratch=job.units) as bag:
         plan = plan_bag(bag, mapping)
         if job.max_frames is not None:
             plan = plan.head(job.max_frames)

@@ -144,6 +144,7 @@ class Planner:
             DataError: A topic is missing, or nothing is left.
         """
         topics = dict(self._resolve())
+        self._stamps.prepare({topic for chosen in topics.values() for _, topic in chosen})
         timeline, hz = choose_timeline(self._stamps, self._mapping, topics)
         used = [topic for chosen in topics.values() for _, topic in chosen]
         frames = lay_out(self._stamps, self._mapping, timeline, hz, used, self._account)

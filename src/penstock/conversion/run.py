@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Final, Literal
 
-from penstock.bags import find_bags, open_bag
+from penstock.bags import Limits, find_bags, open_bag
 from penstock.conversion import kuavo
 from penstock.conversion.budget import BASE_BYTES, MemoryWatch, encoder_bytes
 from penstock.conversion.features import Joints, describe
@@ -158,7 +158,7 @@ def make_request(
         mapping = map if isinstance(map, Mapping) else load_map(Path(map))
     else:
         going_on = _mapping_of(Path(out)) if resume or append else None
-        mapping = going_on or _guess(used, salvage)
+        mapping = going_on or _guess(used, salvage, Limits.for_memory(memory_bytes))
     given = {name: value for name, value in settings.items() if value is not None}
     if given:
         mapping = from_json({**mapping.to_json(), **given}, "the command")
@@ -181,13 +181,13 @@ def _check_outside(bags: Sequence[Path], out: Path) -> None:
             raise UsageError(f"{bag} lies in {out}, which would be deleted: move it elsewhere")
 
 
-def _guess(bags: Sequence[Path], salvage: bool) -> Mapping:
+def _guess(bags: Sequence[Path], salvage: bool, limits: Limits) -> Mapping:
     """Guess a mapping for what most of the bags have, from the first that has all of it."""
     error: PenstockError | None = None
     topics: dict[Path, set[str]] = {}
     for path in bags[:_MOST_LOOKED_AT]:
         try:
-            with open_bag(path, salvage=salvage) as bag:
+            with open_bag(path, salvage=salvage, limits=limits) as bag:
                 topics[path] = {name for name, topic in bag.topics.items() if topic.count}
         except DataError as problem:
             error = error or problem
@@ -195,7 +195,7 @@ def _guess(bags: Sequence[Path], salvage: bool) -> Mapping:
     common = {name for name, count in counts.items() if 2 * count > len(topics)}
     for path in sorted(topics, key=lambda path: len(common - topics[path])):
         try:
-            with open_bag(path, salvage=salvage) as bag:
+            with open_bag(path, salvage=salvage, limits=limits) as bag:
                 mapping = guess_mapping(bag)
                 # The profile of a robot knows itself which topics stand in for which.
                 return mapping if kuavo.is_kuavo(topics[path]) else only(mapping, common)
@@ -311,7 +311,8 @@ def _features(request: Request, joints: Joints) -> dict[str, Feature]:
     first: PenstockError | None = None
     for path in request.bags:
         try:
-            with open_bag(path, salvage=request.salvage) as bag:
+            limits = Limits.for_memory(request.memory_bytes)
+            with open_bag(path, salvage=request.salvage, limits=limits) as bag:
                 plan = plan_bag(bag, request.mapping)
                 features = describe(bag, request.mapping, plan, joints)
                 joints |= plan.joints

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
 from collections.abc import Mapping as AnyMapping
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Final
@@ -48,15 +48,21 @@ class Stamps:
         self._bag = bag
         self._clock = clock
         self._last: tuple[str, Ordered] | None = None
+        self._headers: dict[str, Times] = {}
         self.where = str(bag.path)
+
+    def prepare(self, topics: Iterable[str]) -> None:
+        """Read the header stamps of all topics that will be asked for, in one pass."""
+        if self._clock == "header":
+            with_header = [t for t in topics if self._bag.decoder(t).stamp_reader() is not None]
+            self._headers = self._bag.header_stamps(with_header)
 
     def of(self, topic: str) -> Ordered:
         """Return the messages of a topic in order; only the last one asked for is kept."""
         if self._last is None or self._last[0] != topic:
-            has_header = (
-                self._clock == "header" and self._bag.decoder(topic).stamp_reader() is not None
-            )
-            stamps = self._bag.stamps(topic) if has_header else self._bag.times(topic)
+            stamps = self._headers.get(topic)
+            if stamps is None:
+                stamps = self._bag.times(topic)
             self._last = (topic, in_order(stamps))
         return self._last[1]
 
