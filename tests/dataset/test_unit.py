@@ -232,6 +232,28 @@ def test_non_finite_values_pass_and_are_left_out_of_the_statistics(tmp_path: Pat
     assert dataset.stats()["x"]["max"].tolist() == [3, 4]
 
 
+@pytest.mark.parametrize("lengths", [[3, 2], [5000]])
+@pytest.mark.parametrize("version", ["v3.0", "v2.1"])
+def test_numbers_at_the_ends_of_their_types(tmp_path: Path, version: str, lengths: list) -> None:
+    features = {"x": Feature("float64", (1,)), "i": Feature("int64", (1,))}
+    frames = sum(lengths)
+    x = np.where(np.arange(frames) % 2, 1.7e308, 5.0)
+    i = np.where(np.arange(frames) % 2, 2**63 - 1, -(2**63))
+    with DatasetWriter(tmp_path / "d", features, s.FPS, version=version) as writer:
+        with writer.unit({}, [Episode(length, "t") for length in lengths]) as unit:
+            unit.add_rows({"x": x, "i": i})
+            unit.commit()
+        writer.build()
+    dataset = Dataset(tmp_path / "d")
+    columns = [episode.columns() for episode in dataset.episodes]
+    assert np.array_equal(np.concatenate([part["x"] for part in columns]).ravel(), x)
+    assert np.array_equal(np.concatenate([part["i"] for part in columns]).ravel(), i)
+    stats = dict(dataset.episode_stats())[0]
+    assert stats["i"]["min"] < 0 < stats["i"]["max"]
+    assert (stats["x"]["mean"], stats["x"]["std"]) == (5, 0)
+    assert check(tmp_path / "d").errors == []
+
+
 @pytest.mark.parametrize("codec", ["h264", "copy", "png"])
 @pytest.mark.parametrize("size", ["64k", "256k"])
 def test_a_full_disk_is_a_storage_error_and_leaves_nothing(

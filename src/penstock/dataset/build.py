@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -82,6 +83,7 @@ _MOST_ROWS = 50_000
 _MOST_BYTES = 64 << 20
 _PICTURE_ROWS = 128
 _RECORDS_AT_ONCE = 256
+_NUMBERED = re.compile(r"(?:file-|episode_)\d+\.(?:parquet|mp4)")
 _STATS_BYTES = 16 << 20
 
 
@@ -293,7 +295,7 @@ class _Build:
             for name in [*names, *links]:
                 path = (here / name).as_posix()
                 own = path.startswith(tuple(f"{part}/" for part in ours))
-                own = own and path.endswith((".parquet", ".mp4"))
+                own = own and _NUMBERED.fullmatch(name) is not None
                 if path in kept or not (own or path in written):
                     place(self._root / path, self._target(path))
 

@@ -15,7 +15,7 @@ import pyarrow as pa
 from numpy.typing import NDArray
 
 from penstock.dataset.layout import AUTO_FEATURES, QUANTILES, STATS, Feature
-from penstock.dataset.stats import Stats
+from penstock.dataset.stats import Stats, as_limit, usable
 
 _SLAB_BYTES = 8 << 20  # of the numbers that are worked on at a time
 EpisodeStats = dict[str, NDArray[Any]]
@@ -40,17 +40,15 @@ def episode_stats(rows: NDArray[Any], lengths: NDArray[np.int64], feature: Featu
     ]
     found = {name: np.concatenate([part[name] for part in parts]).T for name in parts[0]}
     found["count"] = lengths[:, None]
-    kind: type = np.int64 if "int" in feature.dtype else np.float64
-    kind = np.bool_ if feature.dtype == "bool" else kind
     for name in ("min", "max"):
-        found[name] = found[name].astype(kind)
+        found[name] = as_limit(found[name], feature)
     return {name: found[name] for name in STATS}
 
 
 def _slab(values: NDArray[np.float64], lengths: NDArray[np.int64]) -> EpisodeStats:
     """Return the statistics of some elements, (elements, episodes), of (elements, frames)."""
     starts = np.cumsum(lengths) - lengths
-    good = np.isfinite(values)
+    good = usable(values)
     whole = bool(good.all())
     count = np.add.reduceat(good, starts, axis=1, dtype=np.int64)
     some, empty = np.maximum(count, 1), count == 0

@@ -13,6 +13,7 @@ import numpy as np
 from typing_extensions import Self
 
 from penstock.dataset.layout import QUANTILES, Feature
+from penstock.dataset.stats import usable
 
 Array = np.ndarray[Any, Any]
 
@@ -44,22 +45,22 @@ class Moments:
     def add(self, rows: Array) -> None:
         """Add rows of (n, *shape)."""
         values = rows.reshape(len(rows), *self.mean.shape).astype(np.float64)
-        usable = np.isfinite(values)
+        good = usable(values)
         self.rows += len(values)
-        if not usable.all():
-            self.unusable += int(values.size - usable.sum())
-        count = usable.sum(0)
+        if not good.all():
+            self.unusable += int(values.size - good.sum())
+        count = good.sum(0)
         some = np.maximum(count, 1)
-        mean = np.where(usable, values, 0).sum(0) / some
-        square = np.where(usable, (np.where(usable, values, 0) - mean) ** 2, 0).sum(0)
+        mean = np.where(good, values, 0).sum(0) / some
+        square = np.where(good, (np.where(good, values, 0) - mean) ** 2, 0).sum(0)
         total = self.count + count
         difference = mean - self.mean
         share = np.where(total > 0, count / np.maximum(total, 1), 0)
         self.square += square + difference**2 * self.count * share
         self.mean += difference * share
         self.count = total
-        self.low = np.minimum(self.low, np.where(usable, values, np.inf).min(0))
-        self.high = np.maximum(self.high, np.where(usable, values, -np.inf).max(0))
+        self.low = np.minimum(self.low, np.where(good, values, np.inf).min(0))
+        self.high = np.maximum(self.high, np.where(good, values, -np.inf).max(0))
 
     @property
     def std(self) -> Array:

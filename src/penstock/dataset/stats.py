@@ -21,6 +21,7 @@ from penstock.errors import CorruptFile, UsageError
 
 MAX_BINS = 8192
 Stats = dict[str, list[Any]]
+_TOO_LARGE = 1e140
 _LARGEST = np.float32(np.finfo(np.float32).max)
 
 
@@ -39,6 +40,22 @@ def sample_indices(frames: int) -> NDArray[np.int64]:
 def picture_stride(height: int, width: int) -> int:
     """Return how many pixels apart lerobot takes those it counts: 4 at 640x480."""
     return 1 if max(height, width) < 300 else max(height, width) // 150
+
+
+def usable(values: NDArray[np.float64]) -> NDArray[np.bool_]:
+    """Tell which numbers count: not NaN and infinities, nor what would become so when squared."""
+    found: NDArray[np.bool_] = np.abs(values) < _TOO_LARGE
+    return found
+
+
+def as_limit(values: NDArray[np.float64], feature: Feature) -> NDArray[Any]:
+    """Return a minimum or maximum in the type that LeRobot's records have for the feature."""
+    if feature.dtype == "bool":
+        return values.astype(np.bool_)
+    if "int" in feature.dtype:
+        # A float64 has no 2^63 - 1; the next one above is no int64.
+        return np.clip(values, -(2.0**63), 2.0**63 - 1024).astype(np.int64)
+    return values
 
 
 class VectorStats:
@@ -79,7 +96,7 @@ class VectorStats:
             raise UsageError(f"{values.shape[1]} elements per frame were given, not {self.dim}")
         part = VectorStats(self.dim)
         part.rows = len(values)
-        good = np.isfinite(values)
+        good = usable(values)
         whole = bool(good.all())
         clean = values if whole else np.where(good, values, 0.0)
         part.count = np.full(self.dim, len(values)) if whole else good.sum(0)
@@ -149,12 +166,10 @@ class VectorStats:
     def to_json(self, feature: Feature) -> Stats:
         """Return them as stats.json has them; without a single usable value they are 0."""
         empty = self.count == 0
-        kind: type = np.int64 if "int" in feature.dtype else np.float64
-        kind = np.bool_ if feature.dtype == "bool" else kind
         low, high = (np.where(empty, 0, values) for values in (self.low, self.high))
         spread = np.sqrt(self.m2 / np.maximum(self.count, 1))
-        found = {"min": low.astype(kind), "max": high.astype(kind), "mean": self.mean}
-        found |= {"std": spread}
+        found = {"min": as_limit(low, feature), "max": as_limit(high, feature)}
+        found |= {"mean": self.mean, "std": spread}
         result: Stats = {name: _shaped(value, feature.shape) for name, value in found.items()}
         result["count"] = [self.rows]
         for name, share in QUANTILES.items():
