@@ -11,8 +11,6 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Final, Literal
 
-import numpy as np
-
 from penstock.bags import Bag, Decoder, Topic
 from penstock.errors import DataError
 
@@ -110,10 +108,8 @@ def worth_of(topic: Topic, bag: Bag) -> Worth:
 
 
 def first_message(bag: Bag, topic: str) -> bytes | memoryview:
-    """Return the bytes of the first message of a topic."""
-    for message in bag.read([topic], {topic: np.zeros(1, np.int64)}):
-        return message.data
-    raise DataError(f"{topic} has no message")
+    """Return the first message of a topic."""
+    return bag.first_messages([topic])[topic].data  # a copy: a view would keep its chunk
 
 
 def _role(topic: Topic) -> Role:
