@@ -17,7 +17,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal, NamedTuple
+from typing import TYPE_CHECKING, Final, Literal, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -32,6 +32,17 @@ if TYPE_CHECKING:
     from penstock.bags.messages import Decoder
 
 Kind = Literal["bag", "db3", "mcap"]
+_MEDIA: Final[dict[str, Literal["image", "video"]]] = {
+    "sensor_msgs/msg/Image": "image",
+    "sensor_msgs/msg/CompressedImage": "image",
+    "foxglove.RawImage": "image",
+    "foxglove.CompressedImage": "image",
+    "foxglove.CompressedVideo": "video",
+    "foxglove_msgs/msg/RawImage": "image",
+    "foxglove_msgs/msg/CompressedImage": "image",
+    "foxglove_msgs/msg/CompressedVideo": "video",
+    "ffmpeg_image_transport_msgs/msg/FFMPEGPacket": "video",
+}
 Wanted = Mapping[str, NDArray[np.int64]]  # for some topics, the ordinals to yield, rising
 
 
@@ -61,6 +72,11 @@ class Topic:
     encoding: str = "cdr"
     mixed: bool = False
     schema_encoding: str = ""
+
+    @property
+    def media(self) -> Literal["image", "video"] | None:
+        """Whether its messages are pictures, or packets of a video; None for all others."""
+        return _MEDIA.get(self.type)
 
 
 class Message(NamedTuple):
@@ -286,7 +302,10 @@ class Bag(ABC):
         """Return the decoder of a topic's messages, made from the definitions in the bag."""
         from penstock.bags.messages import Decoder
 
-        return Decoder(self.topic(topic), str(self.path), self.limits)
+        found, sample = self.topic(topic), None
+        if found.encoding == "json" and not found.definition and found.count:
+            sample = self.first_messages([topic])[topic].data
+        return Decoder(found, str(self.path), self.limits, sample)
 
     @abstractmethod
     def close(self) -> None:
