@@ -43,7 +43,7 @@ class JsonLayout(TreeLayout):
         if self.root.type != "message" or self.root.repeated:
             raise DataError(f"the JSON schema of {topic.type[:80]!r} describes no object")
 
-    def parse(self, data: Data, wanted: frozenset[str] | None) -> Tree:
+    def parse(self, data: Data, wanted: frozenset[str]) -> Tree:
         """Return a message as nested dicts."""
         tree = _load(data, "the message")
         _decode_bytes(self.root, tree, 0)

@@ -54,9 +54,6 @@ class Layout(Protocol):
     def stamp_reader(self) -> tuple[Callable[[Data], int] | None, int | None]:
         """Return the function from a message to its stamp, and the first bytes that suffice."""
 
-    def message(self, data: Data) -> object:
-        """Return the whole message."""
-
 
 @dataclass(frozen=True, slots=True)
 class ImageMessage:
@@ -117,14 +114,6 @@ class Decoder:
         self._names: dict[str, Callable[[Data], tuple[str, ...]] | None] = {}
         self._stamp, self.stamp_bytes = self._layout.stamp_reader()
         self._image: Callable[[Data], ImageMessage] | None = None
-
-    def message(self, data: Data) -> object:
-        """Return the whole message: an object with the fields of its type; otherwise a dict."""
-        try:
-            return self._layout.message(data)
-        except Exception as error:  # generated code fails in many ways on damaged messages
-            reason = " ".join(str(error).split())[:120]
-            raise DataError(f"{self._where}: a message is damaged ({reason})") from error
 
     def vector(self, data: Data, path: str) -> NDArray[np.float64]:
         """Return the numbers at a path.

@@ -204,7 +204,7 @@ class ProtobufLayout(TreeLayout):
             return Node(kind, one.repeated, True, inner.fields, name=inner.name)
         return Node(kind, one.repeated, one.optional, {}, one.default) if kind else None
 
-    def parse(self, data: Data, wanted: frozenset[str] | None) -> Tree:
+    def parse(self, data: Data, wanted: frozenset[str]) -> Tree:
         """Return a message as nested dicts."""
         view = memoryview(data)
         self._left = MOST_VALUES

@@ -80,12 +80,8 @@ class TreeLayout(ABC):
     _wanted: frozenset[str] = frozenset()  # the fields of the root that were asked for
 
     @abstractmethod
-    def parse(self, data: Data, wanted: frozenset[str] | None) -> Tree:
-        """Return a message as nested dicts; None for all fields of the root."""
-
-    def message(self, data: Data) -> Tree:
-        """Return the whole message."""
-        return self.parse(data, None)
+    def parse(self, data: Data, wanted: frozenset[str]) -> Tree:
+        """Return a message as nested dicts, with the fields of the root that are wanted."""
 
     def leaves(self) -> Iterator[tuple[str, str]]:
         """Yield the paths of all numbers and times, and the text of their types."""

@@ -11,7 +11,7 @@ import struct
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from struct import unpack_from
-from typing import Any, Final
+from typing import Final
 
 import numpy as np
 from numpy.typing import NDArray
@@ -91,17 +91,6 @@ class RosLayout:
         self.root, self.cdr = topic.type, topic.encoding == "cdr"
         self.types = load_types(topic.type, str(topic.definition), topic.encoding, limits)
         self._skips: dict[str, tuple[Skip, int]] = {}
-        self._whole: Callable[[Data], object] | None = None
-
-    def message(self, data: Data) -> object:
-        """Return the whole message: an object with the fields of its type."""
-        if self._whole is None:
-            self._whole = self._make_whole()
-        skip, _ = self._message(self.root)
-        reader = Reader(data, self.cdr)
-        if skip(reader, 0) > reader.size:
-            raise DataError("the message is cut")
-        return self._whole(data)
 
     def leaves(self, root: str | None = None, prefix: str = "") -> Iterator[tuple[str, str]]:
         """Yield the paths of all numbers and times, and the text of their types."""
@@ -231,35 +220,6 @@ class RosLayout:
         seconds, parts = self.find(f"{path}.sec"), self.find(f"{path}.nanosec")
 
         return lambda data: int(seconds(data)[0]) * 10**9 + int(parts(data)[0]), None
-
-    def _make_whole(self) -> Callable[[Data], object]:
-        """Hand the checked types, and nothing else of the bag, to rosbags."""
-        from rosbags.interfaces import Nodetype
-        from rosbags.typesys import Stores, get_typestore
-
-        def describe(kind: str, size: int | None) -> Any:
-            one: Any = (Nodetype.NAME, kind) if kind in self.types else (Nodetype.BASE, (kind, 0))
-            if size is None:
-                return one
-            node = Nodetype.SEQUENCE if size < 0 else Nodetype.ARRAY
-            return (node, (one, max(size, 0)))
-
-        store = get_typestore(Stores.EMPTY)
-        filler = [("structure_needs_at_least_one_member", (Nodetype.BASE, ("uint8", 0)))]
-        made: Any = {
-            name: ([], [(f.name, describe(f.type, f.size)) for f in fields] or filler)
-            for name, fields in self.types.items()
-        }
-        try:
-            store.register(made)
-            store.get_msgdef(self.root)
-        except Exception as error:
-            reason = " ".join(str(error).split())[:120]
-            raise DataError(f"its type cannot be decoded ({reason})") from error
-        kind = self.root
-        if self.cdr:
-            return lambda data: store.deserialize_cdr(data, kind)
-        return lambda data: store.deserialize_ros1(data, kind)
 
     def _plan(self, path: str) -> tuple[list[Skip], Field]:
         """Return the moves that lead to the value at a path, and what it is."""
