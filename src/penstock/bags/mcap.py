@@ -359,6 +359,8 @@ class McapBag(ChunkedBag):
         return rows["time"].astype(np.int64), rows["offset"].astype(np.int64)
 
     def _scanner(self, stop: int, tolerant: bool) -> Scanner:
+        # The summary may be what is damaged, and the data section defines all channels again.
+        self._schemas, self._connections, self._definition_bytes = {}, {}, 0
         return _McapScanner(self, stop, tolerant)
 
 
