@@ -57,7 +57,8 @@ def read_all(path: Path, *, salvage: bool, decode: bool = True) -> int:
             if decoder is not None and count % 5 == 0:
                 try:
                     decoder.stamp_ns(message.data)
-                    decoder.message(message.data)
+                    for path in decoder.fields():
+                        decoder.vector(message.data, path)
                     if "Image" in bag.topics[message.topic].type:
                         decoder.image(message.data)
                 except DataError:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import struct
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import fields, is_dataclass
 from functools import cache
 from typing import Any
 
@@ -69,6 +68,15 @@ def test_vectors_are_the_motion(sample: Sample, name: str) -> None:
             )
 
 
+def by_rosbags(topic: Topic, data: bytes | memoryview) -> Any:
+    """The whole message, as rosbags decodes it."""
+    store = get_typestore(Stores.EMPTY)
+    store.register(get_types_from_msg(str(topic.definition), topic.type))
+    if topic.encoding == "ros1":
+        return store.deserialize_ros1(bytes(data), topic.type)
+    return store.deserialize_cdr(bytes(data), topic.type)
+
+
 @pytest.mark.parametrize("name", EACH)
 def test_every_number_agrees_with_the_whole_message(sample: Sample, name: str) -> None:
     facts = sample(name)
@@ -76,8 +84,7 @@ def test_every_number_agrees_with_the_whole_message(sample: Sample, name: str) -
         for topic in bag.topics:
             decode = bag.decoder(topic)
             message = next(iter(bag.read([topic])))
-            whole = decode.message(message.data)
-            assert is_dataclass(whole)
+            whole = by_rosbags(bag.topics[topic], message.data)
             for path, text in decode.fields().items():
                 value: object = whole
                 for part in path.split("."):
@@ -194,8 +201,6 @@ def test_errors_name_the_topic_the_path_and_what_there_is(sample: Sample) -> Non
         for path in ("", ".", "a[", "joint_data..joint_q", "header.stamp.sec.x", "joint_q[-1]"):
             with pytest.raises(DataError):
                 decode.vector(data, path)
-        with pytest.raises(DataError, match="damaged"):
-            decode.message(data[:100])
 
 
 def test_types_without_a_header() -> None:
@@ -245,7 +250,7 @@ def test_idl() -> None:
     data = b"\0\1\0\0" + struct.pack("<dI2i3f", 1.5, 2, 3, 4, 5, 6, 7)
     np.testing.assert_array_equal(decode.vector(data, "y"), [3, 4])
     np.testing.assert_array_equal(decode.vector(data, "z"), [5, 6, 7])
-    assert decode.message(data).x == 1.5  # type: ignore[attr-defined]
+    np.testing.assert_array_equal(decode.vector(data, "x"), [1.5])
 
 
 SEP = "=" * 80
@@ -288,7 +293,7 @@ def test_hostile_type_names_are_refused(kind: str) -> None:
         decoder("float64 x\n", kind)
 
 
-def test_constants_and_defaults_never_reach_generated_code() -> None:
+def test_constants_and_defaults_are_no_fields() -> None:
     text = (
         'string EVIL="\'\'\'; import os #"\nint32 A=5\nint32 x 3\nstring s "a=b # c"\n'
         "float64[<=4] y [1.0, 2.0]  # comment\nstring<=5 z\n"
@@ -296,13 +301,13 @@ def test_constants_and_defaults_never_reach_generated_code() -> None:
     decode = decoder(text)
     assert set(decode.fields()) == {"x", "y"}
     data = struct.pack("<iI1sI2dI", 7, 1, b"q", 2, 1.0, 2.0, 0)
-    whole = decode.message(data)
-    assert [f.name for f in fields(whole) if not f.name.startswith("__")] == ["x", "s", "y", "z"]  # type: ignore[arg-type]
+    np.testing.assert_array_equal(decode.vector(data, "x"), [7])
+    np.testing.assert_array_equal(decode.vector(data, "y"), [1, 2])
 
 
 def test_other_encodings_are_refused() -> None:
-    with pytest.raises(DataError, match="protobuf"):
-        decoder("", encoding="protobuf")
+    with pytest.raises(DataError, match=r"/t: it is encoded as 'flatbuffer', which penstock does"):
+        decoder("", encoding="flatbuffer")
 
 
 def test_a_topic_of_two_types_is_refused() -> None:
@@ -369,7 +374,6 @@ def test_any_message_agrees_with_rosbags(data: st.DataObject, ros1: bool) -> Non
     for i, one in enumerate(message.parts):
         np.testing.assert_array_equal(decode.vector(raw, f"parts[{i}].d"), one.d)
     assert decode.stamp_ns(raw) == stamp.sec * 10**9 + stamp.nanosec
-    assert decode.message(raw).tail == message.tail  # type: ignore[attr-defined]
 
 
 @settings(max_examples=150, deadline=None)
@@ -377,7 +381,6 @@ def test_any_message_agrees_with_rosbags(data: st.DataObject, ros1: bool) -> Non
 def test_any_bytes_give_a_message_or_a_data_error(raw: bytes, ros1: bool) -> None:
     _, decode = nested(ros1)
     for call in (
-        lambda: decode.message(raw),
         lambda: decode.stamp_ns(raw),
         *(lambda path=path: decode.vector(raw, path) for path in decode.fields()),
     ):

@@ -258,10 +258,10 @@ def test_an_empty_mcap(tmp_path: Path) -> None:
 
 def test_other_encodings_can_be_read_raw(tmp_path: Path) -> None:
     path = tmp_path / "j.mcap"
-    write_mcap(path, encoding="json")
+    write_mcap(path, encoding="cbor")
     with open_bag(path) as bag:
         assert len(messages(bag)) == 500
-        with pytest.raises(DataError, match="json"):
+        with pytest.raises(DataError, match="cbor"):
             bag.decoder("/a")
 
 

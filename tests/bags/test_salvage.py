@@ -139,6 +139,19 @@ def test_a_whole_bag_needs_no_salvage(make: Make, name: str, compression: str) -
         assert messages(bag) == expected
 
 
+def test_a_damaged_summary_is_not_believed(make: Make) -> None:
+    facts = make("x.mcap", kind="mcap", compression="zstd", **LONG)
+    expected = truth(facts.path)
+    data = bytearray(facts.path.read_bytes())
+    at = data.rindex(b"/joint_cmd")  # the copy of the channel in the summary
+    data[at + 1] ^= 1
+    facts.path.write_bytes(data)
+    with pytest.raises(CorruptFile, match=r"summary.*--salvage"):
+        open_bag(facts.path)
+    bag = check_salvaged(facts.path, expected, len(expected))
+    assert "summary" in bag.salvage.reason
+
+
 def make_active(path: Path) -> Path:
     """Make a .bag as the recorder leaves it when it is killed: index_pos 0, nothing at the end."""
     data = bytearray(path.read_bytes())

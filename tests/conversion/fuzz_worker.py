@@ -100,7 +100,7 @@ def use(path: Path, salvage: bool) -> str:
                 if "Image" in bag.topics[message.topic].type:
                     decoder.image(message.data)
                 elif count % 7 == 0:
-                    decoder.message(message.data)
+                    [decoder.vector(message.data, path) for path in decoder.fields()]
             except DataError as error:
                 check_text(error)
         if count != bag.message_count:

@@ -36,8 +36,8 @@ from penstock.errors import CorruptFile, DataError
 
 LOOSE: Final = "loose"  # the compression of a stretch of messages outside of chunks
 _COMPRESSIONS: Final = ("?", "", "none", "lz4", "bz2", "zstd", LOOSE)
-_ROW: Final = Struct("<qqqqBB")
-_ROW_TYPE: Final = np.dtype("<i8,<i8,<i8,<i8,u1,u1")
+_ROW: Final = Struct("<qqqBB")
+_ROW_TYPE: Final = np.dtype("<i8,<i8,<i8,u1,u1")
 _SLOT_TYPE: Final = np.dtype([("chunk", "<u4"), ("key", "<u4"), ("count", "<u4"), ("pos", "<i8")])
 _ENTRY_BYTES: Final = 16
 _MOST_COUNT: Final = 2**32 - 1
@@ -72,7 +72,6 @@ class Chunk(NamedTuple):
     Attributes:
         pos: Where its record begins.
         stop: Where the records that belong to it end, its index records included.
-        size_bytes: Its decompressed size, if the index tells; otherwise 0.
         usable_bytes: Of a damaged chunk: its decompressed bytes up to the damage; otherwise -1.
         compression: How it is stored, if the index tells; otherwise "?".
         indexed: Index records follow it; otherwise its messages are found by walking it.
@@ -80,7 +79,6 @@ class Chunk(NamedTuple):
 
     pos: int
     stop: int
-    size_bytes: int = 0
     usable_bytes: int = -1
     compression: str = "?"
     indexed: bool = True
@@ -143,7 +141,7 @@ class ChunkTable(Sequence[Chunk]):
         self._path, self._limits = path, limits
         self._rows, self._made = bytearray(), bytearray()
         self._scanned: tuple[array[int], array[int]] | None = None
-        self._frozen = False
+        self._frozen = self._is_scan = False
         self.slots = np.empty(0, _SLOT_TYPE)
         self._first_slot = self._first_entry = np.zeros(1, np.int64)
         self.entries: Entries | None = None
@@ -155,8 +153,8 @@ class ChunkTable(Sequence[Chunk]):
     def __getitem__(self, number: Any) -> Any:
         if not 0 <= number < len(self):
             raise IndexError(number)
-        pos, stop, size, usable, code, indexed = _ROW.unpack_from(self._rows, number * _ROW.size)
-        return Chunk(pos, stop, size, usable, _COMPRESSIONS[code], bool(indexed))
+        pos, stop, usable, code, indexed = _ROW.unpack_from(self._rows, number * _ROW.size)
+        return Chunk(pos, stop, usable, _COMPRESSIONS[code], bool(indexed))
 
     def add(self, chunk: Chunk, slots: NDArray[Any], tally: Tally | None = None) -> None:
         """Add a chunk.
@@ -169,14 +167,15 @@ class ChunkTable(Sequence[Chunk]):
         slots["chunk"] = len(self)
         name = chunk.compression if chunk.compression in _COMPRESSIONS else "?"
         code = _COMPRESSIONS.index(name)
-        self._rows += _ROW.pack(*chunk[:4], code, chunk.indexed)
+        self._rows += _ROW.pack(*chunk[:3], code, chunk.indexed)
         self._made += slots.tobytes()
         self._limits.check_count(self._path, "chunks", len(self), self._limits.chunks)
         self._limits.check_index(self._path, len(self._rows) + len(self._made))
         if tally is None:
             return
-        if len(self) == 1:
+        if not self._is_scan:
             self._scanned = array("q"), array("q")
+            self._is_scan = True
         if self._scanned is not None:
             for held, column in zip(self._scanned, tally.entries(), strict=True):
                 held.frombytes(column.tobytes())
@@ -201,7 +200,7 @@ class ChunkTable(Sequence[Chunk]):
             scanned = tuple(np.frombuffer(column, np.int64)[kept] for column in self._scanned)
             del kept
         rows = rows[order]
-        if scanned is None:  # no chunk goes beyond the next
+        if not self._is_scan:  # an index does not tell everywhere where a chunk ends
             rows["f1"][:-1] = np.minimum(rows["f1"][:-1], rows["f0"][1:])
         self._rows = bytearray(rows.tobytes())
         slots = slots[keep]
@@ -229,7 +228,7 @@ class ChunkTable(Sequence[Chunk]):
     def compressions(self) -> set[str]:
         """How the chunks are stored."""
         rows = np.frombuffer(self._rows, _ROW_TYPE)
-        return {_COMPRESSIONS[code] for code in np.unique(rows["f4"])}
+        return {_COMPRESSIONS[code] for code in np.unique(rows["f3"])}
 
     def chunks_of(self, keys: Collection[int]) -> Iterator[int]:
         """Yield the numbers of the chunks with messages of some connections."""
@@ -280,6 +279,7 @@ class ChunkedBag(Bag):
     _source: Source
     _chunks: ChunkTable
     _connections: dict[int, Connection]
+    _MAGIC: bytes
     _HEAD_BYTES: int  # that the head of a message takes at most
     _ENTRY: np.dtype[Any]  # of an index record
 
@@ -627,7 +627,7 @@ class ChunkedBag(Bag):
         self._chunks = ChunkTable(self.path, self.limits)
         with self._named():
             scanner = self._scanner(stop, reason is not None)
-            scanner.run()
+            scanner.run(len(self._MAGIC))
         self.start_ns, self.end_ns = (
             (scanner.first_ns, scanner.last_ns) if scanner.last_ns >= 0 else (0, 0)
         )
@@ -710,9 +710,8 @@ class Scanner:
         # Chunks that overlap, as no recorder writes them, would have no end of work.
         self._work_bytes = (20 + bag.limits.ratio) * self.source.size_bytes + 10**8
 
-    def run(self) -> None:
-        """Go through the records."""
-        pos = self.begin()
+    def run(self, pos: int) -> None:
+        """Go through the records from a position on."""
         while pos < self.stop:
             try:
                 pos = self.record(pos)
@@ -753,9 +752,7 @@ class Scanner:
                 raise
             self.damaged += 1
             usable_bytes = good_bytes
-        chunk = Chunk(
-            pos, stored.stop, stored.size_bytes, usable_bytes, stored.compression or "none", False
-        )
+        chunk = Chunk(pos, stored.stop, usable_bytes, stored.compression or "none", False)
         if cut or (self.tolerant and not self.follows(stored.stop)):
             # Its length may be wrong: other chunks may lie within it, behind what was read.
             self.keep(chunk, tally)
@@ -817,10 +814,6 @@ class Scanner:
                 return False
             at += count
         return not any(len(entries[0]) for entries in named.values())
-
-    def begin(self) -> int:
-        """Return where the first record is."""
-        raise NotImplementedError
 
     def end(self) -> None:
         """Finish what is under way."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from pathlib import Path
 
 from penstock.bags.limits import Limits
@@ -24,8 +25,30 @@ def natural_key(path: Path) -> list[tuple[bool, int, str]]:
     return [(part.isdigit(), int(part) if part.isdigit() else 0, part) for part in parts]
 
 
-def open_any(path: Path, salvage: bool, limits: Limits, scratch: Path | None = None) -> Bag:
-    """Open a file by its first bytes, or a folder as a ROS 2 bag."""
+def open_bag(
+    path: Path | str,
+    *,
+    salvage: bool = False,
+    limits: Limits | None = None,
+    scratch: Path | None = None,
+) -> Bag:
+    """Open a recording of any kind.
+
+    Args:
+        path: A .bag, .bag.active, .db3 or .mcap file, one of the latter two compressed as .zstd,
+            or the folder of a ROS 2 bag, with or without its metadata.yaml. Several split files
+            are one bag.
+        salvage: Read what can be read of a damaged bag; see `Bag.salvage` for what was found.
+        limits: What the bag may ask for; None for the defaults. See `Limits.for_memory`.
+        scratch: Where a bag that is compressed as a whole is decompressed to, for as long as it is
+            open; None for the system's temporary folder.
+
+    Raises:
+        UnknownFormat: It is no bag.
+        CorruptFile: It is damaged; the message says whether `salvage` may help.
+        LimitExceeded: It asks for more than the limits.
+    """
+    path, limits = Path(path), limits or Limits()
     if path.is_dir():
         from penstock.bags.folder import FolderBag
 
@@ -48,10 +71,17 @@ def open_any(path: Path, salvage: bool, limits: Limits, scratch: Path | None = N
     return JoinedBag(path, [path], limits, salvage, scratch)
 
 
-def find_all(paths: list[Path]) -> list[Path]:
-    """Return all bags of some files and folders."""
+def find_bags(paths: Sequence[Path | str]) -> list[Path]:
+    """Return the bags among files and folders, in natural order, each once.
+
+    A folder is either a ROS 2 bag or a folder of bags (files and ROS 2 bag folders); it is not
+    searched any deeper.
+
+    Raises:
+        DataError: A path does not exist, or holds no bag.
+    """
     found: dict[Path, Path] = {}
-    for path in paths:
+    for path in map(Path, paths):
         here = _bags_in(path)
         if not here:
             raise DataError(f"{path} holds no bag (.bag, .db3, .mcap or a ROS 2 bag folder)")

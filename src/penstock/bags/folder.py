@@ -11,7 +11,7 @@ from typing import Any, Final
 import numpy as np
 from numpy.typing import NDArray
 
-from penstock.bags.find import METADATA, open_any, parts_of
+from penstock.bags.find import METADATA, open_bag, parts_of
 from penstock.bags.limits import Limits
 from penstock.bags.reader import Bag, Message, SalvageReport, Wanted, join_topics
 from penstock.core.codecs import zstd
@@ -46,7 +46,7 @@ class JoinedBag(Bag):
         try:
             for part in parts:
                 plain = self._decompress(part) if part.suffix == ".zstd" else part
-                self._parts.append(open_any(plain, salvage, limits))
+                self._parts.append(open_bag(plain, salvage=salvage, limits=limits))
         except BaseException:
             self.close()
             raise

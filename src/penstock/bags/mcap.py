@@ -176,7 +176,6 @@ class ChunkIndex(NamedTuple):
     counts: NDArray[np.int64] | None
     places: NDArray[np.int64]
     compression: str
-    size_bytes: int
 
 
 def parse_chunk_index(data: bytes | memoryview) -> ChunkIndex:
@@ -186,9 +185,9 @@ def parse_chunk_index(data: bytes | memoryview) -> ChunkIndex:
     keys, values = fields.pairs()
     (index_bytes,) = fields.numbers(_U64)
     compression = fields.text()
-    _, size_bytes = fields.numbers(_TWO_U64)
+    fields.numbers(_TWO_U64)
     stop = pos + length + index_bytes
-    if max(end_ns, stop, size_bytes, *values.tolist()) > _LATEST_NS:
+    if max(end_ns, stop, *values.tolist()) > _LATEST_NS:
         raise BadRecord("a chunk index holds an impossible number")
     order = np.argsort(values, kind="stable")
     places = values[order].astype(np.int64)
@@ -208,7 +207,6 @@ def parse_chunk_index(data: bytes | memoryview) -> ChunkIndex:
         counts,
         places + _INDEX_HEAD.size,
         compression,
-        size_bytes,
     )
 
 
@@ -216,6 +214,7 @@ class McapBag(ChunkedBag):
     """An MCAP file."""
 
     kind = "mcap"
+    _MAGIC = MAGIC
     _HEAD_BYTES = MESSAGE_HEAD.size
     _ENTRY = _INDEX_ENTRY
 
@@ -283,7 +282,7 @@ class McapBag(ChunkedBag):
                     complete = complete and not len(index.keys)
                     continue
                 slots = make_slots(index.keys, index.counts, index.places)
-                chunk = Chunk(index.pos, index.stop, index.size_bytes, -1, index.compression)
+                chunk = Chunk(index.pos, index.stop, -1, index.compression)
                 self._chunks.add(chunk, slots)
                 for key, count in zip(index.keys.tolist(), index.counts.tolist(), strict=True):
                     total[key] = total.get(key, 0) + count
@@ -360,6 +359,8 @@ class McapBag(ChunkedBag):
         return rows["time"].astype(np.int64), rows["offset"].astype(np.int64)
 
     def _scanner(self, stop: int, tolerant: bool) -> Scanner:
+        # The summary may be what is damaged, and the data section defines all channels again.
+        self._schemas, self._connections, self._definition_bytes = {}, {}, 0
         return _McapScanner(self, stop, tolerant)
 
 
@@ -367,9 +368,6 @@ class _McapScanner(Scanner):
     bag: McapBag
     _stretch: tuple[Chunk, Tally] | None = None
     _loose = False
-
-    def begin(self) -> int:
-        return len(MAGIC)
 
     def end(self) -> None:
         if self._stretch is not None:
@@ -425,10 +423,10 @@ class _McapScanner(Scanner):
         chunk, tally = self._stretch or (Chunk(pos, -1), self.new_tally())
         if chunk.stop != pos or stop - chunk.pos > _STRETCH_BYTES:
             self.end()
-            chunk, tally = Chunk(pos, stop, 0, -1, LOOSE, False), self.new_tally()
+            chunk, tally = Chunk(pos, stop, -1, LOOSE, False), self.new_tally()
             self._loose = True
         tally.add(key, t_ns, pos - chunk.pos)
-        self._stretch = chunk._replace(stop=stop, size_bytes=stop - chunk.pos), tally
+        self._stretch = chunk._replace(stop=stop), tally
         return stop
 
     def _check_data(self, stop: int, crc: int) -> None:

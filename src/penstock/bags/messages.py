@@ -1,34 +1,58 @@
-"""Messages as numbers: vectors by path, stamps, pictures; decoded from the bag's definitions."""
+"""Messages as numbers: vectors by path, stamps, pictures; decoded from the bag's definitions.
+
+A layout per encoding knows where the fields lie; it is chosen by how the messages are encoded.
+"""
 
 from __future__ import annotations
 
-import difflib
 import struct
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from struct import unpack_from
-from typing import TYPE_CHECKING, Any, Final
+from typing import Final, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
-from penstock.bags.definitions import load_types
 from penstock.bags.limits import Limits
-from penstock.bags.wire import Layout, Reader
+from penstock.bags.reader import Topic
 from penstock.errors import DataError
+from penstock.ui.suggestions import did_you_mean
 
-if TYPE_CHECKING:
-    from penstock.bags.reader import Topic
-
-HEADER: Final = "std_msgs/msg/Header"
-IMAGE: Final = "sensor_msgs/msg/Image"
-COMPRESSED_IMAGE: Final = "sensor_msgs/msg/CompressedImage"
 _PNG: Final = b"\x89PNG\r\n\x1a\n"
 _JPEG: Final = b"\xff\xd8\xff"
+_WEBP: Final = b"WEBP"
 _DEPTH_HEADER_BYTES: Final = 12
 _SHOWN_FIELDS: Final = 12
+# Schemas of Foxglove whose numbers say nothing to a learner: settings beside data, drawings, texts.
+_NO_NUMBERS: Final = frozenset(
+    f"foxglove.{name}"
+    for name in (
+        *("PointCloud", "CompressedPointCloud", "Grid", "VoxelGrid", "GeoJSON", "Log", "Event"),
+        *("RawImage", "CompressedImage", "CompressedVideo", "RawAudio", "CompressedAudio"),
+        *("CameraCalibration", "ImageAnnotations", "SceneUpdate", "SceneEntity"),
+    )
+)
 
 Data = bytes | memoryview
+
+
+class Layout(Protocol):
+    """Where the fields of a type lie in the messages of one encoding."""
+
+    def leaves(self) -> Iterator[tuple[str, str]]:
+        """Yield the paths of all numbers and times, and the text of their types."""
+
+    def find(self, path: str) -> Callable[[Data], NDArray[np.float64]]:
+        """Return a function from a message to the numbers at a path."""
+
+    def find_names(self, path: str) -> Callable[[Data], tuple[str, ...]] | None:
+        """Return a function from a message to the names of the numbers; None if it has none."""
+
+    def find_bytes(self, path: str) -> Callable[[Data], memoryview]:
+        """Return a function from a message to the bytes of a text or blob."""
+
+    def stamp_reader(self) -> tuple[Callable[[Data], int] | None, int | None]:
+        """Return the function from a message to its stamp, and the first bytes that suffice."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,8 +60,9 @@ class ImageMessage:
     """A picture as a message holds it.
 
     Attributes:
-        encoding: "jpeg", "png", "compressedDepth" (the data starts at the PNG magic), or the
-            encoding of a raw picture: "rgb8", "bgr8", "mono8", "mono16", "16UC1", "32FC1", ...
+        encoding: "jpeg", "png", "webp", "compressedDepth" (the data starts at the PNG magic), "rvl"
+            or the encoding of a raw picture: "rgb8", "bgr8", "mono8", "mono16", "16UC1", ...
+            A packet of a video has that of the video: "h264", "h265", "av1", "vp9".
             A compressed picture of another kind has the first word of its format.
         width: Columns; 0 if compressed.
         height: Rows; 0 if compressed.
@@ -61,45 +86,34 @@ class Decoder:
         topic: The topic, with the definition of its type.
         where: The bag, for the errors.
         limits: Of the definition.
+        sample: A message, to tell the fields by where there is no definition (JSON alone).
 
     Raises:
         DataError: The type is not defined, hostile, or not of a known encoding.
+
+    Attributes:
+        topic: The topic.
+        stamp_bytes: Of a message, the first bytes that suffice for its stamp; None for all.
     """
 
-    def __init__(self, topic: Topic, where: str, limits: Limits) -> None:
+    def __init__(
+        self, topic: Topic, where: str, limits: Limits, sample: Data | None = None
+    ) -> None:
         self.topic = topic
         self._where = f"{where}: {topic.name}"
-        if topic.encoding not in ("ros1", "cdr"):
-            raise DataError(
-                f"{self._where} is encoded as {topic.encoding[:40]!r}; only ros1 and cdr messages "
-                "can be decoded"
-            )
         if topic.mixed:
             raise DataError(
                 f"{self._where} was recorded with several types or definitions, so that its "
                 "messages cannot be told apart"
             )
         try:
-            self._types = load_types(topic.type, str(topic.definition), topic.encoding, limits)
+            self._layout = _make_layout(topic, limits, sample)
         except DataError as error:
             raise type(error)(f"{self._where}: {error}") from error
-        self._layout = Layout(self._types, topic.type, topic.encoding)
         self._vectors: dict[str, Callable[[Data], NDArray[np.float64]]] = {}
         self._names: dict[str, Callable[[Data], tuple[str, ...]] | None] = {}
-        self.stamp_bytes: int | None = None  # of a message, the first ones that hold its stamp
-        self._stamp = self._make_stamp_reader()
-        self._whole: Callable[[Data], object] | None = None
-
-    def message(self, data: Data) -> object:
-        """Return the whole message, decoded: an object with the fields of its type."""
-        if self._whole is None:
-            self._whole = self._make_whole()
-        try:
-            self._layout.check(data)
-            return self._whole(data)
-        except Exception as error:  # generated code fails in many ways on damaged messages
-            reason = " ".join(str(error).split())[:120]
-            raise DataError(f"{self._where}: a message is damaged ({reason})") from error
+        self._stamp, self.stamp_bytes = self._layout.stamp_reader()
+        self._image: Callable[[Data], ImageMessage] | None = None
 
     def vector(self, data: Data, path: str) -> NDArray[np.float64]:
         """Return the numbers at a path.
@@ -135,146 +149,125 @@ class Decoder:
 
     def fields(self) -> dict[str, str]:
         """Return the paths of all numbers, and the text of their types, such as "float64[]"."""
-        return dict(self._layout.leaves())
+        return {} if self.topic.type in _NO_NUMBERS else dict(self._layout.leaves())
 
     def stamp_ns(self, data: Data) -> int | None:
         """Return the stamp of the message's header; None if its type has no header."""
-        return None if self._stamp is None else self._stamp(data)
+        try:
+            return None if self._stamp is None else self._stamp(data)
+        except DataError as error:
+            raise DataError(f"{self._where}: {error}") from None
 
     def stamp_reader(self) -> Callable[[Data], int] | None:
         """Return the function from a message to its header stamp; None if there is no header."""
-        return self._stamp
+        return None if self._stamp is None else self._stamp_of
 
     def image(self, data: Data) -> ImageMessage:
-        """Return the picture of a sensor_msgs Image or CompressedImage message.
+        """Return the picture, or the packet of a video, of a message (see `Topic.media`).
 
         Raises:
             DataError: The topic holds no pictures, or the message is damaged.
         """
-        if self.topic.type not in (IMAGE, COMPRESSED_IMAGE):
+        if self.topic.media is None:
             raise DataError(f"{self._where} holds {self.topic.type}, which is no picture")
         try:
-            reader = self._layout.reader(data)
-            if self.topic.type == IMAGE:
-                return _raw_image(reader)
-            return _compressed_image(reader)
-        except (struct.error, UnicodeDecodeError, DataError) as error:
+            if self._image is None:
+                self._image = self._make_image_reader()
+            return self._image(data)
+        except (struct.error, DataError) as error:
             reason = error if isinstance(error, DataError) else "the message is cut"
             raise DataError(f"{self._where}: {reason}") from None
 
+    def _stamp_of(self, data: Data) -> int:
+        return self.stamp_ns(data) or 0
+
     def _hint(self, path: str) -> str:
         names = list(self.fields())
-        near = difflib.get_close_matches(path, names, n=1, cutoff=0.5)
-        if near:
-            return f"did you mean {near[0]!r}?"
+        hint = did_you_mean(path, names)
+        if hint.startswith("did"):
+            return hint
         more = ", ..." if len(names) > _SHOWN_FIELDS else ""
         return f"its numbers are {', '.join(names[:_SHOWN_FIELDS])}{more}"
 
-    def _make_stamp_reader(self) -> Callable[[Data], int] | None:
-        fields = self._types[self.topic.type]
-        header = next((f for f in fields if f.type == HEADER and f.size is None), None)
-        if header is None:
-            return None
-        where, cdr = self._where, self._layout.cdr
-        if fields[0] is header:
-            # Four bytes (the number in ROS 1, the byte order in CDR) come before the stamp.
-            self.stamp_bytes = 12
+    def _make_image_reader(self) -> Callable[[Data], ImageMessage]:
+        kind = self.topic.type.replace(".", "/").rpartition("/")[2]
+        blob = self._layout.find_bytes("data")
+        if kind in ("Image", "RawImage"):
+            return self._make_raw_reader(blob)
+        name = "encoding" if kind == "FFMPEGPacket" else "format"
+        text = self._layout.find_bytes(name)
+        video = self.topic.media == "video"
 
-            def first(data: Data) -> int:
-                big_endian = cdr and len(data) > 1 and not data[1] & 1
-                try:
-                    sec, nsec = unpack_from(">II" if big_endian else "<II", data, 4)
-                except struct.error:
-                    raise DataError(f"{where}: a message is too short for its header") from None
-                return int(sec) * 10**9 + int(nsec)
+        def compressed(data: Data) -> ImageMessage:
+            encoding, content = bytes(text(data)).decode("utf-8", "replace"), blob(data)
+            if video:
+                return ImageMessage(_video_codec(encoding), 0, 0, 0, False, content)
+            return _compressed_image(encoding, content)
 
-            return first
-        path = f"{header.name}.stamp"
-        seconds, parts = self._layout.find(f"{path}.sec"), self._layout.find(f"{path}.nanosec")
+        return compressed
 
-        def later(data: Data) -> int:
-            try:
-                return int(seconds(data)[0]) * 10**9 + int(parts(data)[0])
-            except DataError as error:
-                raise DataError(f"{where}: {error}") from None
-
-        return later
-
-    def _make_whole(self) -> Callable[[Data], object]:
-        """Hand the checked types, and nothing else of the bag, to rosbags."""
-        from rosbags.interfaces import Nodetype
-        from rosbags.typesys import Stores, get_typestore
-
-        def describe(kind: str, size: int | None) -> Any:
-            one: Any = (Nodetype.NAME, kind) if kind in self._types else (Nodetype.BASE, (kind, 0))
-            if size is None:
-                return one
-            node = Nodetype.SEQUENCE if size < 0 else Nodetype.ARRAY
-            return (node, (one, max(size, 0)))
-
-        store = get_typestore(Stores.EMPTY)
-        filler = [("structure_needs_at_least_one_member", (Nodetype.BASE, ("uint8", 0)))]
-        made: Any = {
-            name: ([], [(f.name, describe(f.type, f.size)) for f in fields] or filler)
-            for name, fields in self._types.items()
-        }
+    def _make_raw_reader(
+        self, blob: Callable[[Data], memoryview]
+    ) -> Callable[[Data], ImageMessage]:
+        height, width, step = map(self._layout.find, ("height", "width", "step"))
+        text = self._layout.find_bytes("encoding")
         try:
-            store.register(made)
-            store.get_msgdef(self.topic.type)
-        except Exception as error:
-            reason = " ".join(str(error).split())[:120]
-            raise DataError(f"{self._where}: its type cannot be decoded ({reason})") from error
-        kind = self.topic.type
-        if self._layout.cdr:
-            return lambda data: store.deserialize_cdr(data, kind)
-        return lambda data: store.deserialize_ros1(data, kind)
+            big_endian = self._layout.find("is_bigendian")
+        except DataError:
+            big_endian = None
+
+        def raw(data: Data) -> ImageMessage:
+            rows, columns, row_bytes = (int(find(data)[0]) for find in (height, width, step))
+            big = big_endian is not None and bool(big_endian(data)[0])
+            content = blob(data)
+            if row_bytes * rows > len(content) or columns > row_bytes or min(rows, columns) < 0:
+                raise DataError(
+                    f"a picture of {columns}x{rows} with {row_bytes} bytes per row has only "
+                    f"{len(content)} bytes"
+                )
+            encoding = bytes(text(data)).decode("utf-8", "replace")
+            return ImageMessage(encoding, columns, rows, row_bytes, big, content)
+
+        return raw
 
 
-def _skip_header(reader: Reader) -> int:
-    """Return the position behind a header: number (ROS 1 only), stamp, frame."""
-    _, pos = _text(reader, 8 if reader.aligned else 12)
-    return pos
+def _make_layout(topic: Topic, limits: Limits, sample: Data | None) -> Layout:
+    """Return the layout of an encoding."""
+    if topic.encoding in ("ros1", "cdr"):
+        from penstock.bags.wire import RosLayout
 
+        return RosLayout(topic, limits)
+    if topic.encoding == "protobuf":
+        from penstock.bags.protobuf import ProtobufLayout
 
-def _text(reader: Reader, pos: int) -> tuple[str, int]:
-    length, pos = reader.count(pos)
-    if length > reader.size - pos:
-        raise DataError("the message is cut")
-    return bytes(reader.view[pos : pos + length]).rstrip(b"\0").decode("utf-8", "replace"), (
-        pos + length
+        return ProtobufLayout(topic, limits)
+    if topic.encoding == "json":
+        from penstock.bags.json_messages import JsonLayout
+
+        return JsonLayout(topic, limits, sample)
+    raise DataError(
+        f"it is encoded as {topic.encoding[:40]!r}, which penstock does not read; ros1, cdr, "
+        "protobuf and json messages can be decoded"
     )
 
 
-def _bytes(reader: Reader, pos: int) -> memoryview:
-    length, pos = reader.count(pos)
-    if length > reader.size - pos:
-        raise DataError(f"the picture has {length} bytes, but the message only {reader.size}")
-    return reader.view[pos : pos + length]
+def _video_codec(text: str) -> str:
+    """Return the codec of a video: "h264", "h265", "av1", "vp9", or as it is written."""
+    word = text.lower().replace(";", " ").replace(",", " ").split()
+    plain = word[0].replace(".", "").replace("-", "") if word else "unknown"
+    names = {"hevc": "h265", "libx264": "h264", "libx265": "h265", "avc": "h264"}
+    return names.get(plain.partition("_")[0], plain.partition("_")[0])
 
 
-def _raw_image(reader: Reader) -> ImageMessage:
-    height, pos = reader.count(_skip_header(reader))
-    width, pos = reader.count(pos)
-    encoding, pos = _text(reader, pos)
-    big_endian = unpack_from("B", reader.view, pos)[0] != 0
-    step, pos = reader.count(pos + 1)
-    data = _bytes(reader, pos)
-    if step * height > len(data) or width > step:
-        raise DataError(
-            f"a picture of {width}x{height} with {step} bytes per row has only {len(data)} bytes"
-        )
-    return ImageMessage(encoding, width, height, step, big_endian, data)
-
-
-def _compressed_image(reader: Reader) -> ImageMessage:
-    text, pos = _text(reader, _skip_header(reader))
-    data = _bytes(reader, pos)
+def _compressed_image(text: str, data: memoryview) -> ImageMessage:
     encoding = "unknown"
     head = bytes(data[: _DEPTH_HEADER_BYTES + 8])
     if head.startswith(_JPEG):
         encoding = "jpeg"
     elif head.startswith(_PNG):
         encoding = "png"
+    elif head[8:12] == _WEBP:
+        encoding = "webp"
     elif head[_DEPTH_HEADER_BYTES:] == _PNG:
         encoding, data = "compressedDepth", data[_DEPTH_HEADER_BYTES:]
     elif "compressedDepth" in text:

@@ -17,7 +17,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal, NamedTuple
+from typing import TYPE_CHECKING, Final, Literal, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -32,6 +32,17 @@ if TYPE_CHECKING:
     from penstock.bags.messages import Decoder
 
 Kind = Literal["bag", "db3", "mcap"]
+_MEDIA: Final[dict[str, Literal["image", "video"]]] = {
+    "sensor_msgs/msg/Image": "image",
+    "sensor_msgs/msg/CompressedImage": "image",
+    "foxglove.RawImage": "image",
+    "foxglove.CompressedImage": "image",
+    "foxglove.CompressedVideo": "video",
+    "foxglove_msgs/msg/RawImage": "image",
+    "foxglove_msgs/msg/CompressedImage": "image",
+    "foxglove_msgs/msg/CompressedVideo": "video",
+    "ffmpeg_image_transport_msgs/msg/FFMPEGPacket": "video",
+}
 Wanted = Mapping[str, NDArray[np.int64]]  # for some topics, the ordinals to yield, rising
 
 
@@ -61,6 +72,11 @@ class Topic:
     encoding: str = "cdr"
     mixed: bool = False
     schema_encoding: str = ""
+
+    @property
+    def media(self) -> Literal["image", "video"] | None:
+        """Whether its messages are pictures, or packets of a video; None for all others."""
+        return _MEDIA.get(self.type)
 
 
 class Message(NamedTuple):
@@ -286,7 +302,10 @@ class Bag(ABC):
         """Return the decoder of a topic's messages, made from the definitions in the bag."""
         from penstock.bags.messages import Decoder
 
-        return Decoder(self.topic(topic), str(self.path), self.limits)
+        found, sample = self.topic(topic), None
+        if found.encoding == "json" and not found.definition and found.count:
+            sample = self.first_messages([topic])[topic].data
+        return Decoder(found, str(self.path), self.limits, sample)
 
     @abstractmethod
     def close(self) -> None:
@@ -319,45 +338,3 @@ class Bag(ABC):
 
     def __exit__(self, *_: object) -> None:
         self.close()
-
-
-def open_bag(
-    path: Path | str,
-    *,
-    salvage: bool = False,
-    limits: Limits | None = None,
-    scratch: Path | None = None,
-) -> Bag:
-    """Open a recording of any kind.
-
-    Args:
-        path: A .bag, .bag.active, .db3 or .mcap file, one of the latter two compressed as .zstd,
-            or the folder of a ROS 2 bag, with or without its metadata.yaml. Several split files
-            are one bag.
-        salvage: Read what can be read of a damaged bag; see `Bag.salvage` for what was found.
-        limits: What the bag may ask for; None for the defaults. See `Limits.for_memory`.
-        scratch: Where a bag that is compressed as a whole is decompressed to, for as long as it is
-            open; None for the system's temporary folder.
-
-    Raises:
-        UnknownFormat: It is no bag.
-        CorruptFile: It is damaged; the message says whether `salvage` may help.
-        LimitExceeded: It asks for more than the limits.
-    """
-    from penstock.bags.find import open_any
-
-    return open_any(Path(path), salvage, limits or Limits(), scratch)
-
-
-def find_bags(paths: Sequence[Path | str]) -> list[Path]:
-    """Return the bags among files and folders, in natural order, each once.
-
-    A folder is either a ROS 2 bag or a folder of bags (files and ROS 2 bag folders); it is not
-    searched any deeper.
-
-    Raises:
-        DataError: A path does not exist, or holds no bag.
-    """
-    from penstock.bags.find import find_all
-
-    return find_all([Path(path) for path in paths])

@@ -115,6 +115,7 @@ class Ros1Bag(ChunkedBag):
     """A ROS 1 bag with its index."""
 
     kind = "bag"
+    _MAGIC = MAGIC
     _HEAD_BYTES = 512
     _ENTRY = _INDEX_ENTRY
 
@@ -242,9 +243,6 @@ class Ros1Bag(ChunkedBag):
 
 
 class _Ros1Scanner(Scanner):
-    def begin(self) -> int:
-        return len(MAGIC)
-
     def record(self, pos: int) -> int:
         fields, start, stop = self._head(pos)
         kind = opcode(fields)

@@ -16,8 +16,12 @@ from typing import Final
 import numpy as np
 from numpy.typing import NDArray
 
-from penstock.bags.definitions import NUMBERS, Field, Types
+from penstock.bags.definitions import NUMBERS, Field, load_types
+from penstock.bags.limits import Limits
+from penstock.bags.reader import Topic
 from penstock.errors import DataError
+
+HEADER: Final = "std_msgs/msg/Header"
 
 TIMES: Final = {
     "builtin_interfaces/msg/Time": "time",
@@ -28,6 +32,9 @@ _MOST_LISTED: Final = 2000
 _MOST_KNOWN: Final = 64
 _MOST_KNOWN_BYTES: Final = 1 << 16
 
+_STAMP_BYTES: Final = 12
+
+Data = bytes | memoryview
 # Moves a position in a message behind a value.
 Skip = Callable[["Reader", int], int]
 
@@ -37,7 +44,7 @@ class Reader:
 
     __slots__ = ("aligned", "order", "size", "view")
 
-    def __init__(self, data: bytes | memoryview, cdr: bool) -> None:
+    def __init__(self, data: Data, cdr: bool) -> None:
         view = memoryview(data)
         self.aligned = cdr
         self.order = "<"
@@ -69,23 +76,21 @@ class _Node:
     least_bytes: int
 
 
-class Layout:
-    """The fields of a message type, as they lie in its serialised messages."""
+class RosLayout:
+    """The fields of a ROS message type, as they lie in its serialised messages.
 
-    def __init__(self, types: Types, root: str, encoding: str) -> None:
-        self.types, self.root, self.cdr = types, root, encoding == "cdr"
+    Args:
+        topic: The topic, with the definition of its type.
+        limits: Of the definition.
+
+    Raises:
+        DataError: The type is not defined, or hostile.
+    """
+
+    def __init__(self, topic: Topic, limits: Limits) -> None:
+        self.root, self.cdr = topic.type, topic.encoding == "cdr"
+        self.types = load_types(topic.type, str(topic.definition), topic.encoding, limits)
         self._skips: dict[str, tuple[Skip, int]] = {}
-
-    def reader(self, data: bytes | memoryview) -> Reader:
-        """Make a reader of one message."""
-        return Reader(data, self.cdr)
-
-    def check(self, data: bytes | memoryview) -> None:
-        """Make sure that every length in a message stays within it."""
-        skip, _ = self._message(self.root)
-        reader = self.reader(data)
-        if skip(reader, 0) > reader.size:
-            raise DataError("the message is cut")
 
     def leaves(self, root: str | None = None, prefix: str = "") -> Iterator[tuple[str, str]]:
         """Yield the paths of all numbers and times, and the text of their types."""
@@ -100,7 +105,7 @@ class Layout:
                     path += "[0]"
                 yield from self.leaves(field.type, path + ".")
 
-    def find(self, path: str) -> Callable[[bytes | memoryview], NDArray[np.float64]]:
+    def find(self, path: str) -> Callable[[Data], NDArray[np.float64]]:
         """Return a function from a message to the numbers at a path.
 
         Raises:
@@ -109,7 +114,7 @@ class Layout:
         steps, field = self._plan(path)
         read = self._numbers(field, path)
 
-        def vector(data: bytes | memoryview) -> NDArray[np.float64]:
+        def vector(data: Data) -> NDArray[np.float64]:
             reader = Reader(data, self.cdr)
             pos = 0
             try:
@@ -124,7 +129,7 @@ class Layout:
 
         return vector
 
-    def find_names(self, path: str) -> Callable[[bytes | memoryview], tuple[str, ...]] | None:
+    def find_names(self, path: str) -> Callable[[Data], tuple[str, ...]] | None:
         """Return a function from a message to the names of the numbers at a path.
 
         They are the texts of the field "name" beside an array, as in JointState. None if there is
@@ -142,7 +147,7 @@ class Layout:
         skip = self._node(field).skip
         known: dict[tuple[int, bytes], tuple[str, ...]] = {}
 
-        def names(data: bytes | memoryview) -> tuple[str, ...]:
+        def names(data: Data) -> tuple[str, ...]:
             reader = Reader(data, self.cdr)
             start = 0
             try:
@@ -162,6 +167,59 @@ class Layout:
                 raise DataError("the message is cut") from None
 
         return names
+
+    def find_bytes(self, path: str) -> Callable[[Data], memoryview]:
+        """Return a function from a message to the bytes of a text or an array of bytes.
+
+        Raises:
+            DataError: There is none at that path.
+        """
+        steps, field = self._plan(path)
+        text = field.type == "string" and field.size is None
+        if not text and (NUMBERS.get(field.type) not in ("u1", "i1") or field.size != -1):
+            raise DataError(f"{path!r} is {field.text}, not bytes")
+
+        def blob(data: Data) -> memoryview:
+            reader = Reader(data, self.cdr)
+            pos = 0
+            try:
+                for step in steps:
+                    pos = step(reader, pos)
+                length, pos = reader.count(pos)
+            except struct.error:
+                raise DataError("the message is cut") from None
+            if length > reader.size - pos:
+                raise DataError(f"{path} has {length} bytes, but the message only {reader.size}")
+            found = reader.view[pos : pos + length]
+            return found[:-1] if text and length and not found[-1] else found
+
+        return blob
+
+    def stamp_reader(self) -> tuple[Callable[[Data], int] | None, int | None]:
+        """Return the function from a message to its header stamp, and the bytes that it needs.
+
+        None if there is no header; None bytes for the whole message.
+        """
+        fields = self.types[self.root]
+        header = next((f for f in fields if f.type == HEADER and f.size is None), None)
+        if header is None:
+            return None, None
+        cdr = self.cdr
+        if fields[0] is header:
+            # Four bytes (the number in ROS 1, the byte order in CDR) come before the stamp.
+            def first(data: Data) -> int:
+                big_endian = cdr and len(data) > 1 and not data[1] & 1
+                try:
+                    sec, nsec = unpack_from(">II" if big_endian else "<II", data, 4)
+                except struct.error:
+                    raise DataError("a message is too short for its header") from None
+                return int(sec) * 10**9 + int(nsec)
+
+            return first, _STAMP_BYTES
+        path = f"{header.name}.stamp"
+        seconds, parts = self.find(f"{path}.sec"), self.find(f"{path}.nanosec")
+
+        return lambda data: int(seconds(data)[0]) * 10**9 + int(parts(data)[0]), None
 
     def _plan(self, path: str) -> tuple[list[Skip], Field]:
         """Return the moves that lead to the value at a path, and what it is."""

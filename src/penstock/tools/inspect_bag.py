@@ -9,7 +9,7 @@ from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
-from penstock.bags import open_bag
+from penstock.bags import Bag, open_bag
 from penstock.bags.find import METADATA, parts_of
 from penstock.conversion.guess import guess_mapping, rate_of, to_yaml
 from penstock.conversion.mapping import Camera
@@ -45,6 +45,7 @@ def describe(path: Path, salvage: bool = False) -> Facts:
                 {
                     "name": topic.name,
                     "type": topic.type,
+                    "encoding": topic.encoding,
                     "messages": topic.count,
                     "size_bytes": topic.size_bytes,
                     "hz": round(rate.hz, 2) if rate else 0.0,
@@ -67,9 +68,7 @@ def describe(path: Path, salvage: bool = False) -> Facts:
             guess = None
         return {
             "path": str(path),
-            "kind": {"bag": "ROS 1 bag", "db3": "ROS 2 bag (db3)", "mcap": "ROS 2 bag (mcap)"}[
-                bag.kind
-            ],
+            "kind": _kind(bag),
             "size_bytes": bag.size_bytes,
             "compression": bag.compression,
             "messages": bag.message_count,
@@ -79,6 +78,16 @@ def describe(path: Path, salvage: bool = False) -> Facts:
             "topics": topics,
             "guess": guess,
         }
+
+
+def _kind(bag: Bag) -> str:
+    """Name the container, and who recorded it where that can be told."""
+    encodings = sorted({topic.encoding or "unknown" for topic in bag.topics.values()})
+    if bag.kind == "bag":
+        return "ROS 1 bag"
+    if bag.kind == "db3" or encodings == ["cdr"]:
+        return f"ROS 2 bag ({bag.kind})"
+    return f"MCAP file ({', '.join(encodings) or 'empty'})"
 
 
 def write_map(path: Path, target: Path, salvage: bool = False) -> None:
@@ -99,10 +108,11 @@ def describe_text(facts: Facts) -> str:
     ]
     if facts["salvage"]:
         head.append(("salvaged", facts["salvage"]))
+    encodings = {topic["encoding"] for topic in facts["topics"]}
     rows = [
         (
             topic["name"],
-            topic["type"],
+            topic["type"] + (f" ({topic['encoding']})" if len(encodings) > 1 else ""),
             topic["messages"],
             f"{topic['hz']:.1f}",
             f"{topic['longest_gap_s']:.3f}",
@@ -111,9 +121,11 @@ def describe_text(facts: Facts) -> str:
         )
         for topic in facts["topics"]
     ]
-    columns = ("topic", "type", "messages", "Hz", "longest gap s", "size", "out of order")
+    columns = ("topic", "type", "messages", "Hz", "gap s", "size", "unordered")
+    told = [n for n in range(len(columns)) if n < 5 or any(row[n] != "-" for row in rows)]
     parts = ["\n".join(f"{label + ':':<14}{text}" for label, text in head)]
-    parts.append(text_table(columns, rows) if rows else "no topics")
+    table = [[line[n] for n in told] for line in (columns, *rows)]
+    parts.append(text_table(table[0], table[1:]) if rows else "no topics")
     if facts["guess"] is None:
         parts.append("guess: nothing here looks like a camera, a state or an action")
     else:

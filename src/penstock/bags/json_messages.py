@@ -1,0 +1,150 @@
+"""JSON messages, by their JSON schema or, without one, by what the first message holds."""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import json
+from typing import Any, Final
+
+from penstock.bags.limits import Limits
+from penstock.bags.reader import Topic
+from penstock.bags.tree import MOST_VALUES, STEP, Data, Node, Tree, TreeLayout
+from penstock.errors import DataError, LimitExceeded
+
+_MOST_FIELDS: Final = 2000
+_SECONDS: Final = {"sec", "secs", "seconds"}
+_NANOSECONDS: Final = {"nsec", "nsecs", "nanosec", "nanos", "nanoseconds"}
+_NUMBERS: Final = {"number": "float64", "integer": "int64", "boolean": "bool"}
+
+
+class JsonLayout(TreeLayout):
+    """Messages of one topic in JSON.
+
+    Args:
+        topic: Its definition is a JSON schema, or "".
+        limits: Of the definition.
+        sample: A message, to tell the fields by if there is no schema.
+
+    Raises:
+        DataError: The schema is none.
+    """
+
+    def __init__(self, topic: Topic, limits: Limits, sample: Data | None = None) -> None:
+        self._limits, self._fields = limits, 0
+        definition = str(topic.definition)
+        if len(definition) > limits.definition_bytes:
+            raise LimitExceeded(f"the definition of {topic.type[:80]!r} is too long")
+        if definition.strip():
+            self._schema = _load(definition.encode(), "its JSON schema")
+            self.root = self._node(self._schema, 0) or Node("message")
+        else:
+            self.root = self._like({} if sample is None else _load(sample, "its first message"), 0)
+        if self.root.type != "message" or self.root.repeated:
+            raise DataError(f"the JSON schema of {topic.type[:80]!r} describes no object")
+
+    def parse(self, data: Data, wanted: frozenset[str]) -> Tree:
+        """Return a message as nested dicts."""
+        tree = _load(data, "the message")
+        _decode_bytes(self.root, tree, 0)
+        return tree
+
+    def _node(self, schema: Any, depth: int) -> Node | None:
+        """Return the node of a schema; None for what has no numbers, texts or objects."""
+        for _ in range(8):
+            if not isinstance(schema, dict) or "$ref" not in schema:
+                break
+            schema = self._resolve(schema["$ref"])
+        self._fields += 1
+        if not isinstance(schema, dict) or depth > self._limits.nesting:
+            return None
+        if self._fields > _MOST_FIELDS:
+            raise LimitExceeded(f"the JSON schema has more than {_MOST_FIELDS} fields")
+        kind = schema.get("type", "object" if "properties" in schema else "")
+        if isinstance(kind, list):  # ["number", "null"]
+            kind = next((one for one in kind if one != "null"), "")
+        if kind in _NUMBERS:
+            return Node(_NUMBERS[kind], optional=True, default=float("nan"))
+        if kind == "string":
+            encoded = schema.get("contentEncoding") == "base64"
+            return Node("bytes" if encoded else "string", optional=True)
+        if kind == "array":
+            item = self._node(schema.get("items"), depth + 1)
+            return None if item is None or item.repeated else _repeated(item)
+        if kind != "object" or not isinstance(schema.get("properties", {}), dict):
+            return None
+        node = Node("message", name=str(schema.get("title", "object"))[:80])
+        for name, inner in schema.get("properties", {}).items():
+            made = self._node(inner, depth + 1)
+            if made is not None and STEP.fullmatch(name):
+                node.fields[name] = made
+        return _as_time(node, str(schema.get("title", "")))
+
+    def _resolve(self, reference: Any) -> Any:
+        """Return the part of the schema that a reference such as "#/$defs/Pose" names."""
+        found: Any = self._schema
+        for part in str(reference).removeprefix("#/").split("/"):
+            found = found.get(part) if isinstance(found, dict) else None
+        return found
+
+    def _like(self, value: Any, depth: int) -> Node:
+        """Return the node of a value of a message."""
+        self._fields += 1
+        if depth > self._limits.nesting or self._fields > _MOST_FIELDS:
+            raise LimitExceeded("the first message has too many fields")
+        if isinstance(value, dict):
+            node = Node("message", name="object")
+            for name, inner in value.items():
+                if STEP.fullmatch(name) and inner is not None:
+                    node.fields[name] = self._like(inner, depth + 1)
+            return _as_time(node, "")
+        if isinstance(value, list):
+            item = self._like(value[0], depth + 1) if value else Node("float64")
+            return _repeated(item)
+        if isinstance(value, bool):
+            return Node("bool", default=float("nan"))
+        if isinstance(value, int | float):
+            return Node("float64", optional=True, default=float("nan"))
+        return Node("string")
+
+
+def _repeated(item: Node) -> Node:
+    return Node(item.type, True, False, item.fields, item.default, item.name)
+
+
+def _as_time(node: Node, title: str) -> Node:
+    """Take an object of seconds and nanoseconds for a time."""
+    names = set(node.fields)
+    if len(names) == 2 and names & _SECONDS and names & _NANOSECONDS:
+        return Node("duration" if "duration" in title.lower() else "time", optional=True)
+    return node
+
+
+def _load(data: Data, what: str) -> Tree:
+    """Parse a JSON object of a bounded number of values."""
+    raw = bytes(data)
+    if sum(map(raw.count, (b",", b"[", b"{"))) > MOST_VALUES:
+        raise DataError(f"{what} has more than {MOST_VALUES} values")
+    try:
+        tree = json.loads(raw)
+    except (ValueError, RecursionError) as error:
+        raise DataError(f"{what} is no JSON ({str(error)[:80]})") from None
+    if not isinstance(tree, dict):
+        raise DataError(f"{what} is no JSON object")
+    return tree
+
+
+def _decode_bytes(node: Node, tree: Any, depth: int) -> None:
+    """Decode the texts that stand for bytes, in place."""
+    if not isinstance(tree, dict):
+        return
+    for name, inner in node.fields.items():
+        value = tree.get(name)
+        if inner.type == "bytes" and isinstance(value, str):
+            try:
+                tree[name] = memoryview(base64.b64decode(value, validate=True))
+            except (binascii.Error, ValueError):
+                raise DataError(f"{name} is no base64") from None
+        elif inner.type == "message":
+            for item in value if isinstance(value, list) else [value]:
+                _decode_bytes(inner, item, depth + 1)
