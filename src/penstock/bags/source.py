@@ -136,12 +136,18 @@ class ChunkStream:
     ) -> None:
         limits.check_ratio(source.path, stored.stop - stored.start, stored.size_bytes)
         self._source, self._stored, self._limits = source, stored, limits
-        self._usable_bytes = usable_bytes
-        self._careful = careful or usable_bytes >= 0
         self._data = b""
         self._first = 0  # where the piece begins in the chunk
-        self.crc = 0  # of all bytes, once the end was reached, unless there is none to compare
-        self._pieces = self._checked(self._decompressed())
+        # The generators know nothing of this object: a circle would keep a piece of every chunk
+        # that is not read to its end.
+        self._crc = [0]
+        pieces = _decompressed(source, stored, limits, careful or usable_bytes >= 0)
+        self._pieces = _checked(source, stored, pieces, usable_bytes, self._crc)
+
+    @property
+    def crc(self) -> int:
+        """The checksum of all bytes, once the end was reached, unless there is none to compare."""
+        return self._crc[0]
 
     def window(self, offset: int, size_bytes: int) -> tuple[bytes, int]:
         """Return a piece, and where in it the bytes at an offset are; fewer at the chunk's end.
@@ -209,67 +215,71 @@ class ChunkStream:
         self._data = next(self._pieces, b"")
         return bool(self._data)
 
-    def _checked(self, pieces: Iterator[bytes]) -> Iterator[bytes]:
-        """Pass the pieces on, and hold their sum to what the chunk declares."""
-        stored, size_bytes = self._stored, 0
-        if self._usable_bytes >= 0:
-            for piece in pieces:
-                left = self._usable_bytes - size_bytes
-                size_bytes += len(piece)
-                yield piece[:left]
-                if size_bytes >= self._usable_bytes:
-                    return
-            return
-        wrong = (
-            f"{self._source.path}: a chunk holds another number of bytes than the "
-            f"{stored.size_bytes} that it declares; pass --salvage to read the rest"
-        )
-        for piece in pieces:
-            size_bytes += len(piece)
-            if size_bytes > stored.size_bytes:
-                raise CorruptFile(wrong)
-            if stored.crc != 0:
-                self.crc = isal_zlib.crc32(piece, self.crc)
-            if stored.crc and size_bytes == stored.size_bytes and self.crc != stored.crc:
-                raise ChecksumMismatch("a chunk does not match its checksum")
-            yield piece
-        if size_bytes < stored.size_bytes:
-            raise CorruptFile(wrong)
 
-    def _decompressed(self) -> Iterator[bytes]:
-        start, stop, size_bytes, _, compression = self._stored
-        small = max(stop - start, size_bytes) <= self._limits.piece_bytes
-        if compression in PLAIN:
-            if self._careful:
-                stop = min(stop, start + size_bytes)
-            step = max(stop - start, 1) if small else _OUTPUT_BYTES
-            for pos in range(start, stop, step):
-                yield self._source.read(pos, min(step, stop - pos), "a chunk")
-            return
-        decompressor = new_decompressor(compression, self._limits)
-        if decompressor is None:
-            raise UnknownFormat(f"{self._source.path}: unknown compression {compression[:40]!r}")
-        small = small and not self._careful
-        # One byte more than declared, so that a chunk that holds more is found out.
-        most_bytes = size_bytes + 1 if small else _OUTPUT_BYTES
-        pos = start
-        while not decompressor.eof:
-            data = b""
-            if decompressor.needs_input and pos < stop:
-                step = stop - pos if small else min(_INPUT_BYTES, stop - pos)
-                data = self._source.read(pos, step, "a chunk")
-                pos += step
-            try:
-                piece = decompressor.decompress(data, max_length=most_bytes)
-            except DECOMPRESSION_ERRORS as error:
-                raise CorruptFile(
-                    f"{self._source.path}: a {compression} chunk cannot be decompressed ({error}); "
-                    "pass --salvage to read the rest"
-                ) from error
-            if piece:
-                yield piece
-            elif not data and (pos == stop or not decompressor.needs_input):
-                return  # it is cut
+def _checked(
+    source: Source, stored: Stored, pieces: Iterator[bytes], usable_bytes: int, crc: list[int]
+) -> Iterator[bytes]:
+    """Pass the pieces on, and hold their sum to what the chunk declares."""
+    size_bytes = 0
+    if usable_bytes >= 0:
+        for piece in pieces:
+            left = usable_bytes - size_bytes
+            size_bytes += len(piece)
+            yield piece[:left]
+            if size_bytes >= usable_bytes:
+                return
+        return
+    wrong = (
+        f"{source.path}: a chunk holds another number of bytes than the "
+        f"{stored.size_bytes} that it declares; pass --salvage to read the rest"
+    )
+    for piece in pieces:
+        size_bytes += len(piece)
+        if size_bytes > stored.size_bytes:
+            raise CorruptFile(wrong)
+        if stored.crc != 0:
+            crc[0] = isal_zlib.crc32(piece, crc[0])
+        if stored.crc and size_bytes == stored.size_bytes and crc[0] != stored.crc:
+            raise ChecksumMismatch("a chunk does not match its checksum")
+        yield piece
+    if size_bytes < stored.size_bytes:
+        raise CorruptFile(wrong)
+
+
+def _decompressed(source: Source, stored: Stored, limits: Limits, careful: bool) -> Iterator[bytes]:
+    start, stop, size_bytes, _, compression = stored
+    small = max(stop - start, size_bytes) <= limits.piece_bytes
+    if compression in PLAIN:
+        if careful:
+            stop = min(stop, start + size_bytes)
+        step = max(stop - start, 1) if small else _OUTPUT_BYTES
+        for pos in range(start, stop, step):
+            yield source.read(pos, min(step, stop - pos), "a chunk")
+        return
+    decompressor = new_decompressor(compression, limits)
+    if decompressor is None:
+        raise UnknownFormat(f"{source.path}: unknown compression {compression[:40]!r}")
+    small = small and not careful
+    # One byte more than declared, so that a chunk that holds more is found out.
+    most_bytes = size_bytes + 1 if small else _OUTPUT_BYTES
+    pos = start
+    while not decompressor.eof:
+        data = b""
+        if decompressor.needs_input and pos < stop:
+            step = stop - pos if small else min(_INPUT_BYTES, stop - pos)
+            data = source.read(pos, step, "a chunk")
+            pos += step
+        try:
+            piece = decompressor.decompress(data, max_length=most_bytes)
+        except DECOMPRESSION_ERRORS as error:
+            raise CorruptFile(
+                f"{source.path}: a {compression} chunk cannot be decompressed ({error}); "
+                "pass --salvage to read the rest"
+            ) from error
+        if piece:
+            yield piece
+        elif not data and (pos == stop or not decompressor.needs_input):
+            return  # it is cut
 
 
 class StoredWindow:
