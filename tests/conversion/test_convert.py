@@ -251,6 +251,17 @@ def test_episodes_that_came_from_elsewhere(samples, tmp_path):
     assert report.ok
 
 
+def test_a_bag_that_an_earlier_version_did_in_part_is_not_done_twice(samples, tmp_path):
+    first, second = samples(seconds=2).path, samples(seconds=2, seed=1).path
+    penstock.convert(first, tmp_path / "out", **QUIET)
+    with pytest.MonkeyPatch.context() as patch:
+        source = {"fingerprint": fingerprint(second), "part": 0, "parts": 3}
+        patch.setattr(DatasetWriter, "committed", property(lambda self: [source]))
+        report = penstock.convert(second, tmp_path / "out", append=True, **QUIET)
+    assert "1 of its 3 episodes" in report.failed[second]
+    assert report.total_episodes == 1
+
+
 def test_an_interrupt_says_how_to_go_on(samples, tmp_path, monkeypatch, capfd):
     from penstock.conversion import run
 

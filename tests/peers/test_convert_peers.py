@@ -17,11 +17,11 @@ import pytest
 import penstock
 from penstock.bags import open_bag
 from penstock.conversion.settings import from_json
-from penstock.media.depth import DepthCoding
 from penstock.dataset.doctor import check
-from penstock.media.images import ImageDecoder, to_rgb
 from penstock.dataset.layout import QUANTILES
 from penstock.dataset.reader import Dataset
+from penstock.media.depth import DepthCoding
+from penstock.media.images import ImageDecoder, to_rgb
 from penstock.tools.sample_kuavo import Messages
 from penstock.tools.sample_writers import new_writer
 from penstock.tools.samples import expected_action, expected_state, read_number, write_sample

@@ -346,7 +346,7 @@ def _convert_all(
     fingerprints: dict[Path, str],
     report: Report,
 ) -> None:
-    done = _done_before(writer)
+    done, partly = _done_before(writer)
     positions = writer.position_of(list(fingerprints.values()))
     first: dict[str, Path] = {}
     todo: list[Path] = []
@@ -356,6 +356,8 @@ def _convert_all(
             report.copies[path] = first[known]
         elif known in done:
             report.skipped.append(path)
+        elif known in partly:
+            report.failed[path] = partly[known]
         else:
             todo.append(path)
         first.setdefault(known, path)
@@ -400,19 +402,22 @@ def _convert_all(
                 report.add(BagReport(path, _size(path), outcome))
 
 
-def _done_before(writer: DatasetWriter) -> set[str]:
-    """Return the fingerprints of the recordings that are in the dataset as a whole."""
-    found: set[str] = set()
+def _done_before(writer: DatasetWriter) -> tuple[set[str], dict[str, str]]:
+    """Return the recordings that are in the dataset, and those of which only a part is, and why."""
+    counts: Counter[str] = Counter()
     parts: dict[str, int] = {}
     for source in writer.committed:
-        known = source.get("fingerprint")
-        if known is None:
-            continue  # not from a bag: somebody else's episodes
-        # Earlier versions committed every episode of a bag by itself.
-        parts[known] = parts.get(known, 0) + 1
-        if parts[known] >= source.get("parts", 1):
-            found.add(known)
-    return found
+        if "fingerprint" in source:  # or it is not from a bag: somebody else's episodes
+            counts[source["fingerprint"]] += 1
+            # Earlier versions committed every episode of a bag by itself.
+            parts[source["fingerprint"]] = source.get("parts", 1)
+    partly = {
+        known: f"an earlier version has put {count} of its {parts[known]} episodes into the "
+        "dataset, and was stopped: convert it into a new one"
+        for known, count in counts.items()
+        if count < parts[known]
+    }
+    return set(counts) - set(partly), partly
 
 
 def queue_bytes(request: Request, workers: int) -> int:
