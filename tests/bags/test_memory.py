@@ -174,6 +174,14 @@ def test_many_messages_with_little_room_for_their_index(tmp_path):
     assert growth < 24 * MB
 
 
+def test_many_messages_without_an_index(tmp_path):
+    """Neither the file nor the memory has room for their places: each reading walks the chunks."""
+    path = write(tmp_path / "x.mcap", 300_000, 0, 0, index_types=IndexType.NONE)
+    growth, [(count, total, _)] = read([path], 32 * MB)
+    assert count == 300_000 and total == 299_999 * 150_000
+    assert growth < 24 * MB
+
+
 def test_a_hundred_topics(tmp_path):
     path = tmp_path / "x.mcap"
     with path.open("wb") as file:

@@ -772,7 +772,7 @@ class Scanner:
         """Add a chunk to the table."""
         if not tally.counts:
             return
-        self.without_index += not chunk.indexed
+        self.without_index += tally.complete and not chunk.indexed
         self.keys |= tally.counts.keys()
         self.first_ns = min(self.first_ns, tally.first_ns)
         self.last_ns = max(self.last_ns, tally.last_ns)
