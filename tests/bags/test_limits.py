@@ -10,11 +10,14 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import lz4.frame
+import numpy as np
 import pytest
 from mcap.writer import CompressionType, Writer
 
 from penstock.bags import Limits, open_bag
 from penstock.errors import CorruptFile, DataError, LimitExceeded
+
+from .conftest import Make
 
 MOST_BYTES = 64 * 10**6
 
@@ -201,3 +204,53 @@ def test_every_length_of_an_mcap_made_huge(tmp_path: Path, value: int) -> None:
                         list(bag.read())
                 except DataError:
                     continue
+
+
+TIGHT = {
+    "pieces of 5 kB": Limits(piece_bytes=5000),
+    "no room for the index": Limits(index_bytes=50_000),
+    "both": Limits(piece_bytes=5000, index_bytes=50_000),
+}
+
+
+@pytest.mark.parametrize("tight", TIGHT)
+@pytest.mark.parametrize(
+    ("name", "compression"),
+    [
+        ("x.bag", "none"),
+        ("x.bag", "lz4"),
+        ("x.bag", "bz2"),
+        ("x.mcap", "none"),
+        ("x.mcap", "zstd"),
+        ("x.db3", "none"),
+    ],
+)
+@pytest.mark.parametrize("salvage", [False, True])
+def test_tight_limits_change_nothing(
+    make: Make, tight: str, name: str, compression: str, salvage: bool
+) -> None:
+    """Chunks as streams of small pieces, and an index that is read again, give the same."""
+    facts = make(
+        name,
+        kind=name.partition(".")[2],
+        compression=compression,
+        seconds=4,
+        cameras=1,
+        depth=False,
+    )
+
+    def everything(limits: Limits) -> list[object]:
+        with open_bag(facts.path, limits=limits, salvage=salvage) as bag:
+            topics = [*bag.topics]
+            wanted = {"/joint_cmd": np.array([0, 3, 150, 151])}
+            return [
+                bag.topics,
+                (bag.start_ns, bag.end_ns, bag.compression, bag.salvage),
+                [bag.times(topic).tolist() for topic in topics],
+                {k: v.tolist() for k, v in bag.header_stamps(topics).items()},
+                bag.first_messages(topics),
+                [(*m[:3], bytes(m.data)) for m in bag.read()],
+                [(*m[:3], bytes(m.data)) for m in bag.read(["/joint_cmd"], wanted)],
+            ]
+
+    assert everything(TIGHT[tight]) == everything(Limits())

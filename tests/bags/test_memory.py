@@ -174,6 +174,14 @@ def test_many_messages_with_little_room_for_their_index(tmp_path):
     assert growth < 24 * MB
 
 
+def test_many_messages_without_an_index(tmp_path):
+    """Neither the file nor the memory has room for their places: each reading walks the chunks."""
+    path = write(tmp_path / "x.mcap", 300_000, 0, 0, index_types=IndexType.NONE)
+    growth, [(count, total, _)] = read([path], 32 * MB)
+    assert count == 300_000 and total == 299_999 * 150_000
+    assert growth < 24 * MB
+
+
 def test_a_hundred_topics(tmp_path):
     path = tmp_path / "x.mcap"
     with path.open("wb") as file:
@@ -191,9 +199,10 @@ def test_a_hundred_topics(tmp_path):
     assert read_bytes < 3.1 * path.stat().st_size  # index and first messages, stamps, messages
 
 
-def test_many_tiny_bags(tmp_path):
-    paths = [write(tmp_path / f"{n}.mcap", 3, 0, 0) for n in range(500)]
+@pytest.mark.parametrize("number", [500, pytest.param(5000, marks=pytest.mark.stress)])
+def test_many_tiny_bags(tmp_path, number):
+    paths = [write(tmp_path / f"{n}.mcap", 3, 0, 0) for n in range(number)]
     few, _ = read(paths[:50], 64 * MB)
     many, facts = read(paths, 64 * MB)
-    assert len(facts) == 500 and all(count == 3 for count, _, _ in facts)
+    assert len(facts) == number and all(count == 3 for count, _, _ in facts)
     assert many - few < 4 * MB

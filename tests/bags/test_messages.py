@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from rosbags.typesys import Stores, get_types_from_msg, get_typestore
 
-from penstock.bags import Limits, Topic, open_bag
+from penstock.bags import ImageMessage, Limits, Topic, open_bag
 from penstock.bags.messages import Decoder
 from penstock.errors import DataError, LimitExceeded
 from penstock.tools.samples import (
@@ -152,16 +152,25 @@ def test_formats_of_compressed_pictures() -> None:
     )
     png = b"\x89PNG\r\n\x1a\n123"
 
-    def image(text: str, data: bytes) -> tuple[str, bytes]:
+    def picture(text: str, data: bytes) -> ImageMessage:
         kind = "sensor_msgs/msg/CompressedImage"
         message = store.types[kind](header, text, np.frombuffer(data, np.uint8))
-        found = decode.image(store.serialize_ros1(message, kind))
+        return decode.image(store.serialize_ros1(message, kind))
+
+    def image(text: str, data: bytes) -> tuple[str, bytes]:
+        found = picture(text, data)
         return found.encoding, bytes(found.data)
 
     assert image("png", b"\xff\xd8\xff123") == ("jpeg", b"\xff\xd8\xff123")  # the magic decides
     assert image("jpeg", png) == ("png", png)
     assert image("16UC1; compressedDepth", bytes(12) + png) == ("compressedDepth", png)
     assert image("16UC1; compressedDepth rvl", bytes(30))[0] == "rvl"
+    rvl = picture("16UC1; compressedDepth rvl", bytes(12) + struct.pack("<2I", 4, 3) + b"123")
+    assert (rvl.width, rvl.height, bytes(rvl.data)) == (4, 3, b"123")
+    metres = picture("32FC1; compressedDepth", struct.pack("<i2f", 0, 100.5, 1.5) + png)
+    assert (metres.encoding, metres.depth_quantization) == ("compressedDepth", (100.5, 1.5))
+    assert picture("16UC1; compressedDepth", bytes(12) + png).depth_quantization is None
+    assert image("webp", b"RIFF\0\0\0\0WEBPVP8 ")[0] == "webp"
     assert image("bgr8; jpeg compressed bgr8", b"")[0] == "jpeg"
     assert image("rgb8; png compressed", b"?")[0] == "png"
     assert image("h264", b"?")[0] == "h264"

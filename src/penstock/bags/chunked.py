@@ -1,4 +1,4 @@
-"""What the chunked containers share: tables of chunks, reading by index, salvage by a scan.
+"""What the chunked containers share: reading by index, chunk by chunk, in file order.
 
 A bag holds tables in arrays (`ChunkTable`), never an object per chunk or message; of a chunk it
 holds one piece (`ChunkStream`). The containers say how their records look.
@@ -7,49 +7,36 @@ holds one piece (`ChunkStream`). The containers say how their records look.
 from __future__ import annotations
 
 from abc import abstractmethod
-from array import array
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from struct import Struct
 from typing import Any, Final, NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
 from penstock.bags.limits import BadRecord, Limits, expect
 from penstock.bags.reader import Bag, Message, SalvageReport, Selection, Topic, Wanted, join_topics
+from penstock.bags.scan import Scanner
 from penstock.bags.source import (
     PLAIN,
     SMALL_PART,
     ZSTD_MAGIC,
-    ChecksumMismatch,
     ChunkStream,
     Source,
     Stored,
     StoredWindow,
     inflate_message,
 )
+from penstock.bags.table import ENTRY_BYTES, LOOSE, Chunk, ChunkTable, Entries, Numbers
 from penstock.core.threads import CORES, parallel_map
 from penstock.errors import CorruptFile, DataError
 
-LOOSE: Final = "loose"  # the compression of a stretch of messages outside of chunks
-_COMPRESSIONS: Final = ("?", "", "none", "lz4", "bz2", "zstd", LOOSE)
-_ROW: Final = Struct("<qqqBB")
-_ROW_TYPE: Final = np.dtype("<i8,<i8,<i8,u1,u1")
-_SLOT_TYPE: Final = np.dtype([("chunk", "<u4"), ("key", "<u4"), ("count", "<u4"), ("pos", "<i8")])
-_ENTRY_BYTES: Final = 16
-_MOST_COUNT: Final = 2**32 - 1
 _AHEAD_PIECES: Final = 4
 _MOST_WORKERS: Final = 8
-_WINDOW_BYTES: Final = 1 << 20
-_MARK_BYTES: Final = 16
 _FAR_BYTES: Final = 1 << 14  # messages further apart are looked at one by one
 
-Numbers = NDArray[np.int64]
 Heads = Mapping[str, int]  # of some topics, the first bytes of each message suffice
-Entries = tuple[Numbers, Numbers]  # times and offsets of messages in a chunk
 # Returns the time of the message of a connection, and where its data begins and ends in the bytes.
 HeadParser = Callable[[bytes, int, int], tuple[int, int, int]]
 
@@ -66,24 +53,6 @@ class Connection:
     schema_encoding: str = ""
 
 
-class Chunk(NamedTuple):
-    """Where a chunk lies.
-
-    Attributes:
-        pos: Where its record begins.
-        stop: Where the records that belong to it end, its index records included.
-        usable_bytes: Of a damaged chunk: its decompressed bytes up to the damage; otherwise -1.
-        compression: How it is stored, if the index tells; otherwise "?".
-        indexed: Index records follow it; otherwise its messages are found by walking it.
-    """
-
-    pos: int
-    stop: int
-    usable_bytes: int = -1
-    compression: str = "?"
-    indexed: bool = True
-
-
 class Record(NamedTuple):
     """A message in a chunk: its connection and time, and offsets of the record and its data."""
 
@@ -92,172 +61,6 @@ class Record(NamedTuple):
     offset: int
     start: int
     stop: int
-
-
-class Tally:
-    """Counts the messages of one chunk, and notes where they are unless they are too many."""
-
-    def __init__(self, most: int, connections: int) -> None:
-        self.counts: dict[int, int] = {}
-        self.complete = True
-        self.first_ns, self.last_ns = 1 << 62, -1
-        self._most, self._connections = most, connections
-        self._columns = array("q"), array("q"), array("q")
-
-    def add(self, key: int, t_ns: int, offset: int) -> None:
-        """Count a message."""
-        self.counts[key] = self.counts.get(key, 0) + 1
-        if len(self.counts) > self._connections:
-            raise BadRecord(f"more than {self._connections} connections")
-        self.first_ns, self.last_ns = min(self.first_ns, t_ns), max(self.last_ns, t_ns)
-        if not self.complete:
-            return
-        for column, value in zip(self._columns, (key, t_ns, offset), strict=True):
-            column.append(value)
-        if len(self._columns[0]) > self._most:
-            self.complete = False
-            self._columns = array("q"), array("q"), array("q")
-
-    def entries(self) -> Entries:
-        """Return times and offsets, one connection after the other as in `keys`."""
-        keys, times, offsets = (np.frombuffer(column, np.int64) for column in self._columns)
-        order = np.argsort(keys, kind="stable")
-        return times[order], offsets[order]
-
-    @property
-    def keys(self) -> list[int]:
-        """The connections, rising."""
-        return sorted(self.counts)
-
-
-class ChunkTable(Sequence[Chunk]):
-    """The chunks of a file in file order, and how many messages of which connection each holds.
-
-    A slot is one connection in one chunk. The times and offsets of its messages are held, once
-    they were read, if those of all messages fit into the limit.
-    """
-
-    def __init__(self, path: Path, limits: Limits) -> None:
-        self._path, self._limits = path, limits
-        self._rows, self._made = bytearray(), bytearray()
-        self._scanned: tuple[array[int], array[int]] | None = None
-        self._frozen = self._is_scan = False
-        self.slots = np.empty(0, _SLOT_TYPE)
-        self._first_slot = self._first_entry = np.zeros(1, np.int64)
-        self.entries: Entries | None = None
-        self.loaded = np.zeros(0, bool)
-
-    def __len__(self) -> int:
-        return len(self._rows) // _ROW.size
-
-    def __getitem__(self, number: Any) -> Any:
-        if not 0 <= number < len(self):
-            raise IndexError(number)
-        pos, stop, usable, code, indexed = _ROW.unpack_from(self._rows, number * _ROW.size)
-        return Chunk(pos, stop, usable, _COMPRESSIONS[code], bool(indexed))
-
-    def add(self, chunk: Chunk, slots: NDArray[Any], tally: Tally | None = None) -> None:
-        """Add a chunk.
-
-        Args:
-            chunk: The chunk.
-            slots: Of `_SLOT_TYPE`; the numbers of the chunk are filled in.
-            tally: Of a scan: where its messages are, in the order of the slots.
-        """
-        slots["chunk"] = len(self)
-        name = chunk.compression if chunk.compression in _COMPRESSIONS else "?"
-        code = _COMPRESSIONS.index(name)
-        self._rows += _ROW.pack(*chunk[:3], code, chunk.indexed)
-        self._made += slots.tobytes()
-        self._limits.check_count(self._path, "chunks", len(self), self._limits.chunks)
-        self._limits.check_index(self._path, len(self._rows) + len(self._made))
-        if tally is None:
-            return
-        if not self._is_scan:
-            self._scanned = array("q"), array("q")
-            self._is_scan = True
-        if self._scanned is not None:
-            for held, column in zip(self._scanned, tally.entries(), strict=True):
-                held.frombytes(column.tobytes())
-            size_bytes = _ENTRY_BYTES * len(self._scanned[0])
-            if not tally.complete or size_bytes > self._limits.index_bytes:
-                self._scanned = None
-
-    def freeze(self, known: Collection[int]) -> None:
-        """Sort the chunks, and leave out the messages of connections that are not known."""
-        if self._frozen:
-            return
-        self._frozen = True
-        slots = np.frombuffer(self._made, _SLOT_TYPE).copy()
-        rows = np.frombuffer(self._rows, _ROW_TYPE)
-        keep = np.isin(slots["key"], np.array(list(known), np.int64)) & (slots["count"] > 0)
-        order = np.argsort(rows["f0"], kind="stable")
-        rank = np.empty(len(order), np.int64)
-        rank[order] = np.arange(len(order))
-        scanned = None
-        if self._scanned is not None:  # a scan finds the chunks in order
-            kept = np.repeat(keep, slots["count"])
-            scanned = tuple(np.frombuffer(column, np.int64)[kept] for column in self._scanned)
-            del kept
-        rows = rows[order]
-        if not self._is_scan:  # an index does not tell everywhere where a chunk ends
-            rows["f1"][:-1] = np.minimum(rows["f1"][:-1], rows["f0"][1:])
-        self._rows = bytearray(rows.tobytes())
-        slots = slots[keep]
-        slots["chunk"] = rank[slots["chunk"]]
-        self.slots = slots[np.argsort(slots["chunk"], kind="stable")]
-        numbers = np.arange(len(self) + 1)
-        self._first_slot = np.searchsorted(self.slots["chunk"], numbers)
-        self._first_entry = np.concatenate(([0], np.cumsum(self.slots["count"], dtype=np.int64)))
-        total = int(self._first_entry[-1])
-        if scanned is not None:
-            self.entries = scanned
-        elif total * _ENTRY_BYTES <= self._limits.index_bytes:
-            self.entries = np.empty(total, np.int64), np.empty(total, np.int64)
-        self.loaded = np.full(len(self), scanned is not None)
-        self._made, self._scanned = bytearray(), None
-
-    @property
-    def counts(self) -> dict[int, int]:
-        """The number of messages of each connection."""
-        keys, place = np.unique(self.slots["key"], return_inverse=True)
-        counts = np.bincount(place, self.slots["count"], len(keys)).astype(np.int64)
-        return dict(zip(keys.tolist(), counts.tolist(), strict=True))
-
-    @property
-    def compressions(self) -> set[str]:
-        """How the chunks are stored."""
-        rows = np.frombuffer(self._rows, _ROW_TYPE)
-        return {_COMPRESSIONS[code] for code in np.unique(rows["f3"])}
-
-    def chunks_of(self, keys: Collection[int]) -> Iterator[int]:
-        """Yield the numbers of the chunks with messages of some connections."""
-        found = np.isin(self.slots["key"], np.array(list(keys), np.int64))
-        yield from map(int, np.unique(self.slots["chunk"][found]))
-
-    def slots_of(self, number: int) -> list[tuple[int, int, int]]:
-        """Return the number, connection and messages of each slot of a chunk."""
-        first, stop = self._first_slot[number : number + 2].tolist()
-        here = self.slots[first:stop]
-        numbers = range(first, stop)
-        return list(zip(numbers, here["key"].tolist(), here["count"].tolist(), strict=True))
-
-    def held(self, slot: int) -> Entries | None:
-        """Return the entries of a slot of a loaded chunk; None if they are not held."""
-        if self.entries is None:
-            return None
-        span = slice(*self._first_entry[slot : slot + 2].tolist())
-        return self.entries[0][span], self.entries[1][span]
-
-    def hold(self, slot: int, entries: Entries) -> None:
-        """Hold the entries of a slot."""
-        for column, values in zip(self.held(slot) or (), entries, strict=True):
-            column[:] = values
-
-    def count_of(self, number: int) -> int:
-        """Return the number of messages in a chunk."""
-        first, stop = self._first_slot[number : number + 2]
-        return int(self._first_entry[stop] - self._first_entry[first])
 
 
 class _Chosen(NamedTuple):
@@ -500,7 +303,7 @@ class ChunkedBag(Bag):
         """Tell whether the messages of a chunk cannot be had from an index."""
         if self._chunks.loaded[number]:
             return False
-        size_bytes = self._chunks.count_of(number) * _ENTRY_BYTES
+        size_bytes = self._chunks.count_of(number) * ENTRY_BYTES
         return not self._chunks[number].indexed or size_bytes > self.limits.index_bytes
 
     def _entries(self, number: int, keys: Collection[int]) -> tuple[Numbers, Numbers, Numbers]:
@@ -686,175 +489,6 @@ class ChunkedBag(Bag):
     @abstractmethod
     def _parse_entries(self, data: bytes | memoryview) -> Entries:
         """Return the entries of an index record."""
-
-
-class Scanner:
-    """Reads a file from its beginning, and adds its chunks to the table of the bag.
-
-    Of a damaged chunk the messages before the damage are kept, and the search goes on with the next
-    record that looks like one.
-
-    Args:
-        bag: Its table and connections are filled.
-        stop: Where to stop.
-        tolerant: Pass over damage; otherwise it is raised.
-    """
-
-    def __init__(self, bag: ChunkedBag, stop: int, tolerant: bool) -> None:
-        self.bag, self.source, self.limits = bag, bag._source, bag.limits
-        self.stop, self.tolerant = stop, tolerant
-        self.first_ns, self.last_ns = 1 << 62, -1
-        self.damaged = self.skipped_bytes = 0
-        self.without_index = 0
-        self.keys: set[int] = set()
-        # Chunks that overlap, as no recorder writes them, would have no end of work.
-        self._work_bytes = (20 + bag.limits.ratio) * self.source.size_bytes + 10**8
-
-    def run(self, pos: int) -> None:
-        """Go through the records from a position on."""
-        while pos < self.stop:
-            try:
-                pos = self.record(pos)
-            except CorruptFile:
-                if not self.tolerant:
-                    raise
-                pos = self.search(pos)
-        self.end()
-
-    def chunk(self, pos: int, stored: Stored) -> int:
-        """Take a chunk in; return where to go on."""
-        cut = stored.stop > self.source.size_bytes
-        if cut and not self.tolerant:
-            raise BadRecord(f"the chunk at {pos} is cut")
-        record_stop, stored = stored.stop, stored._replace(
-            stop=min(stored.stop, self.source.size_bytes)
-        )  # fmt: skip
-        self._work_bytes -= stored.stop - stored.start + stored.size_bytes
-        if self._work_bytes < 0:
-            raise DataError(f"{self.source.path}: too many overlapping chunks to be salvaged")
-        tally = self.new_tally()
-        good_bytes, usable_bytes = 0, -1
-        try:
-            stream = ChunkStream(self.source, stored, self.limits, careful=self.tolerant)
-            for key, t_ns, offset, _, stop in self.bag._records(stream, learn=True):
-                stream.reach(stop)
-                tally.add(key, t_ns, offset)
-                good_bytes = stop
-            stream.finish()
-        except ChecksumMismatch:
-            if not self.tolerant:
-                raise
-            self.damaged += 1
-            self.skipped_bytes += stored.stop - stored.start
-            return record_stop  # any of its bytes may be wrong: none is used
-        except DataError:
-            if not self.tolerant:
-                raise
-            self.damaged += 1
-            usable_bytes = good_bytes
-        chunk = Chunk(pos, stored.stop, usable_bytes, stored.compression or "none", False)
-        if cut or (self.tolerant and not self.follows(stored.stop)):
-            # Its length may be wrong: other chunks may lie within it, behind what was read.
-            self.keep(chunk, tally)
-            plain = stored.compression in PLAIN
-            return self.search(stored.start + (good_bytes if plain else 0) - 1)
-        index_stop = self.index_stop(stored.stop)
-        if usable_bytes < 0 and self._agrees(stored.stop, index_stop, tally):
-            chunk = chunk._replace(stop=index_stop, indexed=True)
-        self.keep(chunk, tally)
-        return index_stop
-
-    def new_tally(self) -> Tally:
-        """Return a tally for a chunk."""
-        return Tally(self.limits.index_bytes // 64, self.limits.topics)
-
-    def keep(self, chunk: Chunk, tally: Tally) -> None:
-        """Add a chunk to the table."""
-        if not tally.counts:
-            return
-        self.without_index += not chunk.indexed
-        self.keys |= tally.counts.keys()
-        self.first_ns = min(self.first_ns, tally.first_ns)
-        self.last_ns = max(self.last_ns, tally.last_ns)
-        slots = np.zeros(len(tally.counts), _SLOT_TYPE)
-        slots["key"] = tally.keys
-        slots["count"] = [tally.counts[key] for key in tally.keys]
-        self.bag._chunks.add(chunk, slots, tally)
-
-    def search(self, pos: int) -> int:
-        """Return where the next record begins behind a position, or where the file ends."""
-        at = pos + 1
-        found = self.stop
-        while at < self.stop and found == self.stop:
-            window = self.source.peek(at, min(_WINDOW_BYTES, self.stop - at))
-            found = next((p for p in self.candidates(window, at) if p > pos), self.stop)
-            if at + len(window) >= self.stop:
-                break
-            at += len(window) - _MARK_BYTES
-        self.skipped_bytes += found - pos
-        return found
-
-    def _agrees(self, start: int, stop: int, tally: Tally) -> bool:
-        """Tell whether the index records of a chunk name exactly its messages."""
-        if start == stop or not tally.complete:
-            return False
-        times, offsets = tally.entries()
-        try:
-            named = self.bag._index_of(start, stop)
-        except DataError:
-            return False
-        at = 0
-        for key in tally.keys:
-            count = tally.counts[key]
-            found = named.pop(key, (np.empty(0), np.empty(0)))
-            order = np.argsort(found[1], kind="stable")
-            if not np.array_equal(found[0][order], times[at : at + count]) or not np.array_equal(
-                found[1][order], offsets[at : at + count]
-            ):
-                return False
-            at += count
-        return not any(len(entries[0]) for entries in named.values())
-
-    def end(self) -> None:
-        """Finish what is under way."""
-
-    def record(self, pos: int) -> int:
-        """Take one record in; return where the next one begins."""
-        raise NotImplementedError
-
-    def follows(self, pos: int) -> bool:
-        """Tell whether a record begins at a position, or the file ends there."""
-        raise NotImplementedError
-
-    def index_stop(self, pos: int) -> int:
-        """Return where the index records that begin at a position end."""
-        raise NotImplementedError
-
-    def candidates(self, window: bytes, at: int) -> Iterator[int]:
-        """Yield the positions at which records seem to begin.
-
-        Args:
-            window: Bytes of the file.
-            at: Where they begin.
-        """
-        raise NotImplementedError
-
-
-def make_slots(
-    keys: NDArray[Any], counts: NDArray[Any], places: NDArray[Any] | None = None
-) -> NDArray[Any]:
-    """Return the slots of a chunk from an index; places are those of its index records.
-
-    Raises:
-        BadRecord: A number cannot be.
-    """
-    if len(counts) and int(counts.max()) > _MOST_COUNT:
-        raise BadRecord("the index promises an impossible number of messages")
-    slots = np.zeros(len(keys), _SLOT_TYPE)
-    slots["key"], slots["count"] = keys, counts
-    if places is not None:
-        slots["pos"] = places
-    return slots
 
 
 def _numbered(

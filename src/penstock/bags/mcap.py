@@ -21,20 +21,11 @@ import numpy as np
 from isal import isal_zlib
 from numpy.typing import NDArray
 
-from penstock.bags.chunked import (
-    LOOSE,
-    Chunk,
-    ChunkedBag,
-    Connection,
-    Entries,
-    HeadParser,
-    Record,
-    Scanner,
-    Tally,
-    make_slots,
-)
+from penstock.bags.chunked import ChunkedBag, Connection, HeadParser, Record
 from penstock.bags.limits import BadRecord, Limits, expect
+from penstock.bags.scan import Scanner
 from penstock.bags.source import ChunkStream, Stored
+from penstock.bags.table import LOOSE, Chunk, Entries, Tally, make_slots
 from penstock.errors import CorruptFile, UnknownFormat
 
 MAGIC: Final = b"\x89MCAP0\r\n"

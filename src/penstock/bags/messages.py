@@ -64,11 +64,13 @@ class ImageMessage:
             or the encoding of a raw picture: "rgb8", "bgr8", "mono8", "mono16", "16UC1", ...
             A packet of a video has that of the video: "h264", "h265", "av1", "vp9".
             A compressed picture of another kind has the first word of its format.
-        width: Columns; 0 if compressed.
-        height: Rows; 0 if compressed.
+        width: Columns; 0 if compressed, but for "rvl".
+        height: Rows; 0 if compressed, but for "rvl".
         step: Bytes from row to row; 0 if compressed.
         is_big_endian: Of raw pixels wider than a byte.
         data: The pixels, or the compressed file; not copied.
+        depth_quantization: Of a compressed depth that was recorded in metres (32FC1), the numbers a
+            and b: a value v means a / (v - b) metres, and 0 none. None for values as recorded.
     """
 
     encoding: str
@@ -77,6 +79,7 @@ class ImageMessage:
     step: int
     is_big_endian: bool
     data: memoryview
+    depth_quantization: tuple[float, float] | None = None
 
 
 class Decoder:
@@ -260,8 +263,11 @@ def _video_codec(text: str) -> str:
 
 
 def _compressed_image(text: str, data: memoryview) -> ImageMessage:
-    encoding = "unknown"
+    encoding, width, height = "unknown", 0, 0
     head = bytes(data[: _DEPTH_HEADER_BYTES + 8])
+    quantization = None
+    if "compressedDepth" in text and text.startswith("32FC1") and len(head) > _DEPTH_HEADER_BYTES:
+        quantization = struct.unpack_from("<4x2f", head)
     if head.startswith(_JPEG):
         encoding = "jpeg"
     elif head.startswith(_PNG):
@@ -272,10 +278,13 @@ def _compressed_image(text: str, data: memoryview) -> ImageMessage:
         encoding, data = "compressedDepth", data[_DEPTH_HEADER_BYTES:]
     elif "compressedDepth" in text:
         encoding = "rvl" if "rvl" in text.lower() else "compressedDepth"
+        if encoding == "rvl" and len(head) == _DEPTH_HEADER_BYTES + 8:
+            width, height = struct.unpack_from("<2I", head, _DEPTH_HEADER_BYTES)
+            data = data[len(head) :]
     elif "jpeg" in text.lower() or "jpg" in text.lower():
         encoding = "jpeg"
     elif "png" in text.lower():
         encoding = "png"
     elif text.split():
         encoding = text.split()[0].rstrip(";")
-    return ImageMessage(encoding, 0, 0, 0, False, data)
+    return ImageMessage(encoding, width, height, 0, False, data, quantization)

@@ -13,18 +13,11 @@ from typing import Final
 
 import numpy as np
 
-from penstock.bags.chunked import (
-    Chunk,
-    ChunkedBag,
-    Connection,
-    Entries,
-    HeadParser,
-    Record,
-    Scanner,
-    make_slots,
-)
+from penstock.bags.chunked import ChunkedBag, Connection, HeadParser, Record
 from penstock.bags.limits import BadRecord, Limits, expect
+from penstock.bags.scan import Scanner
 from penstock.bags.source import ChunkStream, Stored
+from penstock.bags.table import Chunk, Entries, make_slots
 from penstock.errors import UnknownFormat
 
 MAGIC: Final = b"#ROSBAG V2.0\n"

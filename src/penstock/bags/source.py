@@ -44,11 +44,12 @@ class Source:
         bytes_read: What was read so far.
     """
 
+    _descriptor: int | None = None  # there even if a signal comes within __init__
+
     def __init__(self, path: Path) -> None:
         self.path = path
         self.bytes_read = 0
         self._lock = threading.Lock()
-        self._descriptor: int | None = None
         try:
             self._descriptor = os.open(path, os.O_RDONLY)
             self.size_bytes = os.fstat(self._descriptor).st_size
@@ -248,11 +249,12 @@ def _checked(
 
 def _decompressed(source: Source, stored: Stored, limits: Limits, careful: bool) -> Iterator[bytes]:
     start, stop, size_bytes, _, compression = stored
+    piece_bytes = min(_OUTPUT_BYTES, limits.piece_bytes)
     small = max(stop - start, size_bytes) <= limits.piece_bytes
     if compression in PLAIN:
         if careful:
             stop = min(stop, start + size_bytes)
-        step = max(stop - start, 1) if small else _OUTPUT_BYTES
+        step = max(stop - start, 1) if small else piece_bytes
         for pos in range(start, stop, step):
             yield source.read(pos, min(step, stop - pos), "a chunk")
         return
@@ -261,7 +263,7 @@ def _decompressed(source: Source, stored: Stored, limits: Limits, careful: bool)
         raise UnknownFormat(f"{source.path}: unknown compression {compression[:40]!r}")
     small = small and not careful
     # One byte more than declared, so that a chunk that holds more is found out.
-    most_bytes = size_bytes + 1 if small else _OUTPUT_BYTES
+    most_bytes = size_bytes + 1 if small else piece_bytes
     pos = start
     while not decompressor.eof:
         data = b""

@@ -115,11 +115,8 @@ class RosLayout:
         read = self._numbers(field, path)
 
         def vector(data: Data) -> NDArray[np.float64]:
-            reader = Reader(data, self.cdr)
-            pos = 0
             try:
-                for step in steps:
-                    pos = step(reader, pos)
+                reader, pos = self._reach(steps, data)
                 found: list[NDArray[np.float64]] = []
                 if read(reader, pos, found) > reader.size:
                     raise DataError("the message is cut")
@@ -148,11 +145,8 @@ class RosLayout:
         known: dict[tuple[int, bytes], tuple[str, ...]] = {}
 
         def names(data: Data) -> tuple[str, ...]:
-            reader = Reader(data, self.cdr)
-            start = 0
             try:
-                for step in steps:
-                    start = step(reader, start)
+                reader, start = self._reach(steps, data)
                 stop = skip(reader, start)
                 if stop > reader.size:
                     raise DataError("the message is cut")
@@ -180,11 +174,8 @@ class RosLayout:
             raise DataError(f"{path!r} is {field.text}, not bytes")
 
         def blob(data: Data) -> memoryview:
-            reader = Reader(data, self.cdr)
-            pos = 0
             try:
-                for step in steps:
-                    pos = step(reader, pos)
+                reader, pos = self._reach(steps, data)
                 length, pos = reader.count(pos)
             except struct.error:
                 raise DataError("the message is cut") from None
@@ -220,6 +211,14 @@ class RosLayout:
         seconds, parts = self.find(f"{path}.sec"), self.find(f"{path}.nanosec")
 
         return lambda data: int(seconds(data)[0]) * 10**9 + int(parts(data)[0]), None
+
+    def _reach(self, steps: list[Skip], data: Data) -> tuple[Reader, int]:
+        """Return a reader of a message, and the position to which some moves lead."""
+        reader = Reader(data, self.cdr)
+        pos = 0
+        for step in steps:
+            pos = step(reader, pos)
+        return reader, pos
 
     def _plan(self, path: str) -> tuple[list[Skip], Field]:
         """Return the moves that lead to the value at a path, and what it is."""

@@ -1,0 +1,171 @@
+"""Recordings read from their beginning: those without an index, and damaged ones."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Final
+
+import numpy as np
+
+from penstock.bags.limits import BadRecord
+from penstock.bags.source import PLAIN, ChecksumMismatch, ChunkStream, Stored
+from penstock.bags.table import SLOT_TYPE, Chunk, Tally
+from penstock.errors import CorruptFile, DataError
+
+if TYPE_CHECKING:
+    from penstock.bags.chunked import ChunkedBag
+
+_WINDOW_BYTES: Final = 1 << 20
+_MARK_BYTES: Final = 16
+
+
+class Scanner:
+    """Reads a file from its beginning, and adds its chunks to the table of the bag.
+
+    Of a damaged chunk the messages before the damage are kept, and the search goes on with the next
+    record that looks like one.
+
+    Args:
+        bag: Its table and connections are filled.
+        stop: Where to stop.
+        tolerant: Pass over damage; otherwise it is raised.
+    """
+
+    def __init__(self, bag: ChunkedBag, stop: int, tolerant: bool) -> None:
+        self.bag, self.source, self.limits = bag, bag._source, bag.limits
+        self.stop, self.tolerant = stop, tolerant
+        self.first_ns, self.last_ns = 1 << 62, -1
+        self.damaged = self.skipped_bytes = 0
+        self.without_index = 0
+        self.keys: set[int] = set()
+        # Chunks that overlap, as no recorder writes them, would have no end of work.
+        self._work_bytes = (20 + bag.limits.ratio) * self.source.size_bytes + 10**8
+
+    def run(self, pos: int) -> None:
+        """Go through the records from a position on."""
+        while pos < self.stop:
+            try:
+                pos = self.record(pos)
+            except CorruptFile:
+                if not self.tolerant:
+                    raise
+                pos = self.search(pos)
+        self.end()
+
+    def chunk(self, pos: int, stored: Stored) -> int:
+        """Take a chunk in; return where to go on."""
+        cut = stored.stop > self.source.size_bytes
+        if cut and not self.tolerant:
+            raise BadRecord(f"the chunk at {pos} is cut")
+        record_stop, stored = stored.stop, stored._replace(
+            stop=min(stored.stop, self.source.size_bytes)
+        )  # fmt: skip
+        self._work_bytes -= stored.stop - stored.start + stored.size_bytes
+        if self._work_bytes < 0:
+            raise DataError(f"{self.source.path}: too many overlapping chunks to be salvaged")
+        tally = self.new_tally()
+        good_bytes, usable_bytes = 0, -1
+        try:
+            stream = ChunkStream(self.source, stored, self.limits, careful=self.tolerant)
+            for key, t_ns, offset, _, stop in self.bag._records(stream, learn=True):
+                stream.reach(stop)
+                tally.add(key, t_ns, offset)
+                good_bytes = stop
+            stream.finish()
+        except ChecksumMismatch:
+            if not self.tolerant:
+                raise
+            self.damaged += 1
+            self.skipped_bytes += stored.stop - stored.start
+            return record_stop  # any of its bytes may be wrong: none is used
+        except DataError:
+            if not self.tolerant:
+                raise
+            self.damaged += 1
+            usable_bytes = good_bytes
+        chunk = Chunk(pos, stored.stop, usable_bytes, stored.compression or "none", False)
+        if cut or (self.tolerant and not self.follows(stored.stop)):
+            # Its length may be wrong: other chunks may lie within it, behind what was read.
+            self.keep(chunk, tally)
+            plain = stored.compression in PLAIN
+            return self.search(stored.start + (good_bytes if plain else 0) - 1)
+        index_stop = self.index_stop(stored.stop)
+        if usable_bytes < 0 and self._agrees(stored.stop, index_stop, tally):
+            chunk = chunk._replace(stop=index_stop, indexed=True)
+        self.keep(chunk, tally)
+        return index_stop
+
+    def new_tally(self) -> Tally:
+        """Return a tally for a chunk."""
+        return Tally(self.limits.index_bytes // 64, self.limits.topics)
+
+    def keep(self, chunk: Chunk, tally: Tally) -> None:
+        """Add a chunk to the table."""
+        if not tally.counts:
+            return
+        self.without_index += tally.complete and not chunk.indexed
+        self.keys |= tally.counts.keys()
+        self.first_ns = min(self.first_ns, tally.first_ns)
+        self.last_ns = max(self.last_ns, tally.last_ns)
+        slots = np.zeros(len(tally.counts), SLOT_TYPE)
+        slots["key"] = tally.keys
+        slots["count"] = [tally.counts[key] for key in tally.keys]
+        self.bag._chunks.add(chunk, slots, tally)
+
+    def search(self, pos: int) -> int:
+        """Return where the next record begins behind a position, or where the file ends."""
+        at = pos + 1
+        found = self.stop
+        while at < self.stop and found == self.stop:
+            window = self.source.peek(at, min(_WINDOW_BYTES, self.stop - at))
+            found = next((p for p in self.candidates(window, at) if p > pos), self.stop)
+            if at + len(window) >= self.stop:
+                break
+            at += len(window) - _MARK_BYTES
+        self.skipped_bytes += found - pos
+        return found
+
+    def _agrees(self, start: int, stop: int, tally: Tally) -> bool:
+        """Tell whether the index records of a chunk name exactly its messages."""
+        if start == stop or not tally.complete:
+            return False
+        times, offsets = tally.entries()
+        try:
+            named = self.bag._index_of(start, stop)
+        except DataError:
+            return False
+        at = 0
+        for key in tally.keys:
+            count = tally.counts[key]
+            found = named.pop(key, (np.empty(0), np.empty(0)))
+            order = np.argsort(found[1], kind="stable")
+            if not np.array_equal(found[0][order], times[at : at + count]) or not np.array_equal(
+                found[1][order], offsets[at : at + count]
+            ):
+                return False
+            at += count
+        return not any(len(entries[0]) for entries in named.values())
+
+    def end(self) -> None:
+        """Finish what is under way."""
+
+    def record(self, pos: int) -> int:
+        """Take one record in; return where the next one begins."""
+        raise NotImplementedError
+
+    def follows(self, pos: int) -> bool:
+        """Tell whether a record begins at a position, or the file ends there."""
+        raise NotImplementedError
+
+    def index_stop(self, pos: int) -> int:
+        """Return where the index records that begin at a position end."""
+        raise NotImplementedError
+
+    def candidates(self, window: bytes, at: int) -> Iterator[int]:
+        """Yield the positions at which records seem to begin.
+
+        Args:
+            window: Bytes of the file.
+            at: Where they begin.
+        """
+        raise NotImplementedError
