@@ -28,7 +28,16 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 HOME = ROOT / ".venv-versions"
 VERSIONS = ("3.10", "3.11", "3.12", "3.13")
-NO_TORCH = ("core", "ui", "bags", "media", "dataset", "conversion", "tools/test_samples.py", "test_cli.py")
+NO_TORCH = (
+    "core",
+    "ui",
+    "bags",
+    "media",
+    "dataset",
+    "conversion",
+    "tools/test_samples.py",
+    "test_cli.py",
+)
 # What people with Isaac Sim have; tensordict 0.9 is the last that this torch can import.
 OLD_TORCH = ("torch==2.0.1", "numpy==1.26.4", "tensordict==0.9.1")
 OLD_TORCH_TESTS = (
