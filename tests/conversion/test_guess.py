@@ -227,3 +227,17 @@ def test_a_dataset_that_no_recording_made_goes_on(tmp_path):
         settings.write_text(json.dumps({**content, "settings": change}))
         late = write(tmp_path / f"bag-{len(str(change))}", {"/imu": 20.0})
         assert convert([late], tmp_path / "out", append=True, check=False).total_episodes >= 1
+
+
+def test_foxglove_messages_need_no_map(tmp_path):
+    """Protobuf and JSON, by the schemas in the file: joints, poses, scans, pictures."""
+    bag = Path(__file__).parents[1] / "bags" / "foxglove.mcap"
+    report = convert([bag], tmp_path / "out")
+    assert report.ok, report.text()
+    features = json.loads((tmp_path / "out/meta/info.json").read_text())["features"]
+    assert {"observation.state", "observation.scan", "observation.json"} <= features.keys()
+    assert any(name.startswith("observation.images.") for name in features)
+    with open_bag(bag) as opened:
+        _, _, left_out = look(opened)
+    assert "compressed video" in left_out["/video"]
+    assert "/cloud" in left_out

@@ -23,7 +23,6 @@ from penstock.conversion.worth import Worth, first_message, worth_of
 from penstock.errors import DataError, UsageError
 from penstock.media.images import ImageDecoder
 
-_IMAGES: Final = ("sensor_msgs/msg/Image", "sensor_msgs/msg/CompressedImage")
 _DEFAULT_FPS: Final = 30
 _MOST_OF_A_STATE: Final = 64
 _MOST_FPS: Final = 100  # without a camera
@@ -147,10 +146,12 @@ def look(bag: Bag) -> tuple[dict[str, Worth], dict[str, Camera], dict[str, str]]
     for name, topic in bag.topics.items():
         found = Worth(reason="no messages")
         try:
-            if topic.count and topic.type in _IMAGES:
+            if topic.count and topic.media == "image":
                 cameras[name] = _camera(bag, name)
                 continue
-            if topic.count:
+            if topic.count and topic.media == "video":
+                found = Worth(reason="compressed video, which is not converted yet")
+            elif topic.count:
                 found = worth_of(topic, bag)
         except (DataError, UsageError) as error:
             reason = str(error).removeprefix(f"{bag.path}: ").removeprefix(f"{name}: ")
