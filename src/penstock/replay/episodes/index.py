@@ -6,7 +6,6 @@ Its *id* counts every frame that was ever added: it never changes and never come
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Sequence
 from typing import Any, SupportsIndex, overload
 
@@ -14,6 +13,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from penstock.errors import UsageError
+from penstock.replay.episodes.schema import natural, whole_numbers
 
 Ints = NDArray[np.int64]
 
@@ -58,16 +58,12 @@ class GrowingTable:
         self._data[:, self._tail] = row
         self._tail += 1
 
-    def drop_first(self) -> None:
-        """Remove the first row."""
-        self._head += 1
-
     def drop(self, row: int) -> None:
-        """Remove any row; the later ones move up."""
-        at = self._head + row
+        """Remove a row: the first in O(1), any other by moving the later ones up."""
         if row == 0:
             self._head += 1
             return
+        at = self._head + row
         self._data[:, at : self._tail - 1] = self._data[:, at + 1 : self._tail]
         self._tail -= 1
 
@@ -101,7 +97,6 @@ class EpisodeIndex:
         self._next_id = 0
         self._next_frame = 0
         self._end = 0
-        self.version = 0
 
     def __len__(self) -> int:
         """Count the episodes."""
@@ -179,10 +174,11 @@ class EpisodeIndex:
         self._next_id += 1
         self._next_frame += length
         self._end += length
-        self.version += 1
         return identity
 
-    def restore(self, rows: Sequence[tuple[int, int, int, Sequence[int]]], next_ids: Ints) -> None:
+    def restore(
+        self, rows: Sequence[tuple[int, int, int, Sequence[int]]], next_ids: Sequence[int]
+    ) -> None:
         """Fill an empty index from saved rows: (id, first frame id, length, extra) each."""
         assert not len(self._table)
         for identity, start, length, extra in rows:
@@ -195,8 +191,7 @@ class EpisodeIndex:
         if not len(self._table):
             raise UsageError("there is no episode to evict")
         identity = int(self.ids[0])
-        self._table.drop_first()
-        self.version += 1
+        self.remove(0)
         return identity
 
     def remove(self, row: int) -> None:
@@ -208,7 +203,6 @@ class EpisodeIndex:
             self._table.column(_AT)[row + 1 :] -= length
             self._end -= length
         self._table.drop(row)
-        self.version += 1
 
     def row_of(self, episode_id: int) -> int | None:
         """Return the row of an episode, None if it is not held."""
@@ -269,9 +263,7 @@ class PrefixSum:
     """
 
     def __init__(self, max_len: int) -> None:
-        self.max_len = _whole("max_len", max_len)
-        if self.max_len < 1:
-            raise UsageError(f"max_len is {max_len}; give the most frames to hold, at least 1")
+        self.max_len = natural("max_len", max_len)
         self._index = EpisodeIndex()
 
     def __len__(self) -> int:
@@ -299,8 +291,8 @@ class PrefixSum:
         Raises:
             UsageError: `val` is not a whole number from 1 to `max_len`; nothing is changed.
         """
-        length = _whole("the length of an episode", val)
-        if not 1 <= length <= self.max_len:
+        length = natural("the length of an episode", val)
+        if length > self.max_len:
             raise UsageError(f"an episode of {length} frames; at least 1, at most {self.max_len}")
         while self._index.frames + length > self.max_len:
             self._index.evict_oldest()
@@ -316,7 +308,7 @@ class PrefixSum:
         Raises:
             UsageError: A frame is not held.
         """
-        positions = _whole_array("a frame", idx)
+        positions = whole_numbers("a frame", idx)
         rows, _ = self._index.find(positions)
         return rows if positions.ndim else int(rows)
 
@@ -330,7 +322,7 @@ class PrefixSum:
         Raises:
             UsageError: A frame does not lie in the episode it is said to lie in.
         """
-        positions, given = _whole_array("a frame", idx), _whole_array("an episode", range_idx)
+        positions, given = whole_numbers("a frame", idx), whole_numbers("an episode", range_idx)
         rows, steps = self._index.find(positions)
         wrong = rows != given
         if np.any(wrong):
@@ -346,17 +338,3 @@ def _read_only(values: Ints) -> Ints:
     view: Ints = values.view()
     view.flags.writeable = False
     return view
-
-
-def _whole(what: str, value: SupportsIndex) -> int:
-    try:
-        return operator.index(value)
-    except TypeError:
-        raise UsageError(f"{what} is {value!r}, which is not a whole number") from None
-
-
-def _whole_array(what: str, value: Any) -> Ints:
-    array = np.asarray(value)
-    if array.size and array.dtype.kind not in "iu":
-        raise UsageError(f"{what} is given as {array.dtype}; use whole numbers")
-    return array.astype(np.int64, copy=False)

@@ -17,7 +17,8 @@ from penstock.errors import DataError, UsageError
 from penstock.lerobot.columns import Columns
 from penstock.lerobot.layout import AUTO_FEATURES
 from penstock.lerobot.reader import Dataset, Episode, Frame
-from penstock.replay.episodes.schema import Key, as_path, nested
+from penstock.replay.episodes.schema import nested
+from penstock.replay.keys import Key, as_path
 from penstock.ui.progress import Mode, Progress
 from penstock.ui.suggestions import did_you_mean
 
