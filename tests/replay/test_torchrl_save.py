@@ -3,6 +3,7 @@
 import copy
 import errno
 import functools
+import json
 import multiprocessing
 import os
 import shutil
@@ -18,8 +19,7 @@ from torchrl.data import ReplayBuffer, TensorDictReplayBuffer
 
 from penstock import errors
 from penstock.replay.segments import MANIFEST, SegmentLog
-from penstock.replay.torchrl.content import BLOCK
-from penstock.replay.torchrl.save import HOLDER
+from penstock.replay.torchrl.save import BLOCK, HOLDER
 from penstock.replay.torchrl.storage import CompressedStorage
 
 
@@ -242,6 +242,11 @@ def test_a_state_that_makes_no_sense():
     def with_(name, value):
         return {**good, "tensors": {**good["tensors"], name: value}}
 
+    description = json.loads(good["description"])
+
+    def described(**changes):
+        return {**good, "description": json.dumps({**description, **changes})}
+
     wrong = [
         {**good, "description": "{"},
         {**good, "description": "{}"},
@@ -254,6 +259,11 @@ def test_a_state_that_makes_no_sense():
         with_("lengths.1", -good["tensors"]["lengths.1"]),
         with_("plain.0", torch.zeros(300, 2)),
         with_("more", torch.zeros(1)),
+        with_("slots", good["tensors"]["slots"] // 2),  # each of them twice
+        described(cursor=1.5),
+        described(cursor=True),
+        described(len=1.0),
+        described(keys=[description["keys"][0], *description["keys"][:-1]]),  # a path twice
     ]
     for state in wrong:
         with pytest.raises(errors.CorruptFile):
@@ -284,7 +294,7 @@ MEANWHILE = {
 @pytest.mark.parametrize("turn", [1, 4])
 def test_others_go_on_while_it_saves(tmp_path, monkeypatch, what, turn):
     """Between the segments of a save somebody writes; what is saved is the last of it."""
-    monkeypatch.setattr("penstock.replay.torchrl.save._SEGMENT_BYTES", 1)  # a block per segment
+    monkeypatch.setattr("penstock.replay.segments._SEGMENT_BYTES", 1)  # a block per segment
     buffer = filled(BLOCK * 6, BLOCK * 6)
     storage = buffer.storage
     original, turns = SegmentLog.append, []
@@ -313,7 +323,7 @@ def test_others_go_on_while_it_saves(tmp_path, monkeypatch, what, turn):
         assert_equal(storage[:], again[:])
         assert (again[:]["n"] == -1000).any() == (what != "loaded")
     assert ("late" in again.get(slice(None))) == (what == "new key")
-    assert len(segments(tmp_path)) == len(storage._tracker.segments)
+    assert len(segments(tmp_path)) == len(storage._saved.sizes)
     before = segments(tmp_path)
     storage.dumps(tmp_path)  # and nothing is left to do
     assert segments(tmp_path) == before

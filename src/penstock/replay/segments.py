@@ -404,7 +404,7 @@ class Content(Protocol):
     def copy(self, blocks: Sequence[int]) -> list[Item]:
         """Return the content of blocks for a segment."""
 
-    def state(self) -> tuple[dict[str, Any], dict[str, NDArray[Any]]]:
+    def state(self, blocks: Mapping[int, Block]) -> tuple[dict[str, Any], dict[str, NDArray[Any]]]:
         """Return all that is not in blocks: JSON, and tables."""
 
 
@@ -447,7 +447,7 @@ def save_blocks(
                 complete = len(some) == len(missing)
                 items = content.copy(some) if some else []
                 if complete:  # what is committed is the state of this very moment
-                    state, tables = content.state()
+                    state, tables = content.state(blocks)
             if some:
                 name = log.append(items, {"blocks": len(some)})
                 sizes[name] = sum(blocks[k].size for k in some)

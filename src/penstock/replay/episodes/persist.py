@@ -8,7 +8,7 @@ decides the next draws.
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -65,7 +65,7 @@ class BufferState:
             items += [Item(f"sizes.{number}", sizes), Item(f"records.{number}", data)]
         return items
 
-    def state(self) -> tuple[dict[str, Any], dict[str, NDArray[Any]]]:
+    def state(self, blocks: Mapping[int, Block]) -> tuple[dict[str, Any], dict[str, NDArray[Any]]]:
         """Return what is not in the episodes."""
         store = self.store
         state: dict[str, Any] = {
