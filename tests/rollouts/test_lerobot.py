@@ -14,8 +14,7 @@ from penstock.lerobot.doctor import check
 from penstock.lerobot.reader import Dataset
 from penstock.lerobot.writer import DatasetWriter
 from penstock.rollouts import lerobot
-from penstock.rollouts.lerobot import export
-from penstock.rollouts.lerobot_keys import feature_names
+from penstock.rollouts.lerobot import export, feature_names
 from penstock.rollouts.storage import RolloutStorage
 
 from .conftest import make_batch

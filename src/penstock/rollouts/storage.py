@@ -25,8 +25,7 @@ from penstock.core.reuse import ReusedMemory
 from penstock.core.threads import poll
 from penstock.core.writes import SaveHandle, Write, WriteQueue, close_after
 from penstock.errors import DataError, PenstockError, UnknownFormat, UsageError
-from penstock.rollouts.files import KIND, check_level, write_rollout
-from penstock.rollouts.opened import OpenRollouts
+from penstock.rollouts.file import KIND, OpenRollouts, check_level, write_rollout
 from penstock.rollouts.structure import Batch, Leaf, find_axes, take_apart
 
 _NAME = re.compile(r"rollout_(\d{6,})\.pack")

@@ -93,7 +93,7 @@ def _add_rollout(
     import torch
 
     from penstock.core.reuse import ReusedMemory
-    from penstock.rollouts.files import RolloutFile
+    from penstock.rollouts.file import RolloutFile
 
     with PackReader(path) as pack:
         whole = sum(entry.nbytes for entry in pack.index.entries.values())
