@@ -20,7 +20,7 @@ from typing_extensions import Self
 from penstock.core.threads import POLL_S, start
 from penstock.core.writes import close_after
 from penstock.errors import SaverClosed, UsageError
-from penstock.rollouts.tensordicts import LazyStackedTensorDict, is_tensor_collection
+from penstock.rollouts.tensordicts import is_tensor_collection
 from penstock.tensors import tensor_bytes
 
 _LOG = logging.getLogger("penstock")
@@ -29,12 +29,8 @@ _LOG = logging.getLogger("penstock")
 class PipelinedDataCollector:
     """Iterate over a collector in a background thread, a few batches ahead of the learner.
 
-    A batch that the collector will overwrite is copied before the learner gets it. Collectors do
-    not say whether they reuse their memory, so the first `prefetch_count + 2` batches are always
-    copied, and their originals kept to compare with; if no two of them share memory, later ones are
-    handed over as they are. (A TorchRL collector made with `return_same_td=True` is believed at
-    once.) Only memory that is used again after more batches than that goes unnoticed: then a batch
-    is safe as long as the learner works on it, not longer.
+    Collectors do not say whether they use the memory of a batch again, so each batch is copied, in
+    the background, before the learner gets it: what the learner has is its own.
 
     Staleness is counted in policy versions: how many updates came between the start of a batch's
     collection and its hand-out. Call `advance_policy` (or `update_policy_weights_`) after each
@@ -123,9 +119,9 @@ class PipelinedDataCollector:
     def stats(self) -> dict[str, Any]:
         """Return counts and times.
 
-        `batches` handed out, `staleness_mean`, `staleness_max`, `dropped` (too old), `cloned`,
-        `reuses_memory` (whether the collector does), `queued`, `queued_bytes`, `peak_bytes`,
-        `version`, `collect_s` (time in the collector), `wait_s` (time the learner waited).
+        `batches` handed out, `staleness_mean`, `staleness_max`, `dropped` (too old), `queued`,
+        `queued_bytes`, `peak_bytes`, `version`, `collect_s` (time in the collector), `wait_s` (time
+        the learner waited).
         """
         return self._prefetcher.stats()
 
@@ -222,7 +218,6 @@ class _Prefetcher:
         self._answers: SimpleQueue[None] = SimpleQueue()  # to learners, while they wait
         self._thread: threading.Thread | None = None
         self._queue: deque[_Ready] = deque()
-        self._owner = MemoryOwner(count + 2, reused=bool(getattr(base, "return_same_td", False)))
         self._version = 0
         self._handed_at: int | None = None  # the version when the learner got its batch
         self._per_batch = 1  # updates per batch, as far as seen
@@ -333,8 +328,6 @@ class _Prefetcher:
                 "staleness_mean": self._stale_sum / self._batches if self._batches else 0.0,
                 "staleness_max": self._stale_max,
                 "dropped": self._dropped,
-                "cloned": self._owner.cloned,
-                "reuses_memory": self._owner.reused,
                 "queued": len(self._queue),
                 "queued_bytes": self._queued_bytes(),
                 "peak_bytes": self._peak_bytes,
@@ -431,7 +424,7 @@ class _Prefetcher:
             return False
         finally:
             self._collect_s += perf_counter() - begin
-        batch = self._owner.own(batch, self._device)
+        batch = cloned(batch, self._device)
         ready = _Ready(batch, sum(map(tensor_bytes, tensors_in(batch))), version)
         if not ready.nbytes:
             ready.nbytes = int(getattr(batch, "nbytes", 0) or 0)
@@ -470,109 +463,21 @@ def tensors_in(value: Any) -> Iterator[torch.Tensor]:
     """Yield every tensor in TensorDicts, dicts, lists and tuples."""
     if isinstance(value, torch.Tensor):
         yield value
-    elif isinstance(value, LazyStackedTensorDict):  # asking it for a tensor would make a new one
-        for part in value.tensordicts:
-            yield from tensors_in(part)
     elif is_tensor_collection(value):
         for key in value.keys():  # noqa: SIM118
             yield from tensors_in(value.get(key))
-    elif isinstance(value, dict):
-        for child in value.values():
-            yield from tensors_in(child)
-    elif isinstance(value, list | tuple):
-        for child in value:
+    elif isinstance(value, dict | list | tuple):
+        for child in value.values() if isinstance(value, dict) else value:
             yield from tensors_in(child)
 
 
-def storages_in(value: Any) -> set[int]:
-    """Return the addresses of all memory that tensors look at."""
-    return {tensor.untyped_storage().data_ptr() for tensor in tensors_in(value)} - {0}
-
-
-def moved(value: Any, device: torch.device) -> Any:
-    """Return the same on another device; what is there already is not copied."""
-    return _mapped(value, lambda part: part.to(device))
-
-
-def cloned(value: Any) -> Any:
-    """Return a copy that shares no memory."""
-    return _mapped(value, lambda part: part.clone())
-
-
-def _mapped(value: Any, change: Any) -> Any:
+def cloned(value: Any, device: torch.device | None = None) -> Any:
+    """Return a copy that shares no memory, on a device; what holds no tensors stays as it is."""
     if isinstance(value, torch.Tensor) or is_tensor_collection(value):
-        return change(value)
+        # What is on the device already is not copied by `to`; a copy there costs little.
+        return (value if device is None else value.to(device)).clone()
     if isinstance(value, dict):
-        return {key: _mapped(child, change) for key, child in value.items()}
+        return {key: cloned(child, device) for key, child in value.items()}
     if type(value) in (list, tuple):
-        return type(value)(_mapped(child, change) for child in value)
+        return type(value)(cloned(child, device) for child in value)
     return value
-
-
-class MemoryOwner:
-    """Makes sure that a batch which was handed over is never written to again.
-
-    While on trial every batch is copied, and the originals are kept to compare with: two of them
-    that share memory prove that the collector reuses it. Storages are compared, not tensors: slices
-    of one buffer count as shared. A collector that passed the trial is trusted, and still watched.
-
-    Args:
-        trial: How many batches are copied before a collector is trusted: one more than are ever in
-            use at a time, so that memory which comes back later does no harm.
-        reused: It is known to reuse its memory.
-
-    Attributes:
-        reused: Whether it does, as far as is known.
-        cloned: Batches copied so far.
-    """
-
-    def __init__(self, trial: int, *, reused: bool = False) -> None:
-        self._trial = trial
-        self._originals: list[tuple[Any, set[int]]] = []
-        self._flying: deque[list[tuple[weakref.ref[torch.Tensor], int]]] = deque(
-            maxlen=max(1, trial - 1)
-        )
-        self.reused = reused
-        self.cloned = 0
-
-    def own(self, batch: Any, device: torch.device | None = None) -> Any:
-        """Return the batch, on the device, in memory that the collector will not touch.
-
-        Raises:
-            UsageError: A trusted collector wrote into a batch that is still in use.
-        """
-        storages = storages_in(batch)
-        trusted = not self.reused and self._trial == 0
-        if trusted:
-            self._check_flying(storages)
-        elif not self.reused:
-            self._trial -= 1
-            self.reused = any(
-                batch is other or storages & before for other, before in self._originals
-            )
-            self._originals.append((batch, storages))
-            if self.reused or self._trial == 0:
-                self._originals.clear()
-        result = batch if device is None else moved(batch, device)
-        if not trusted and storages & storages_in(result):
-            result = cloned(result)
-            self.cloned += 1
-        if not self.reused:
-            self._flying.append(
-                [
-                    (weakref.ref(tensor), tensor.untyped_storage().data_ptr())
-                    for tensor in tensors_in(result)
-                ]
-            )
-        return result
-
-    def _check_flying(self, storages: set[int]) -> None:
-        alive = {
-            address for batch in self._flying for tensor, address in batch if tensor() is not None
-        }
-        if storages & alive:
-            self.reused = True
-            raise UsageError(
-                "the collector wrote into a batch that is still in use, after it had made new ones "
-                "until now; clone its batches in the collector"
-            )
