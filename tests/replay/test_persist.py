@@ -256,7 +256,11 @@ def test_a_missing_segment_is_named(tmp_path: Path) -> None:
         DictReplayBuffer.load(tmp_path / "r")
 
 
-def test_no_flipped_bit_and_no_cut_goes_unnoticed(tmp_path: Path) -> None:
+MANY = pytest.param(5000, marks=[pytest.mark.stress, pytest.mark.timeout(1500)])
+
+
+@pytest.mark.parametrize("count", [300, MANY])
+def test_no_flipped_bit_and_no_cut_goes_unnoticed(tmp_path: Path, count: int) -> None:
     buffer = made(priority=0.5)
     for serial in range(3):
         buffer.add(episode(12, serial))
@@ -264,7 +268,7 @@ def test_no_flipped_bit_and_no_cut_goes_unnoticed(tmp_path: Path) -> None:
     rng = np.random.default_rng(0)
     paths = sorted((tmp_path / "r").glob("*.pack"))
     silent = noticed = 0
-    for k in range(300):
+    for k in range(count):
         path = paths[k % len(paths)]
         good = path.read_bytes()
         bad = bytearray(good)
@@ -282,7 +286,7 @@ def test_no_flipped_bit_and_no_cut_goes_unnoticed(tmp_path: Path) -> None:
         finally:
             path.write_bytes(good)
     assert silent == 0
-    assert noticed == 300
+    assert noticed == count
     assert_equal(DictReplayBuffer.load(tmp_path / "r"), buffer)
 
 

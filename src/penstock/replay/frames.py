@@ -109,13 +109,18 @@ class _RowFrames(FrameCodec):
 
 
 class Lz4Frames(_RowFrames):
-    """LZ4, after an optional difference of rows; a level above 0 is of its slow mode."""
+    """LZ4, after an optional difference of rows; a level above 0 is of its slow mode.
+
+    In the fast mode a step of 4 bytes keeps to the bounds of floats: measured, that takes less time
+    and makes them smaller.
+    """
 
     id = "lz4"
 
-    def __init__(self, size: int, row: int = 0, level: int = 0) -> None:
+    def __init__(self, size: int, row: int = 0, level: int = 0, step: int = 1) -> None:
         super().__init__(size, row)
         self.level = level
+        self.step = step
 
     def encode(self, frames: Bytes) -> tuple[Bytes, Longs]:
         """Compress."""
@@ -125,7 +130,9 @@ class Lz4Frames(_RowFrames):
         scratch = SCRATCH.array("frame", self.size, np.uint8)
         words = -(-LZ4_HARD_BYTES // 8) if self.level else 0
         state = SCRATCH.array("lz4hc", words, np.uint64)
-        used = kernels.lz4_encode(frames, self.row, self.level, scratch, state, out, lengths)
+        used = kernels.lz4_encode(
+            frames, self.row, self.level, self.step, scratch, state, out, lengths
+        )
         return out[:used], lengths
 
     def _decode(self, addresses: Addresses, lengths: Longs, out: Bytes) -> int:
@@ -133,7 +140,7 @@ class Lz4Frames(_RowFrames):
 
     def config(self) -> dict[str, Any]:
         """Return the settings."""
-        return {**super().config(), "level": self.level}
+        return {**super().config(), "level": self.level, "step": self.step}
 
 
 class BitFrames(_RowFrames):
@@ -289,7 +296,8 @@ def _candidates(codec: str, sample: NDArray[Any], size: int) -> list[FrameCodec]
     rows = [0, *sorted(_row_bytes(sample.shape[1:], sample.itemsize))]
     found: list[FrameCodec] = []
     if codec in ("auto", "lz4"):
-        found += [Lz4Frames(size, row) for row in rows]
+        step = 4 if sample.itemsize >= 4 else 1
+        found += [Lz4Frames(size, row, step=step) for row in rows]
     if codec == "lz4hc":
         found += [Lz4Frames(size, row, _LZ4HC_LEVEL) for row in rows]
     if codec == "bits" or (codec == "auto" and sample.itemsize == 1):
