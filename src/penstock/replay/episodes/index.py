@@ -22,68 +22,20 @@ _LENGTH, _START, _ID, _AT = range(4)
 _OWN_COLUMNS = 4
 
 
-class GrowingTable:
-    """Columns of int64 that grow at the end and shrink at the front, in amortised O(1) per row.
-
-    Args:
-        columns: How many numbers a row has.
-    """
-
-    def __init__(self, columns: int) -> None:
-        self._data = np.zeros((columns, _FIRST_ROWS), np.int64)
-        self._head = 0
-        self._tail = 0
-        self.reallocations = 0
-
-    def __len__(self) -> int:
-        return self._tail - self._head
-
-    @property
-    def nbytes(self) -> int:
-        """Memory held."""
-        return int(self._data.nbytes)
-
-    def column(self, number: int) -> Ints:
-        """Return a column as a view: writing to it writes to the table."""
-        return self._data[number, self._head : self._tail]
-
-    def columns(self, start: int, stop: int) -> Ints:
-        """Return several columns as a view [columns, rows]."""
-        return self._data[start:stop, self._head : self._tail]
-
-    def append(self, row: Sequence[int]) -> None:
-        """Add a row at the end."""
-        if self._tail == self._data.shape[1]:
-            self._make_room()
-        self._data[:, self._tail] = row
-        self._tail += 1
-
-    def drop(self, row: int) -> None:
-        """Remove a row: the first in O(1), any other by moving the later ones up."""
-        if row == 0:
-            self._head += 1
-            return
-        at = self._head + row
-        self._data[:, at : self._tail - 1] = self._data[:, at + 1 : self._tail]
-        self._tail -= 1
-
-    def _make_room(self) -> None:
-        """Move to twice the rows in use: so many appends pass before the next move."""
-        count = len(self)
-        data = np.zeros((self._data.shape[0], max(_FIRST_ROWS, 2 * count)), np.int64)
-        data[:, :count] = self._data[:, self._head : self._tail]
-        self._data, self._head, self._tail = data, 0, count
-        self.reallocations += 1
-
-
 class EpisodeIndex:
     """Episodes in the order of their arrival, with look-ups in both directions.
 
-    A *row* is the place of an episode among those held now. Columns beyond the index's own travel
-    with the rows, for whoever keeps something per episode.
+    A *row* is the place of an episode among those held now. It is a table of int64 that grows at
+    the end and shrinks at the front, in amortised O(1) per episode; columns beyond the index's own
+    travel with the rows, for whoever keeps something per episode.
 
     Args:
         extra_columns: How many numbers of its own the caller keeps per episode.
+
+    Attributes:
+        next_id: Id that the next episode will get.
+        next_frame: Frame id that the next episode will start with.
+        reallocations: How often the table moved.
 
     Example:
         index = EpisodeIndex()
@@ -93,68 +45,58 @@ class EpisodeIndex:
     """
 
     def __init__(self, extra_columns: int = 0) -> None:
-        self._table = GrowingTable(_OWN_COLUMNS + extra_columns)
-        self._next_id = 0
-        self._next_frame = 0
+        self._table = np.zeros((_OWN_COLUMNS + extra_columns, _FIRST_ROWS), np.int64)
+        self._head = self._tail = 0
         self._end = 0
+        self.next_id = 0
+        self.next_frame = 0
+        self.reallocations = 0
 
     def __len__(self) -> int:
         """Count the episodes."""
-        return len(self._table)
+        return self._tail - self._head
 
     @property
     def frames(self) -> int:
         """Number of frames held."""
-        return self._end - int(self._table.column(_AT)[0]) if len(self._table) else 0
+        return self._end - int(self._column(_AT)[0]) if len(self) else 0
 
     @property
     def nbytes(self) -> int:
         """Memory held."""
-        return self._table.nbytes
-
-    @property
-    def reallocations(self) -> int:
-        """How often the table moved."""
-        return self._table.reallocations
+        return int(self._table.nbytes)
 
     @property
     def lengths(self) -> Ints:
         """Frames of each episode, by row."""
-        return self._table.column(_LENGTH)
+        return self._column(_LENGTH)
 
     @property
     def starts(self) -> Ints:
         """Frame id of each episode's first frame, by row."""
-        return self._table.column(_START)
+        return self._column(_START)
 
     @property
     def ids(self) -> Ints:
         """Id of each episode, by row."""
-        return self._table.column(_ID)
+        return self._column(_ID)
 
     @property
     def positions(self) -> Ints:
         """Position of each episode's first frame, by row."""
-        at = self._table.column(_AT)
+        at = self._column(_AT)
         return at - at[:1]
-
-    @property
-    def next_id(self) -> int:
-        """Id that the next episode will get."""
-        return self._next_id
-
-    @property
-    def next_frame(self) -> int:
-        """Frame id that the next episode will start with."""
-        return self._next_frame
 
     def column(self, number: int) -> Ints:
         """Return a column of the caller, by row, as a view that may be written to."""
-        return self._table.column(_OWN_COLUMNS + number)
+        return self._column(_OWN_COLUMNS + number)
 
     def columns(self, start: int, stop: int) -> Ints:
         """Return several columns of the caller as a view [columns, rows]."""
-        return self._table.columns(_OWN_COLUMNS + start, _OWN_COLUMNS + stop)
+        return self._table[_OWN_COLUMNS + start : _OWN_COLUMNS + stop, self._head : self._tail]
+
+    def _column(self, number: int) -> Ints:
+        return self._table[number, self._head : self._tail]
 
     def append(self, length: int, extra: Sequence[int] = ()) -> int:
         """Add an episode; return its id.
@@ -165,14 +107,22 @@ class EpisodeIndex:
         """
         if length < 1:
             raise UsageError(f"an episode has at least 1 frame, not {length}")
-        if self._next_frame + length > np.iinfo(np.int64).max:
+        if self.next_frame + length > np.iinfo(np.int64).max:
             raise UsageError(f"{length} frames more would not fit a 64-bit frame id")
-        if not len(self._table):
+        if not len(self):
             self._end = 0
-        identity = self._next_id
-        self._table.append((length, self._next_frame, identity, self._end, *extra))
-        self._next_id += 1
-        self._next_frame += length
+        if self._tail == self._table.shape[1]:
+            # To twice the rows in use: so many appends pass before the next move.
+            count = len(self)
+            table = np.zeros((self._table.shape[0], max(_FIRST_ROWS, 2 * count)), np.int64)
+            table[:, :count] = self._table[:, self._head : self._tail]
+            self._table, self._head, self._tail = table, 0, count
+            self.reallocations += 1
+        identity = self.next_id
+        self._table[:, self._tail] = (length, self.next_frame, identity, self._end, *extra)
+        self._tail += 1
+        self.next_id += 1
+        self.next_frame += length
         self._end += length
         return identity
 
@@ -180,29 +130,33 @@ class EpisodeIndex:
         self, rows: Sequence[tuple[int, int, int, Sequence[int]]], next_ids: Sequence[int]
     ) -> None:
         """Fill an empty index from saved rows: (id, first frame id, length, extra) each."""
-        assert not len(self._table)
+        assert not len(self)
         for identity, start, length, extra in rows:
-            self._next_id, self._next_frame = identity, start
+            self.next_id, self.next_frame = identity, start
             self.append(length, extra)
-        self._next_id, self._next_frame = int(next_ids[0]), int(next_ids[1])
+        self.next_id, self.next_frame = int(next_ids[0]), int(next_ids[1])
 
     def evict_oldest(self) -> int:
         """Remove the oldest episode; return its id."""
-        if not len(self._table):
+        if not len(self):
             raise UsageError("there is no episode to evict")
         identity = int(self.ids[0])
         self.remove(0)
         return identity
 
     def remove(self, row: int) -> None:
-        """Remove the episode of a row."""
-        if not 0 <= row < len(self._table):
-            raise UsageError(f"row {row} is not one of {len(self._table)} episodes")
-        if row:
-            length = int(self.lengths[row])
-            self._table.column(_AT)[row + 1 :] -= length
-            self._end -= length
-        self._table.drop(row)
+        """Remove the episode of a row: the first in O(1), any other by moving the later ones up."""
+        if not 0 <= row < len(self):
+            raise UsageError(f"row {row} is not one of {len(self)} episodes")
+        if row == 0:
+            self._head += 1
+            return
+        length = int(self.lengths[row])
+        self._column(_AT)[row + 1 :] -= length
+        self._end -= length
+        at = self._head + row
+        self._table[:, at : self._tail - 1] = self._table[:, at + 1 : self._tail]
+        self._tail -= 1
 
     def row_of(self, episode_id: int) -> int | None:
         """Return the row of an episode, None if it is not held."""
@@ -220,7 +174,7 @@ class EpisodeIndex:
         if wanted.size and (int(wanted.min()) < 0 or int(wanted.max()) >= frames):
             bad = wanted[(wanted < 0) | (wanted >= frames)].flat[0]
             raise UsageError(f"frame {bad} is not one of the {frames} frames held")
-        at = self._table.column(_AT)
+        at = self._column(_AT)
         if not wanted.size:
             return np.zeros(wanted.shape, np.int64), np.zeros(wanted.shape, np.int64)
         absolute = wanted + at[0]
