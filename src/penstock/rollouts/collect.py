@@ -221,7 +221,7 @@ class _Prefetcher:
         self._version = 0
         self._handed_at: int | None = None  # the version when the learner got its batch
         self._per_batch = 1  # updates per batch, as far as seen
-        self._asking = 0
+        self._askers: set[int] = set()  # threads that wait for a batch; an interrupt may leave one
         self._last_bytes = 0
         self._error: BaseException | None = None
         self._ended = False
@@ -259,7 +259,7 @@ class _Prefetcher:
         begin = perf_counter()
         with self._lock:
             self._close_turn()
-            self._asking += 1
+            self._askers.add(threading.get_ident())
         try:
             while True:
                 self._calls.put(None)
@@ -275,7 +275,7 @@ class _Prefetcher:
                 _hear(self._answers)
         finally:
             with self._lock:
-                self._asking -= 1
+                self._askers.discard(threading.get_ident())
                 self._wait_s += perf_counter() - begin
 
     def advance(self, versions: int) -> None:
@@ -386,7 +386,7 @@ class _Prefetcher:
         expected = queued * self._per_batch
         if self._handed_at is not None:
             expected += max(0, self._per_batch - (self._now() - self._handed_at))
-        return expected <= self._max_staleness and (self._max_staleness > 0 or self._asking > 0)
+        return expected <= self._max_staleness and (self._max_staleness > 0 or bool(self._askers))
 
     def _run(self, torch_threads: int) -> None:
         # The setting is the thread's own: without this, a learner that asked for few threads would
@@ -444,7 +444,8 @@ class _Prefetcher:
                 if self.stopped:
                     return None
                 # At the end of the program nobody comes to say so: this thread must go by itself.
-                if not threading.main_thread().is_alive() and not self._asking:
+                main = threading.main_thread()
+                if not main.is_alive() and not self._askers - {main.ident}:
                     raise SaverClosed("collecting ended with the main thread; keep it alive")
                 if self._may_start():
                     return self._now()
