@@ -125,21 +125,22 @@ def test_only_what_is_needed_is_decoded_and_once():
 
 
 def test_the_cache_is_bounded_and_the_oldest_makes_way():
-    packed = compressed(make_batch(100, 32), keys=[LIDAR], cache_bytes=800_000)
-    (key,) = packed._compressed.values()
-    rows = key.rows
-    for group in (0, 1, 0, 2, 0, 3, 0):  # room for three
-        packed[[group * rows]]
-    cache = packed._cache
-    assert cache.nbytes <= 800_000
-    assert cache.nbytes // key.group_bytes == 3
-    assert cache.decoded == 4  # 0 stayed
-    packed[[1 * rows]]
-    assert cache.decoded == 5  # 1 had to go for 3
+    keys = [LIDAR, ("agents", "observation", "state")]
+    batch = make_batch(100, 32)
+    sizes = [batch[key].nbytes for key in keys]
+    packed = compressed(batch, keys=keys, cache_bytes=max(sizes))
+    for key in keys:
+        same(packed[[7]][key], batch[[7]][key])
+        assert packed._cache.nbytes <= max(sizes)
+    small = compressed(batch, keys=keys, cache_bytes=min(sizes) - 1)
+    for indices in ([7], range(99, -1, -1)):
+        for key in keys:
+            same(small[list(indices)][key], batch[list(indices)][key])
+    assert small._cache.nbytes == 0
 
 
 def test_batches_share_a_cache_and_leave_it_when_they_go():
-    limit = make_batch(60, 32).bytes() // 2
+    limit = 2 * make_batch(60, 32)[LIDAR].nbytes
     collector = CompressedDataCollector(
         [make_batch(60, 32, i) for i in range(3)], cache_bytes=limit
     )

@@ -82,7 +82,7 @@ class CompressedDataCollector:
                 raise UsageError(f"{name}={value!r}: give a whole number, at least 1")
         self._keys = keys
         self._num_envs = num_envs
-        self._cache = _GroupCache(cache_bytes)
+        self._cache = _DecodedKeys(cache_bytes)
 
     def __iter__(self) -> Iterator[CompressedBatch]:
         for data in self.base_collector:
@@ -147,7 +147,7 @@ class CompressedBatch:
         shape: tuple[int, ...],
         level: int,
         keys: Keys,
-        cache: _GroupCache,
+        cache: _DecodedKeys,
     ) -> None:
         parts = take_apart(data)
         self.batch_size = torch.Size(shape)
@@ -289,7 +289,7 @@ class CompressedKey:
         self._codec = codec_for(self.words, max(1, level), time_last=time)
         row_bytes = leaf.nbytes // self.shape[0]
         self.rows = min(max(1, _GROUP_BYTES // row_bytes), self.shape[0])
-        self.group_bytes = self.rows * row_bytes
+        self.group_bytes, self.raw_bytes = self.rows * row_bytes, leaf.nbytes
         self.groups = -(-self.shape[0] // self.rows)
         self._blobs: list[bytes] = []
 
@@ -319,13 +319,6 @@ class CompressedKey:
         stored = np.empty(out.transpose(self._order).shape, self.words)
         self._codec.decode(memoryview(self._blobs[group]), stored.reshape(-1))
         np.copyto(out.transpose(self._order), stored)
-
-    def decode_group(self, group: int) -> NDArray[Any]:
-        """Decode a group into memory of its own."""
-        span = self._span(group)
-        out = np.empty((min(span.stop, self.shape[0]) - span.start, *self.shape[1:]), self.words)
-        self.decode(group, out)
-        return out
 
     def decode_all(self) -> torch.Tensor:
         """Decode everything."""
@@ -365,25 +358,28 @@ def compress_key(
     return key
 
 
-class _GroupCache:
-    """Groups that were decoded and are kept; the longest unused make way.
+class _DecodedKeys:
+    """Keys of which some groups were decoded and are kept; the longest unused make way.
+
+    A key that would not fit alone is decoded anew each time, a few groups at a time: minibatches
+    are random, so that each needs all groups, and some of them in a cache would help little.
 
     Args:
-        limit_bytes: For all of them; there is always room for one.
+        limit_bytes: For all of them.
     """
 
     def __init__(self, limit_bytes: int) -> None:
         self._limit_bytes = limit_bytes
         self._lock = threading.Lock()
-        # Of both, what was used last is last; those of a batch go with it.
-        self._groups: WeakKeyDictionary[CompressedKey, dict[int, NDArray[Any]]]
-        self._groups = WeakKeyDictionary()
+        # What was used last is last; those of a batch go with it. Of each, which groups are there.
+        self._keys: WeakKeyDictionary[CompressedKey, tuple[NDArray[Any], NDArray[np.bool_]]]
+        self._keys = WeakKeyDictionary()
         self.decoded = 0
 
     @property
     def nbytes(self) -> int:
         """Memory held."""
-        return sum(values.nbytes for groups in self._groups.values() for values in groups.values())
+        return sum(values.nbytes for values, _ in self._keys.values())
 
     def gather(self, key: CompressedKey, envs: Ints, steps: Ints | None) -> torch.Tensor:
         """Return rows of a key by environment, or by environment and step."""
@@ -391,35 +387,54 @@ class _GroupCache:
         tensor = empty_tensor(key.dtype, (envs.size, *inner))
         if not tensor.numel():
             return tensor
-        out = flat_words(tensor).reshape(tensor.shape)
-        groups, within = np.divmod(envs, key.rows)
-        order = np.argsort(groups, kind="stable")
-        needed, begins = np.unique(groups[order], return_index=True)
-        rows_of = dict(zip(needed.tolist(), np.split(order, begins[1:]), strict=True))
-        at_once = max(1, self._limit_bytes // key.group_bytes)
+        out = flat_words(tensor).reshape(envs.size, -1)
+        groups = envs // key.rows
         with self._lock:
-            for start in range(0, needed.size, at_once):
-                some = needed[start : start + at_once].tolist()
-                for group, values in zip(some, self._load(key, some), strict=True):
-                    rows = rows_of[group]
-                    at = within[rows]
-                    out[rows] = values[at] if steps is None else values[at, steps[rows]]
+            if key.raw_bytes <= self._limit_bytes:
+                values = self._load(key, np.unique(groups))
+                _take(values, envs, steps, out)
+                return tensor
+            at_once = max(1, self._limit_bytes // key.group_bytes)
+            room = np.empty((at_once * key.rows, *key.shape[1:]), key.words)
+            for first in range(0, key.groups, at_once):
+                here = np.flatnonzero((groups >= first) & (groups < first + at_once))
+                needed = np.unique(groups[here])
+                self._decode(key, needed, room, first)
+                part = np.empty((here.size, out.shape[1]), key.words)
+                _take(room, envs[here] - first * key.rows, _at(steps, here), part)
+                out[here] = part
         return tensor
 
-    def _load(self, key: CompressedKey, groups: list[int]) -> list[NDArray[Any]]:
-        """Return groups, and make room for those that are not here yet."""
-        held = self._groups.pop(key, {})
-        self._groups[key] = held
-        missing = [group for group in groups if group not in held]
-        for group in set(groups) & held.keys():
-            held[group] = held.pop(group)
-        excess = self.nbytes + len(missing) * key.group_bytes - self._limit_bytes
-        for kept in list(self._groups.values()):
-            needed = groups if kept is held else []
-            while kept and excess > 0 and next(iter(kept)) not in needed:
-                excess -= kept.pop(next(iter(kept))).nbytes
-        nbytes = len(missing) * key.group_bytes
-        fresh = parallel_list(key.decode_group, missing, name="decompress", nbytes=nbytes)
-        held.update(zip(missing, fresh, strict=True))
-        self.decoded += len(missing)
-        return [held[group] for group in groups]
+    def _load(self, key: CompressedKey, groups: Ints) -> NDArray[Any]:
+        """Return a key in which these groups are there."""
+        values, present = self._keys.pop(key, (None, None))
+        if values is None or present is None:
+            for oldest in list(self._keys):
+                if self.nbytes + key.raw_bytes > self._limit_bytes:
+                    del self._keys[oldest]
+            values, present = np.empty(key.shape, key.words), np.zeros(key.groups, np.bool_)
+        self._keys[key] = values, present
+        self._decode(key, groups[~present[groups]], values, 0)
+        present[groups] = True
+        return values
+
+    def _decode(self, key: CompressedKey, groups: Ints, out: NDArray[Any], first: int) -> None:
+        """Decode groups into an array that begins with the group `first`."""
+
+        def decode(group: int) -> None:
+            start = (group - first) * key.rows
+            stop = start + min(key.rows, key.shape[0] - group * key.rows)
+            key.decode(group, out[start:stop])
+
+        nbytes = groups.size * key.group_bytes
+        parallel_list(decode, groups.tolist(), name="decompress", nbytes=nbytes)
+        self.decoded += groups.size
+
+
+def _at(steps: Ints | None, where: Ints) -> Ints | None:
+    return None if steps is None else steps[where]
+
+
+def _take(values: NDArray[Any], envs: Ints, steps: Ints | None, out: NDArray[Any]) -> None:
+    rows = envs if steps is None else envs * values.shape[1] + steps
+    np.take(values.reshape(-1, out.shape[1]), rows, axis=0, out=out, mode="clip")
