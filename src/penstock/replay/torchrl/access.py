@@ -287,6 +287,13 @@ class TensorSlice(torch.Tensor):
         made._content, made._whole = content, data if whole is None else whole
         return made
 
+    def __deepcopy__(self, memo: Any) -> torch.Tensor:
+        return self.clone()
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        # The storage does not go with it.
+        return self.clone().__reduce_ex__(protocol)  # type: ignore[no-untyped-call]
+
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Do what torch does; then write to the storage, if that changed the slice."""
