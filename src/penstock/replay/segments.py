@@ -398,8 +398,8 @@ class Saved:
 class Content(Protocol):
     """What `save_blocks` asks a buffer for, while it has the buffer's lock."""
 
-    def blocks(self) -> Mapping[int, Block]:
-        """Return all blocks there are, in order."""
+    def blocks(self, some: Sequence[int] | None = None) -> Mapping[int, Block]:
+        """Return all blocks there are, in order; or those of some that are still there."""
 
     def copy(self, blocks: Sequence[int]) -> list[Item]:
         """Return the content of blocks for a segment."""
@@ -432,28 +432,38 @@ def save_blocks(
     with SegmentLog.create_or_open(where, holder) as log:
         places: dict[int, Place] = {}
         sizes: dict[str, int] = {}
+
+        def append(blocks: Mapping[int, Block], items: list[Item]) -> None:
+            if not blocks:
+                return
+            name = log.append(items, {"blocks": len(blocks)})
+            sizes[name] = sum(block.size for block in blocks.values())
+            for number, (k, block) in enumerate(blocks.items()):
+                places[k] = Place(name, number, block.version)
+
         with lock:
             blocks = content.blocks()
         # Only if nobody else has saved there since: the names of segments alone prove nothing.
         if saved and saved.folder == where.resolve() and saved.digest == log.digest:
-            places, sizes = _worth_keeping(saved, blocks), dict(saved.sizes)
-        rounds = _SPARE_ROUNDS + 2 * sum(block.size for block in blocks.values()) // _SEGMENT_BYTES
-        complete = False
-        while not complete:
+            places.update(_worth_keeping(saved, blocks))
+            sizes.update(saved.sizes)
+        for some in _segments_of(_missing(blocks, places)):
+            with lock:
+                here = content.blocks(some)
+                items = content.copy(list(here))
+            append(here, items)
+        # What others changed meanwhile, until nothing is missing, and at last all that is.
+        for last in (*[False] * _SPARE_ROUNDS, True):
             with lock:
                 blocks = content.blocks()
-                missing = [k for k in blocks if not _is_current(places.get(k), blocks[k])]
-                some = missing if rounds <= 0 else _one_segment(missing, blocks)
-                complete = len(some) == len(missing)
-                items = content.copy(some) if some else []
-                if complete:  # what is committed is the state of this very moment
-                    state, tables = content.state(blocks)
-            if some:
-                name = log.append(items, {"blocks": len(some)})
-                sizes[name] = sum(blocks[k].size for k in some)
-                places.update((k, Place(name, at, blocks[k].version)) for at, k in enumerate(some))
-            del items
-            rounds -= 1
+                missing = _missing(blocks, places)
+                some = list(missing) if last else next(_segments_of(missing), [])
+                items = content.copy(some)
+                if complete := len(some) == len(missing):
+                    state, tables = content.state(blocks)  # of this very moment
+            append({k: blocks[k] for k in some}, items)
+            if complete:
+                break
         places = {k: places[k] for k in blocks}
         keep = sorted({place.segment for place in places.values()})
         numbers = {name: number for number, name in enumerate(keep)}
@@ -479,11 +489,19 @@ def _worth_keeping(saved: Saved, blocks: Mapping[int, Block]) -> dict[int, Place
     return {k: place for k, place in kept.items() if place.segment in good}
 
 
-def _one_segment(missing: list[int], blocks: Mapping[int, Block]) -> list[int]:
-    """Return as many blocks as a segment takes, at least one."""
+def _missing(blocks: Mapping[int, Block], places: Mapping[int, Place]) -> dict[int, Block]:
+    return {k: block for k, block in blocks.items() if not _is_current(places.get(k), block)}
+
+
+def _segments_of(blocks: Mapping[int, Block]) -> Iterator[list[int]]:
+    """Yield blocks in groups of about one segment, each at least one."""
+    some: list[int] = []
     total = 0
-    for count, k in enumerate(missing):
-        total += blocks[k].size
-        if total > _SEGMENT_BYTES and count:
-            return missing[:count]
-    return missing
+    for k, block in blocks.items():
+        if some and total + block.size > _SEGMENT_BYTES:
+            yield some
+            some, total = [], 0
+        some.append(k)
+        total += block.size
+    if some:
+        yield some

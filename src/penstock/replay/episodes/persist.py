@@ -44,18 +44,22 @@ class BufferState:
     rng: np.random.Generator
     store: EpisodeStore | None = None
 
-    def blocks(self) -> dict[int, Block]:
+    def blocks(self, some: Sequence[int] | None = None) -> dict[int, Block]:
         """Return the episodes by their ids; they never change."""
         if self.store is None:
             return {}
-        ids, sizes = self.store.index.ids.tolist(), self.store.record_bytes().tolist()
-        return dict(zip(ids, map(Block, sizes), strict=True))
+        ids, sizes = self.store.index.ids, self.store.record_bytes()
+        if some is not None:
+            held = np.isin(ids, some)
+            ids, sizes = ids[held], sizes[held]
+        return dict(zip(ids.tolist(), map(Block, sizes.tolist()), strict=True))
 
     def copy(self, blocks: Sequence[int]) -> list[Item]:
         """Return the records of episodes."""
         store = self.store
-        assert store is not None
-        rows = np.searchsorted(store.index.ids, blocks)
+        if store is None:
+            return []
+        rows = np.searchsorted(store.index.ids, np.array(blocks, np.int64))
         items = [
             Item("ids", store.index.ids[rows]),
             Item("lengths", store.index.lengths[rows]),

@@ -117,7 +117,7 @@ class _Content:
     def __init__(self, storage: CompressedStorage) -> None:
         self._storage = storage
 
-    def blocks(self) -> dict[int, Block]:
+    def blocks(self, some: Sequence[int] | None = None) -> dict[int, Block]:
         """Return the blocks in which something was written.
 
         Plain keys can be changed in place, past the storage: a checksum notices.
@@ -128,7 +128,10 @@ class _Content:
         plain = [as_rows(leaf.cpu(), 1) for _, leaf, _ in storage._flat]
         slot_bytes = columns.slot_bytes() + sum(rows.shape[1] for rows in plain)
         found: dict[int, Block] = {}
-        for block in np.unique(np.flatnonzero(tracker.written) // BLOCK).tolist():
+        written = np.unique(np.flatnonzero(tracker.written) // BLOCK)
+        if some is not None:
+            written = written[np.isin(written, some)]
+        for block in written.tolist():
             crc, here = 0, slice(block * BLOCK, (block + 1) * BLOCK)
             for rows in plain:
                 crc = isal_zlib.crc32(rows[here], crc)
