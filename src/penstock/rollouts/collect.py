@@ -20,6 +20,7 @@ from typing_extensions import Self
 from penstock.core.threads import POLL_S, start
 from penstock.core.writes import close_after
 from penstock.errors import SaverClosed, UsageError
+from penstock.rollouts.structure import whole_number
 from penstock.rollouts.tensordicts import is_tensor_collection
 from penstock.tensors import tensor_bytes
 
@@ -74,11 +75,11 @@ class PipelinedDataCollector:
         max_staleness: int | None = None,
         policy_version: Callable[[], int] | None = None,
     ) -> None:
-        _check("prefetch_count", prefetch_count, 1)
+        whole_number("prefetch_count", prefetch_count, 1)
         if max_bytes is not None:
-            _check("max_bytes", max_bytes, 1)
+            whole_number("max_bytes", max_bytes, 1)
         if max_staleness is not None:
-            _check("max_staleness", max_staleness, 0)
+            whole_number("max_staleness", max_staleness, 0)
         if not isinstance(base_collector, Iterable):
             raise UsageError(
                 f"base_collector is a {type(base_collector).__name__}, which cannot be iterated"
@@ -106,7 +107,7 @@ class PipelinedDataCollector:
 
     def advance_policy(self, versions: int = 1) -> None:
         """Say that the policy was updated."""
-        _check("versions", versions, 0)
+        whole_number("versions", versions, 0)
         self._prefetcher.advance(versions)
 
     def update_policy_weights_(self, *args: Any, **kwargs: Any) -> None:
@@ -161,11 +162,6 @@ class PipelinedDataCollector:
 
     def __reduce__(self) -> Any:
         raise UsageError("a collector belongs to its process; make a new one in the other process")
-
-
-def _check(name: str, value: Any, least: int) -> None:
-    if type(value) is not int or value < least:
-        raise UsageError(f"{name}={value!r}: give a whole number, at least {least}")
 
 
 @dataclass

@@ -28,6 +28,7 @@ from penstock.rollouts.structure import (
     choose,
     put_together,
     take_apart,
+    whole_number,
 )
 from penstock.rollouts.tensordicts import TensorDict, TensorDictBase
 from penstock.tensors import empty_tensor, flat_words, tensor_bytes
@@ -77,9 +78,9 @@ class CompressedDataCollector:
             raise UsageError("compression_level=0 compresses nothing; use the collector as it is")
         if isinstance(keys, str) and keys != "auto":
             raise UsageError(f'keys={keys!r}: give "auto" or a list of keys')
-        for name, value in (("cache_bytes", cache_bytes), ("num_envs", num_envs)):
-            if value is not None and (type(value) is not int or value < 1):
-                raise UsageError(f"{name}={value!r}: give a whole number, at least 1")
+        whole_number("cache_bytes", cache_bytes, 1)
+        if num_envs is not None:
+            whole_number("num_envs", num_envs, 1)
         self._keys = keys
         self._num_envs = num_envs
         self._cache = _DecodedKeys(cache_bytes)
