@@ -41,7 +41,7 @@ class Storage:
             self.storage.loads(folder)
             self.total = int(self.storage[:]["n"].max()) + 1
             if anew:
-                self.storage._tracker.forget()
+                self.storage._saved = None
 
     def add(self):
         numbers = torch.arange(self.total, self.total + STEP)

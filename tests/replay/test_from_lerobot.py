@@ -259,15 +259,13 @@ def frames_of(count: int, seed: int = 0) -> dict:
     return {"pixels": flat, "action": rng.normal(size=(count, 2)).astype(np.float32)}
 
 
-@pytest.mark.parametrize("mode", ["frame", "block", "episode"])
 @pytest.mark.parametrize("codec", ["auto", "raw", "lz4", "zstd"])
 @pytest.mark.parametrize("parts", [[1] * 21, [21], [8, 8, 5], [3, 17, 1]])
-def test_parts_make_the_episode_that_add_makes(mode, codec, parts) -> None:
+def test_parts_make_the_episode_that_add_makes(codec, parts) -> None:
     episode = frames_of(21)
     codecs = {"pixels": codec}
     one, two = (
-        DictReplayBuffer(100, ["pixels", "action"], mode=mode, codecs=codecs, seed=0)
-        for _ in range(2)
+        DictReplayBuffer(100, ["pixels", "action"], codecs=codecs, seed=0) for _ in range(2)
     )
     for turn in range(2):  # the first one settles the codecs
         assert one.add(episode) == turn

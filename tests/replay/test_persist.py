@@ -16,6 +16,7 @@ from penstock.errors import CorruptFile, DataError, StorageError, UnknownFormat,
 from penstock.replay.episodes.buffer import DictReplayBuffer
 from penstock.replay.segments import SegmentLog
 
+FILES = Path(__file__).parent / "files"
 KEYS = ["obs", ("deep", "x"), "reward", "done"]
 
 
@@ -65,7 +66,6 @@ def files(folder: Path) -> dict[str, int]:
     return {path.name: path.stat().st_ino for path in folder.iterdir() if path.suffix == ".pack"}
 
 
-@pytest.mark.parametrize("mode", ["frame", "block", "episode"])
 @pytest.mark.parametrize(
     "options",
     [
@@ -75,8 +75,8 @@ def files(folder: Path) -> dict[str, int]:
         {"max_size": None, "max_bytes": 60_000},
     ],
 )
-def test_loading_gives_an_equal_buffer(tmp_path: Path, mode: str, options: dict[str, Any]) -> None:
-    buffer = made(mode=mode, block_frames=4, **options)
+def test_loading_gives_an_equal_buffer(tmp_path: Path, options: dict[str, Any]) -> None:
+    buffer = made(**options)
     for serial in range(14):
         buffer.add(episode(20 + serial, serial))
         batch = buffer.sample(8)
@@ -85,6 +85,25 @@ def test_loading_gives_an_equal_buffer(tmp_path: Path, mode: str, options: dict[
     buffer.remove(buffer.episodes[2])
     buffer.save(tmp_path / "replay")
     assert_equal(DictReplayBuffer.load(tmp_path / "replay"), buffer)
+
+
+@pytest.mark.parametrize("mode", ["block", "episode"])
+def test_files_whose_frames_were_compressed_several_at_a_time(tmp_path: Path, mode: str) -> None:
+    folder = tmp_path / "replay"
+    shutil.copytree(FILES / f"mode_{mode}", folder)
+    buffer = DictReplayBuffer.load(folder)
+    assert buffer.episodes == [1, 2, 3]
+    assert buffer.codecs == {"pixels": "lz4", "serial": "raw"}
+    batch = buffer.get(np.arange(5, 42))
+    assert batch["serial"].tolist() == list(range(5, 42))
+    serial = np.arange(5, 42)[:, None, None]
+    expected = (serial + np.arange(12)[:, None] * 3 + np.arange(10)) % 251
+    assert np.array_equal(batch["pixels"].numpy(), expected)
+    assert buffer.sample(8)["index"].tolist() == [5, 12, 18, 20, 23, 29, 34, 37]
+    buffer.save(folder)  # written as they are in memory now
+    again = DictReplayBuffer.load(folder)
+    assert torch.equal(again.get(np.arange(5, 42))["pixels"], batch["pixels"])
+    assert torch.equal(again.sample(8)["index"], buffer.sample(8)["index"])
 
 
 def test_an_empty_buffer(tmp_path: Path) -> None:
@@ -178,7 +197,7 @@ def test_tensordicts_stay_tensordicts(tmp_path: Path) -> None:
 def test_large_buffers_are_written_in_pieces(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("penstock.replay.episodes.persist._SEGMENT_BYTES", 20_000)
+    monkeypatch.setattr("penstock.replay.segments._SEGMENT_BYTES", 20_000)
     buffer = made(max_size=10_000)
     for serial in range(30):
         buffer.add(episode(60, serial))
@@ -188,7 +207,7 @@ def test_large_buffers_are_written_in_pieces(
 
 
 def test_saving_while_others_add(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("penstock.replay.episodes.persist._SEGMENT_BYTES", 20_000)
+    monkeypatch.setattr("penstock.replay.segments._SEGMENT_BYTES", 20_000)
     buffer = made(max_size=2000)
     stop = threading.Event()
 
@@ -237,7 +256,11 @@ def test_a_missing_segment_is_named(tmp_path: Path) -> None:
         DictReplayBuffer.load(tmp_path / "r")
 
 
-def test_no_flipped_bit_and_no_cut_goes_unnoticed(tmp_path: Path) -> None:
+MANY = pytest.param(5000, marks=[pytest.mark.stress, pytest.mark.timeout(1500)])
+
+
+@pytest.mark.parametrize("count", [300, MANY])
+def test_no_flipped_bit_and_no_cut_goes_unnoticed(tmp_path: Path, count: int) -> None:
     buffer = made(priority=0.5)
     for serial in range(3):
         buffer.add(episode(12, serial))
@@ -245,7 +268,7 @@ def test_no_flipped_bit_and_no_cut_goes_unnoticed(tmp_path: Path) -> None:
     rng = np.random.default_rng(0)
     paths = sorted((tmp_path / "r").glob("*.pack"))
     silent = noticed = 0
-    for k in range(300):
+    for k in range(count):
         path = paths[k % len(paths)]
         good = path.read_bytes()
         bad = bytearray(good)
@@ -263,7 +286,7 @@ def test_no_flipped_bit_and_no_cut_goes_unnoticed(tmp_path: Path) -> None:
         finally:
             path.write_bytes(good)
     assert silent == 0
-    assert noticed == 300
+    assert noticed == count
     assert_equal(DictReplayBuffer.load(tmp_path / "r"), buffer)
 
 

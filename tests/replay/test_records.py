@@ -1,4 +1,4 @@
-"""Records: any frame out of any episode, in any mode, and tables that lead nowhere."""
+"""Records: any frame out of any episode, and tables that lead nowhere."""
 
 from __future__ import annotations
 
@@ -9,14 +9,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from penstock.core.reuse import ReusedMemory
 from penstock.errors import CorruptFile, UsageError
 from penstock.replay.arena import Arena
-from penstock.replay.episodes import records as records_module
-from penstock.replay.episodes.records import Column
-from penstock.replay.episodes.schema import Field
-
-MEMORY = ReusedMemory()
+from penstock.replay.episodes.store import Column
+from penstock.replay.keys import Field
 
 
 @st.composite
@@ -24,7 +20,6 @@ def columns(draw: st.DrawFn) -> tuple[Column, list[np.ndarray[Any, Any]]]:
     dtype = draw(st.sampled_from(["uint8", "float32", "int16"]))
     shape = draw(st.sampled_from([(), (1,), (12, 20), (3, 5, 20), (300,)]))
     codec = draw(st.sampled_from(["auto", "raw", "lz4", "bits", "zstd", "sparse"]))
-    mode = draw(st.sampled_from(["frame", "block", "episode"]))
     rng = np.random.default_rng(draw(st.integers(0, 2**32)))
     lengths = draw(st.lists(st.integers(1, 30), min_size=1, max_size=6))
     noisy = draw(st.booleans())
@@ -34,38 +29,31 @@ def columns(draw: st.DrawFn) -> tuple[Column, list[np.ndarray[Any, Any]]]:
         episodes.append(values * (rng.random(values.shape) < 0.3))
     field = Field(("x",), dtype, shape)
     try:
-        column = Column.choose(field, episodes[0].astype(dtype), codec, mode, 4)
+        column = Column.choose(field, episodes[0].astype(dtype), codec)
     except UsageError:  # sparse and bits do not hold everything
-        column = Column.choose(field, episodes[0].astype(dtype), "lz4", mode, 4)
+        column = Column.choose(field, episodes[0].astype(dtype), "lz4")
     return column, [episode.astype(dtype) for episode in episodes]
 
 
-@pytest.mark.parametrize("scratch", [1, 16 << 20])
-def test_any_frame_comes_back(scratch: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(records_module, "_SCRATCH_BYTES", scratch)  # one unit at a time, or all
-
-    @settings(max_examples=150, deadline=None)
-    @given(columns(), st.integers(0, 2**32))
-    def run(case: tuple[Column, list[np.ndarray[Any, Any]]], seed: int) -> None:
-        column, episodes = case
-        column = Column.from_config(column.config())
-        arena = Arena(chunk_bytes=4096)
-        locations = []
-        for episode in episodes:
-            record = column.encode(episode)
-            column.check(record, len(episode))
-            locations.append(arena.put(record))
-        rng = np.random.default_rng(seed)
-        rows = rng.integers(0, len(episodes), 25)
-        lengths = np.array([len(episode) for episode in episodes])[rows]
-        steps = rng.integers(0, lengths)
-        out = np.full((25, column.field.size), 0xAA, np.uint8)
-        addresses = arena.addresses(np.array(locations)[rows])
-        column.gather(addresses, lengths, steps, out, MEMORY)
-        for k in range(25):
-            assert out[k].tobytes() == episodes[rows[k]][steps[k]].tobytes()
-
-    run()
+@settings(max_examples=150, deadline=None)
+@given(columns(), st.integers(0, 2**32))
+def test_any_frame_comes_back(case: tuple[Column, list[np.ndarray[Any, Any]]], seed: int) -> None:
+    column, episodes = case
+    column = Column.from_config(column.config())
+    arena = Arena(chunk_bytes=4096)
+    locations = []
+    for episode in episodes:
+        record = column.encode(episode)
+        assert column.from_file(record, len(episode)) is record
+        locations.append(arena.put(record))
+    rng = np.random.default_rng(seed)
+    rows = rng.integers(0, len(episodes), 25)
+    lengths = np.array([len(episode) for episode in episodes])[rows]
+    steps = rng.integers(0, lengths)
+    out = np.full((25, column.field.size), 0xAA, np.uint8)
+    column.gather(arena.addresses(np.array(locations)[rows]), steps, out)
+    for k in range(25):
+        assert out[k].tobytes() == episodes[rows[k]][steps[k]].tobytes()
 
 
 @settings(max_examples=200, deadline=None)
@@ -82,7 +70,7 @@ def test_a_changed_table_is_refused_or_harmless(
     at = int(rng.integers(0, units))
     record[4 * at : 4 * at + 4] = np.array([value], "<u4").view(np.uint8)
     try:
-        column.check(record, len(episodes[0]))
+        column.from_file(record, len(episodes[0]))
     except CorruptFile:
         return
     table = record[: 4 * units].view("<u4").astype(np.int64)  # what passes stays inside
@@ -93,15 +81,15 @@ def test_a_changed_table_is_refused_or_harmless(
 
 def test_a_plain_record_is_its_frames() -> None:
     values = np.arange(12, dtype=np.float32).reshape(4, 3)
-    column = Column.choose(Field(("x",), "float32", (3,)), values, "raw", "block", 8)
+    column = Column.choose(Field(("x",), "float32", (3,)), values, "raw")
     assert column.encode(values).tobytes() == values.tobytes()
     with pytest.raises(CorruptFile):
-        column.check(column.encode(values)[:-1], 4)
+        column.from_file(column.encode(values)[:-1], 4)
 
 
 def test_an_episode_that_is_too_large_is_refused() -> None:
     frames = np.zeros((1, 1 << 20), np.uint8)
-    column = Column.choose(Field(("x",), "uint8", (1 << 20,)), frames, "lz4", "frame", 8)
+    column = Column.choose(Field(("x",), "uint8", (1 << 20,)), frames, "lz4")
     huge = np.broadcast_to(frames, (5000, 1 << 20))  # takes no memory
     with pytest.raises(UsageError, match="too large for lz4"):
         column.encode(huge)

@@ -1,6 +1,7 @@
 """Data that is no TensorDict, keys as indices, and state dicts from and to a LazyTensorStorage."""
 
 import copy
+import io
 import json
 from collections import OrderedDict, namedtuple
 
@@ -106,6 +107,49 @@ def test_a_slice_of_bare_tensors_writes_through():
     assert (storage.get(torch.tensor([0]))[0, 3] == 7).all()
     assert torch.equal(storage.get(torch.tensor([0]))[0, 4:], pixels(6)[0, 4:])
     assert type(storage[:] + 1) is torch.Tensor
+
+
+@pytest.mark.parametrize("storage", [CompressedStorage, LazyTensorStorage])
+def test_whatever_writes_to_a_slice_of_bare_tensors_writes_to_the_storage(storage):
+    held = storage(6)
+    held.set(range(6), pixels(6))
+    expected = pixels(6).clone()
+
+    def check():
+        assert torch.equal(held.get(torch.arange(6)), expected)
+
+    part = held[:]
+    part += 1
+    expected += 1
+    check()
+    held[:].fill_(4)
+    expected.fill_(4)
+    check()
+    held[:][1:3][0] = 9
+    expected[1:3][0] = 9
+    check()
+    held[2:].transpose(0, 1)[0, 1] = 3
+    expected[2:].transpose(0, 1)[0, 1] = 3
+    check()
+    torch.add(held[:], 1, out=held[:])
+    expected += 1
+    check()
+    held[:].view(-1)[5:90].copy_(torch.arange(85))
+    expected.view(-1)[5:90].copy_(torch.arange(85))
+    check()
+    saved = io.BytesIO()
+    torch.save(held[:], saved)
+    saved.seek(0)
+    for other in (held[:].clone(), copy.deepcopy(held[:]), torch.load(saved, weights_only=True)):
+        assert torch.equal(other, expected)
+        assert type(other) is torch.Tensor
+        other += 1
+        check()
+
+
+def test_parts_of_bare_tensors_can_be_read():
+    storage = CompressedStorage(6)
+    storage.set(range(6), pixels(6))
     assert torch.equal(storage.get((slice(None), 3)), storage.get(torch.arange(6))[:, 3])
 
 

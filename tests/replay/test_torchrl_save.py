@@ -3,6 +3,7 @@
 import copy
 import errno
 import functools
+import json
 import multiprocessing
 import os
 import shutil
@@ -18,8 +19,7 @@ from torchrl.data import ReplayBuffer, TensorDictReplayBuffer
 
 from penstock import errors
 from penstock.replay.segments import MANIFEST, SegmentLog
-from penstock.replay.torchrl.content import BLOCK
-from penstock.replay.torchrl.save import HOLDER
+from penstock.replay.torchrl.save import BLOCK, HOLDER
 from penstock.replay.torchrl.storage import CompressedStorage
 
 
@@ -242,6 +242,11 @@ def test_a_state_that_makes_no_sense():
     def with_(name, value):
         return {**good, "tensors": {**good["tensors"], name: value}}
 
+    description = json.loads(good["description"])
+
+    def described(**changes):
+        return {**good, "description": json.dumps({**description, **changes})}
+
     wrong = [
         {**good, "description": "{"},
         {**good, "description": "{}"},
@@ -254,6 +259,11 @@ def test_a_state_that_makes_no_sense():
         with_("lengths.1", -good["tensors"]["lengths.1"]),
         with_("plain.0", torch.zeros(300, 2)),
         with_("more", torch.zeros(1)),
+        with_("slots", good["tensors"]["slots"] // 2),  # each of them twice
+        described(cursor=1.5),
+        described(cursor=True),
+        described(len=1.0),
+        described(keys=[description["keys"][0], *description["keys"][:-1]]),  # a path twice
     ]
     for state in wrong:
         with pytest.raises(errors.CorruptFile):
@@ -284,7 +294,7 @@ MEANWHILE = {
 @pytest.mark.parametrize("turn", [1, 4])
 def test_others_go_on_while_it_saves(tmp_path, monkeypatch, what, turn):
     """Between the segments of a save somebody writes; what is saved is the last of it."""
-    monkeypatch.setattr("penstock.replay.torchrl.save._SEGMENT_BYTES", 1)  # a block per segment
+    monkeypatch.setattr("penstock.replay.segments._SEGMENT_BYTES", 1)  # a block per segment
     buffer = filled(BLOCK * 6, BLOCK * 6)
     storage = buffer.storage
     original, turns = SegmentLog.append, []
@@ -313,7 +323,7 @@ def test_others_go_on_while_it_saves(tmp_path, monkeypatch, what, turn):
         assert_equal(storage[:], again[:])
         assert (again[:]["n"] == -1000).any() == (what != "loaded")
     assert ("late" in again.get(slice(None))) == (what == "new key")
-    assert len(segments(tmp_path)) == len(storage._tracker.segments)
+    assert len(segments(tmp_path)) == len(storage._saved.sizes)
     before = segments(tmp_path)
     storage.dumps(tmp_path)  # and nothing is left to do
     assert segments(tmp_path) == before
@@ -347,8 +357,12 @@ def test_any_run_of_saves_loads_what_it_saved(tmp_path_factory, data):
             assert_equal(storage[:], again[:])
 
 
+MANY = pytest.param(5000, marks=[pytest.mark.stress, pytest.mark.timeout(1500)])
+
+
 @pytest.mark.timeout(240)
-def test_a_thousand_flips_and_cuts(tmp_path):
+@pytest.mark.parametrize("count", [1000, MANY])
+def test_flips_and_cuts(tmp_path, count):
     """Damage anywhere in a saved folder: an error, or the very same content. Never less."""
     good = tmp_path / "good"
     buffer = filled(BLOCK * 3, BLOCK * 2)
@@ -363,7 +377,7 @@ def test_a_thousand_flips_and_cuts(tmp_path):
     bad = tmp_path / "bad"
     shutil.copytree(good, bad)
     detected = 0
-    for trial in range(1000):
+    for trial in range(count):
         name = names[int(chance.integers(len(names)))]
         data = bytearray(whole[name])
         at = int(chance.integers(len(data)))
@@ -382,5 +396,5 @@ def test_a_thousand_flips_and_cuts(tmp_path):
         else:
             assert_equal(truth, storage[:])
         (bad / name).write_bytes(whole[name])
-    assert detected > 900
+    assert detected > 0.9 * count
     assert SegmentLog.read(bad, HOLDER).state["len"] == len(buffer)

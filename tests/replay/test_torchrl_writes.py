@@ -44,12 +44,12 @@ WRONG = {
     "shape": (
         change(items(4), "pixels", torch.zeros(4, 20, 21, dtype=torch.uint8)),
         errors.UsageError,
-        r"pixels is torch.uint8 \[20, 21\], the first data was torch.uint8 \[20, 20\]",
+        r"'pixels': uint8\[20, 21\], the first data had 'pixels': uint8\[20, 20\]",
     ),
     "dtype": (
         change(items(4), "action", torch.zeros(4, 3, dtype=torch.float64)),
         errors.UsageError,
-        "action is torch.float64",
+        "'action': float64",
     ),
     "sparse": (
         change(items(4), "pixels", torch.zeros(4, 20, 20, dtype=torch.uint8).to_sparse()),

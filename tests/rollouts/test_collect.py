@@ -227,3 +227,43 @@ def test_a_program_that_forgets_shutdown_ends():
         [sys.executable, "-c", PROGRAM], capture_output=True, text=True, timeout=60, check=False
     )
     assert (result.returncode, result.stdout) == (0, "end\n"), result.stderr
+
+
+INTERRUPTS = """
+import random, signal, time
+import torch
+from tensordict import TensorDict
+from penstock.rollouts.collect import PipelinedDataCollector
+def base():
+    while True:
+        time.sleep(0.0005)
+        yield TensorDict({"x": torch.zeros(5)}, batch_size=[5])
+def interrupt(*_):
+    raise KeyboardInterrupt
+signal.signal(signal.SIGALRM, interrupt)
+random.seed(0)
+came = batches = 0
+collector = PipelinedDataCollector(base())
+while came < 300:
+    try:
+        signal.setitimer(signal.ITIMER_REAL, random.uniform(0.0005, 0.004))
+        for _ in collector:
+            batches += 1
+    except KeyboardInterrupt:
+        came += 1
+signal.setitimer(signal.ITIMER_REAL, 0)
+before = batches
+for _ in collector:
+    batches += 1
+    if batches == before + 20:
+        break
+collector.shutdown()
+print("end", flush=True)
+"""
+
+
+def test_interrupts_while_the_learner_waits_come_as_they_are():
+    result = subprocess.run(
+        [sys.executable, "-c", INTERRUPTS], capture_output=True, text=True, timeout=100, check=False
+    )
+    assert (result.returncode, result.stdout) == (0, "end\n"), result.stderr

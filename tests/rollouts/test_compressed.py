@@ -110,50 +110,48 @@ def test_environments(which, envs):
         same_but_names(PACKED[which].minibatch(envs, of="envs"), tensors[envs])
 
 
-def decoded(packed):
-    return {name: groups.decoded for name, groups in packed._cache._groups.items()}
-
-
 def test_only_what_is_needed_is_decoded_and_once():
     packed = compressed(make_batch(200, 32), keys=[LIDAR])
-    (name,) = packed._columns
-    groups = packed._columns[name].groups
-    assert groups > 10
+    (key,) = packed._compressed.values()
+    assert key.groups > 10
     packed.minibatch([0, 5, 31])
-    assert decoded(packed) == {name: 1}
+    assert packed._cache.decoded == 1
     packed.minibatch([3])
-    assert decoded(packed) == {name: 1}
+    assert packed._cache.decoded == 1
     for _ in range(3):  # three epochs
         for _ in packed.minibatches(4):
             pass
-    assert decoded(packed) == {name: groups}
+    assert packed._cache.decoded == key.groups
 
 
 def test_the_cache_is_bounded_and_the_oldest_makes_way():
-    packed = compressed(make_batch(100, 32), keys=[LIDAR], cache_bytes=800_000)
-    (name,) = packed._columns
-    column = packed._columns[name]
-    rows = column.rows
-    for group in (0, 1, 0, 2, 0, 3, 0):  # room for three
-        packed[[group * rows]]
-    cache = packed._cache._groups[name]
-    assert cache.nbytes <= 800_000
-    assert cache.nbytes // (rows * column.row_bytes) == 3
-    assert decoded(packed) == {name: 4}  # 0 stayed
-    packed[[1 * rows]]
-    assert decoded(packed) == {name: 5}  # 1 had to go for 3
+    keys = [LIDAR, ("agents", "observation", "state")]
+    batch = make_batch(100, 32)
+    sizes = [batch[key].nbytes for key in keys]
+    packed = compressed(batch, keys=keys, cache_bytes=max(sizes))
+    for key in keys:
+        same(packed[[7]][key], batch[[7]][key])
+        assert packed._cache.nbytes <= max(sizes)
+    small = compressed(batch, keys=keys, cache_bytes=min(sizes) - 1)
+    for indices in ([7], range(99, -1, -1)):
+        for key in keys:
+            same(small[list(indices)][key], batch[list(indices)][key])
+    assert small._cache.nbytes == 0
 
 
-def test_one_batch_at_a_time_has_a_cache():
-    collector = CompressedDataCollector([make_batch(60, 32, i) for i in range(3)])
+def test_batches_share_a_cache_and_leave_it_when_they_go():
+    limit = 2 * make_batch(60, 32)[LIDAR].nbytes
+    collector = CompressedDataCollector(
+        [make_batch(60, 32, i) for i in range(3)], cache_bytes=limit
+    )
     batches = list(collector)
     for _ in range(2):
         for i, packed in enumerate(batches):
             same_but_names(packed[[7]], make_batch(60, 32, i)[[7]])
-    held = sum(groups.nbytes for groups in collector._cache._groups.values())
-    assert held <= 1.2 * batches[0].raw_bytes  # the last group of a key may be short
+    assert 0 < collector._cache.nbytes <= limit
     del batches, packed
     gc.collect()
+    assert collector._cache.nbytes == 0
 
 
 def test_minibatches_cover_everything_once():

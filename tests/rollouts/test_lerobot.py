@@ -15,8 +15,7 @@ from penstock.dataset.unit import UnitWriter
 from penstock.dataset.writer import DatasetWriter
 from penstock.errors import DataError, UsageError
 from penstock.rollouts import lerobot
-from penstock.rollouts.lerobot import export
-from penstock.rollouts.lerobot_keys import feature_names
+from penstock.rollouts.lerobot import export, feature_names
 from penstock.rollouts.storage import RolloutStorage
 
 from .conftest import make_batch

@@ -7,7 +7,6 @@ import pytest
 import torch
 from tensordict import TensorDict
 
-from penstock import errors
 from penstock.rollouts.collect import PipelinedDataCollector
 
 from .toys import Fresh, number
@@ -61,31 +60,24 @@ def test_nothing_is_overwritten_under_the_learner(kind, prefetch):
             time.sleep(0.002)  # the collector runs ahead meanwhile
             assert values(batch) == {i}
             kept.append(batch)
-        assert len(kept) == 20
-        stats = collector.stats()
-    assert stats["reuses_memory"] is (kind != "fresh")
-    if kind != "fresh":  # even those that the learner kept
-        assert [values(batch) for batch in kept] == [{i} for i in range(20)]
-        assert stats["cloned"] == 20
-    else:
-        assert stats["cloned"] == prefetch + 2
+    assert [values(batch) for batch in kept] == [{i} for i in range(20)]
 
 
-def test_a_long_ring_is_not_overwritten_while_in_use():
+@pytest.mark.parametrize("length", [4, 7])
+def test_a_long_ring_is_not_overwritten(length):
     class LongRing:
         def __iter__(self):
-            ring = [number(-1) for _ in range(4)]  # prefetch_count + 2
+            ring = [number(-1) for _ in range(length)]
             for i in range(30):
-                ring[i % 4]["x"].fill_(i)
-                yield ring[i % 4]
+                ring[i % length]["x"].fill_(i)
+                yield ring[i % length]
 
     with PipelinedDataCollector(LongRing(), prefetch_count=2) as collector:
-        for i, batch in enumerate(collector):
-            time.sleep(0.002)
-            assert values(batch) == {i}
+        kept = list(collector)
+    assert [values(batch) for batch in kept] == [{i} for i in range(30)]
 
 
-def test_a_collector_that_betrays_trust_is_found_out():
+def test_memory_that_is_used_again_only_later():
     class Turncoat:
         def __iter__(self):
             for i in range(6):
@@ -96,11 +88,8 @@ def test_a_collector_that_betrays_trust_is_found_out():
                 yield same
 
     with PipelinedDataCollector(Turncoat(), prefetch_count=1) as collector:
-        seen = []
-        with pytest.raises(errors.UsageError, match="still in use"):
-            for batch in collector:
-                seen.append(batch)
-    assert len(seen) >= 6
+        kept = list(collector)
+    assert [values(batch) for batch in kept] == [{i} for i in range(12)]
 
 
 def test_the_learner_owns_its_batch():
@@ -111,9 +100,8 @@ def test_the_learner_owns_its_batch():
             memory = weakref.ref(batch["x"])
             del batch
             i += 1  # noqa: SIM113
-            if i > 4:  # past the trial, whose originals are kept
-                time.sleep(0.005)
-                assert memory() is None
+            time.sleep(0.005)
+            assert memory() is None
 
 
 @pytest.mark.parametrize("return_same_td", [True, False])
@@ -140,10 +128,7 @@ def test_a_torchrl_collector(return_same_td):
             time.sleep(0.01)
             assert torch.equal(batch["next", "observation"], expected[i])
             kept.append(batch)
-        stats = collector.stats()
     assert len(kept) == 8
-    assert stats["reuses_memory"] is return_same_td
-    assert stats["cloned"] == (8 if return_same_td else 4)
     for batch, truth in zip(kept, expected, strict=True):
         assert torch.equal(batch["next", "observation"], truth)
     assert base.closed

@@ -256,7 +256,7 @@ def test_pickles_are_refused(tmp_path):
 
 
 def test_an_environment_larger_than_a_block(tmp_path, monkeypatch):
-    monkeypatch.setattr("penstock.rollouts.files._LARGEST_ROW_BYTES", 1000)
+    monkeypatch.setattr("penstock.rollouts.file._LARGEST_ROW_BYTES", 1000)
     storage = RolloutStorage(tmp_path)
     data = TensorDict({"x": torch.randn(5, 20, 3000)}, batch_size=[5, 20])
     storage.save(data, 0)

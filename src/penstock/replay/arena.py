@@ -156,6 +156,19 @@ class Arena:
         start = location & _OFFSET_MASK
         return self._chunks[location >> _OFFSET_BITS].content[start : start + nbytes]
 
+    def gather(self, locations: Longs, lengths: Longs) -> Bytes:
+        """Copy pieces out, one behind the other."""
+        ends = np.cumsum(lengths)
+        data = np.empty(int(ends[-1]) if ends.size else 0, np.uint8)
+        # What was put together lies together: it is copied in one go.
+        breaks = np.flatnonzero(locations[1:] != locations[:-1] + lengths[:-1]) + 1
+        for begin, stop in zip([0, *breaks.tolist()], [*breaks.tolist(), ends.size], strict=True):
+            if stop > begin:
+                first = int(ends[begin] - lengths[begin])
+                size = int(ends[stop - 1]) - first
+                data[first : first + size] = self.read(int(locations[begin]), size)
+        return data
+
     def compact(self, locations: Longs, lengths: Longs) -> Longs | None:
         """Move what still lives in mostly dead chunks, so that these can go.
 
@@ -178,8 +191,8 @@ class Arena:
         moved = np.flatnonzero(np.isin(locations >> _OFFSET_BITS, dead))
         table: Longs = locations.copy()
         for at in moved.tolist():
-            size = int(lengths[at])
-            table[at] = self.put(self.read(int(locations[at]), size))
+            piece = self.read(int(locations[at]), int(lengths[at]))
+            table[at] = self.put(piece)
         self.free(locations[moved], lengths[moved])
         for number in dead:
             if number in self._chunks and self._chunks[number].live == 0:

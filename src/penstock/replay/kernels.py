@@ -14,7 +14,7 @@ from penstock.core.kernels.native import (
     bytes_at,
     compiled,
     copy_bytes,
-    lz4_pack,
+    lz4_pack_fast,
     lz4_pack_hard,
     lz4_pack_hard_again,
     lz4_unpack,
@@ -60,13 +60,14 @@ def _add_rows(frame, row):
 
 
 @compiled
-def lz4_encode(frames, row, level, scratch, state, out, lengths):
+def lz4_encode(frames, row, level, step, scratch, state, out, lengths):
     """Compress frames one after another into `out`; return the bytes used.
 
     Args:
         frames: uint8 [n, size].
         row: Bytes of a picture row, each stored as the difference to the one above; 0 for none.
         level: 0 is the fast mode of LZ4, above it its slow, smaller one.
+        step: In the fast mode, how many bytes LZ4 goes ahead where it finds nothing.
         scratch: uint8 [size].
         state: uint64, `LZ4_HARD_BYTES` long, or empty for level 0.
         out: uint8, at least n * size + LZ4's worst case of one frame.
@@ -88,7 +89,7 @@ def lz4_encode(frames, row, level, scratch, state, out, lengths):
             else:
                 used = lz4_pack_hard(work, begin, end, size, room, level)
         else:
-            used = lz4_pack(address_of(source), address_of(out[at:]), size, room)
+            used = lz4_pack_fast(address_of(source), address_of(out[at:]), size, room, step)
         lengths[i] = used
         if used <= 0 or used >= size:
             copy_bytes(address_of(out[at:]), address_of(frames[i]), size)

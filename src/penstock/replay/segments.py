@@ -4,6 +4,9 @@
 each with its digest. Segments are published first, the manifest after them, and only then are the
 files removed that it no longer lists. So whenever the process dies, the last manifest and all of
 its segments are there; what else lies in the folder is swept by the next writer.
+
+`save_blocks` saves a buffer that is in use: what it holds is cut into blocks, and a save writes
+only those that no segment holds as they are now.
 """
 
 from __future__ import annotations
@@ -11,10 +14,13 @@ from __future__ import annotations
 import contextlib
 import os
 import re
-from collections.abc import Iterable, Iterator, Sequence
+import threading
+from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
+import numpy as np
 from numpy.typing import NDArray
 from typing_extensions import Self
 
@@ -26,6 +32,9 @@ MANIFEST = "replay.pack"
 KIND = "replay"
 SEGMENT_KIND = "replay-segment"
 _SEGMENT = re.compile(r"segment_([0-9]{6,18})\.pack")
+_SEGMENT_BYTES = 64 << 20
+_MOST_SEGMENTS = 48
+_SPARE_ROUNDS = 8  # for what other threads change while a save is under way
 
 
 class _Manifest(NamedTuple):
@@ -352,3 +361,147 @@ def _parse(path: Path, pack: PackReader) -> _Manifest:
     if not whole or not all(_SEGMENT.fullmatch(name) for name in segments):
         raise CorruptFile(f"{path} is damaged: its list of segments makes no sense")
     return manifest
+
+
+class Block(NamedTuple):
+    """What a buffer holds of one block now: its bytes, and what changes when the block does."""
+
+    size: int
+    version: Hashable = 0
+
+
+class Place(NamedTuple):
+    """Where a saved block lies: its segment, its place in there, and which version it is."""
+
+    segment: str
+    number: int
+    version: Hashable = 0
+
+
+@dataclass(frozen=True)
+class Saved:
+    """What the last save left in a folder: what the next one need not write again.
+
+    Attributes:
+        folder: The folder.
+        digest: Of that very commit.
+        places: Of each block.
+        sizes: Bytes that each segment was written with.
+    """
+
+    folder: Path
+    digest: str
+    places: dict[int, Place] = field(default_factory=dict)
+    sizes: dict[str, int] = field(default_factory=dict)
+
+
+class Content(Protocol):
+    """What `save_blocks` asks a buffer for, while it has the buffer's lock."""
+
+    def blocks(self, some: Sequence[int] | None = None) -> Mapping[int, Block]:
+        """Return all blocks there are, in order; or those of some that are still there."""
+
+    def copy(self, blocks: Sequence[int]) -> list[Item]:
+        """Return the content of blocks for a segment."""
+
+    def state(self, blocks: Mapping[int, Block]) -> tuple[dict[str, Any], dict[str, NDArray[Any]]]:
+        """Return all that is not in blocks: JSON, and tables."""
+
+
+def save_blocks(
+    content: Content,
+    lock: threading.RLock,
+    folder: str | os.PathLike[str],
+    holder: str,
+    saved: Saved | None,
+) -> Saved:
+    """Write the blocks that a folder lacks, then commit the state of one moment.
+
+    Segments of which less than half lives are written anew, and the smaller half of them when there
+    are many: so a folder is never much more than twice the buffer. The manifest gets two tables
+    more, "segment" and "place": where each block lies.
+
+    Args:
+        content: The buffer.
+        lock: Guards it; held only while something is copied out of it.
+        folder: Where to.
+        holder: As for `SegmentLog.create_or_open`.
+        saved: What the last call returned, or None.
+    """
+    where = Path(folder)
+    with SegmentLog.create_or_open(where, holder) as log:
+        places: dict[int, Place] = {}
+        sizes: dict[str, int] = {}
+
+        def append(blocks: Mapping[int, Block], items: list[Item]) -> None:
+            if not blocks:
+                return
+            name = log.append(items, {"blocks": len(blocks)})
+            sizes[name] = sum(block.size for block in blocks.values())
+            for number, (k, block) in enumerate(blocks.items()):
+                places[k] = Place(name, number, block.version)
+
+        with lock:
+            blocks = content.blocks()
+        # Only if nobody else has saved there since: the names of segments alone prove nothing.
+        if saved and saved.folder == where.resolve() and saved.digest == log.digest:
+            places.update(_worth_keeping(saved, blocks))
+            sizes.update(saved.sizes)
+        for some in _segments_of(_missing(blocks, places)):
+            with lock:
+                here = content.blocks(some)
+                items = content.copy(list(here))
+            append(here, items)
+        # What others changed meanwhile, until nothing is missing, and at last all that is.
+        for last in (*[False] * _SPARE_ROUNDS, True):
+            with lock:
+                blocks = content.blocks()
+                missing = _missing(blocks, places)
+                some = list(missing) if last else next(_segments_of(missing), [])
+                items = content.copy(some)
+                if complete := len(some) == len(missing):
+                    state, tables = content.state(blocks)  # of this very moment
+            append({k: blocks[k] for k in some}, items)
+            if complete:
+                break
+        places = {k: places[k] for k in blocks}
+        keep = sorted({place.segment for place in places.values()})
+        numbers = {name: number for number, name in enumerate(keep)}
+        tables["segment"] = np.array([numbers[p.segment] for p in places.values()], np.int64)
+        tables["place"] = np.array([place.number for place in places.values()], np.int64)
+        log.commit(state, [Item(name, values) for name, values in tables.items()], keep=keep)
+        return Saved(where.resolve(), log.digest, places, {name: sizes[name] for name in keep})
+
+
+def _is_current(place: Place | None, block: Block) -> bool:
+    return place is not None and place.version == block.version
+
+
+def _worth_keeping(saved: Saved, blocks: Mapping[int, Block]) -> dict[int, Place]:
+    """Return the places that are right, without segments that are mostly dead, or too many."""
+    kept = {k: p for k, p in saved.places.items() if k in blocks and _is_current(p, blocks[k])}
+    live = dict.fromkeys(saved.sizes, 0)
+    for k, place in kept.items():
+        live[place.segment] += blocks[k].size
+    good = [name for name, size in live.items() if size and 2 * size >= saved.sizes[name]]
+    if len(good) > _MOST_SEGMENTS:  # the smaller half becomes one: each block moves rarely
+        good = sorted(good, key=live.__getitem__)[len(good) // 2 :]
+    return {k: place for k, place in kept.items() if place.segment in good}
+
+
+def _missing(blocks: Mapping[int, Block], places: Mapping[int, Place]) -> dict[int, Block]:
+    return {k: block for k, block in blocks.items() if not _is_current(places.get(k), block)}
+
+
+def _segments_of(blocks: Mapping[int, Block]) -> Iterator[list[int]]:
+    """Yield blocks in groups of about one segment, each at least one."""
+    some: list[int] = []
+    total = 0
+    for k, block in blocks.items():
+        if some and total + block.size > _SEGMENT_BYTES:
+            yield some
+            some, total = [], 0
+        some.append(k)
+        total += block.size
+    if some:
+        yield some

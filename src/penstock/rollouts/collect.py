@@ -3,17 +3,26 @@
 from __future__ import annotations
 
 import logging
+import threading
 import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections import deque
+from collections.abc import Callable, Generator, Iterable, Iterator
+from contextlib import suppress
+from dataclasses import dataclass
+from queue import Empty, SimpleQueue
+from time import perf_counter
 from types import TracebackType
 from typing import Any
 
 import torch
 from typing_extensions import Self
 
+from penstock.core.threads import POLL_S, start
 from penstock.core.writes import close_after
 from penstock.errors import SaverClosed, UsageError
-from penstock.rollouts.ahead import Ahead, Ready
+from penstock.rollouts.structure import whole_number
+from penstock.rollouts.tensordicts import is_tensor_collection
+from penstock.tensors import tensor_bytes
 
 _LOG = logging.getLogger("penstock")
 
@@ -21,12 +30,8 @@ _LOG = logging.getLogger("penstock")
 class PipelinedDataCollector:
     """Iterate over a collector in a background thread, a few batches ahead of the learner.
 
-    A batch that the collector will overwrite is copied before the learner gets it. Collectors do
-    not say whether they reuse their memory, so the first `prefetch_count + 2` batches are always
-    copied, and their originals kept to compare with; if no two of them share memory, later ones are
-    handed over as they are. (A TorchRL collector made with `return_same_td=True` is believed at
-    once.) Only memory that is used again after more batches than that goes unnoticed: then a batch
-    is safe as long as the learner works on it, not longer.
+    Collectors do not say whether they use the memory of a batch again, so each batch is copied, in
+    the background, before the learner gets it: what the learner has is its own.
 
     Staleness is counted in policy versions: how many updates came between the start of a batch's
     collection and its hand-out. Call `advance_policy` (or `update_policy_weights_`) after each
@@ -70,18 +75,18 @@ class PipelinedDataCollector:
         max_staleness: int | None = None,
         policy_version: Callable[[], int] | None = None,
     ) -> None:
-        _check("prefetch_count", prefetch_count, 1)
+        whole_number("prefetch_count", prefetch_count, 1)
         if max_bytes is not None:
-            _check("max_bytes", max_bytes, 1)
+            whole_number("max_bytes", max_bytes, 1)
         if max_staleness is not None:
-            _check("max_staleness", max_staleness, 0)
+            whole_number("max_staleness", max_staleness, 0)
         if not isinstance(base_collector, Iterable):
             raise UsageError(
                 f"base_collector is a {type(base_collector).__name__}, which cannot be iterated"
             )
         self.base_collector = base_collector
         self.staleness = 0
-        self._ahead = Ahead(
+        self._prefetcher = _Prefetcher(
             base_collector,
             None if device is None else torch.device(device),
             prefetch_count,
@@ -90,36 +95,36 @@ class PipelinedDataCollector:
             policy_version,
         )
         # The thread does not hold this object: one that is forgotten stops its thread.
-        weakref.finalize(self, self._ahead.stop).atexit = False
+        weakref.finalize(self, self._prefetcher.stop).atexit = False
 
     def __iter__(self) -> Iterator[Any]:
-        if self._ahead.stopped:
+        if self._prefetcher.stopped:
             raise SaverClosed("this collector was shut down; make a new one")
-        self._ahead.start()
-        while (ready := self._ahead.take()) is not None:
+        self._prefetcher.start()
+        while (ready := self._prefetcher.take()) is not None:
             self.staleness = ready.staleness
-            yield _unpack(ready)
+            yield ready.give_away()
 
     def advance_policy(self, versions: int = 1) -> None:
         """Say that the policy was updated."""
-        _check("versions", versions, 0)
-        self._ahead.advance(versions)
+        whole_number("versions", versions, 0)
+        self._prefetcher.advance(versions)
 
     def update_policy_weights_(self, *args: Any, **kwargs: Any) -> None:
         """Update the collector's copy of the policy, if it has one, and count the version."""
         update = getattr(self.base_collector, "update_policy_weights_", None)
         if update is not None:
             update(*args, **kwargs)
-        self._ahead.advance(1)
+        self._prefetcher.advance(1)
 
     def stats(self) -> dict[str, Any]:
         """Return counts and times.
 
-        `batches` handed out, `staleness_mean`, `staleness_max`, `dropped` (too old), `cloned`,
-        `reuses_memory` (whether the collector does), `queued`, `queued_bytes`, `peak_bytes`,
-        `version`, `collect_s` (time in the collector), `wait_s` (time the learner waited).
+        `batches` handed out, `staleness_mean`, `staleness_max`, `dropped` (too old), `queued`,
+        `queued_bytes`, `peak_bytes`, `version`, `collect_s` (time in the collector), `wait_s` (time
+        the learner waited).
         """
-        return self._ahead.stats()
+        return self._prefetcher.stats()
 
     def shutdown(self, timeout: float | None = 30.0) -> bool:
         """Stop collecting and shut the collector down, in the thread that used it.
@@ -134,14 +139,14 @@ class PipelinedDataCollector:
         Raises:
             Exception: What the collector's own `shutdown` raised.
         """
-        self._ahead.stop(shut_base=True)
-        if not self._ahead.join(timeout):
+        self._prefetcher.stop(shut_base=True)
+        if not self._prefetcher.join(timeout):
             _LOG.warning(
                 "the collector is still in a step after %s s; its thread ends with that step",
                 timeout,
             )
             return False
-        self._ahead.shut_down_base()
+        self._prefetcher.shut_down_base()
         return True
 
     def __enter__(self) -> Self:
@@ -159,12 +164,317 @@ class PipelinedDataCollector:
         raise UsageError("a collector belongs to its process; make a new one in the other process")
 
 
-def _unpack(ready: Ready) -> Any:
-    """Give the batch away, so that no name here keeps it alive while the learner works."""
-    batch, ready.batch = ready.batch, None
-    return batch
+@dataclass
+class _Ready:
+    """A batch that waits for the learner."""
+
+    batch: Any
+    nbytes: int
+    version: int
+    staleness: int = 0
+
+    def give_away(self) -> Any:
+        """Return the batch, so that nothing here keeps it alive while the learner works."""
+        batch, self.batch = self.batch, None
+        return batch
 
 
-def _check(name: str, value: Any, least: int) -> None:
-    if type(value) is not int or value < least:
-        raise UsageError(f"{name}={value!r}: give a whole number, at least {least}")
+class _Prefetcher:
+    """Runs an iterable in a thread of its own, as far ahead as it may.
+
+    All fields are guarded by one lock; the iterable itself is used outside of it. Whoever waits,
+    waits without the lock, in C: an interrupt of the main thread leaves nothing half done.
+
+    Args:
+        base: The iterable.
+        device: Where batches go; None leaves them.
+        count: Batches ahead of the learner, the one being collected included.
+        max_bytes: Bytes of these batches; None for no limit.
+        max_staleness: In versions; None for no limit.
+        policy_version: Returns the version; None to count here.
+    """
+
+    def __init__(
+        self,
+        base: Iterable[Any],
+        device: torch.device | None,
+        count: int,
+        max_bytes: int | None,
+        max_staleness: int | None,
+        policy_version: Callable[[], int] | None,
+    ) -> None:
+        self._base = base
+        self._device = device
+        self._count = count
+        self._max_bytes = max_bytes
+        self._max_staleness = max_staleness
+        self._policy_version = policy_version
+        self._lock = threading.RLock()
+        self._calls: SimpleQueue[None] = SimpleQueue()  # to the thread, while it waits
+        self._answers: SimpleQueue[None] = SimpleQueue()  # to learners, while they wait
+        self._thread: threading.Thread | None = None
+        self._queue: deque[_Ready] = deque()
+        self._version = 0
+        self._handed_at: int | None = None  # the version when the learner got its batch
+        self._per_batch = 1  # updates per batch, as far as seen
+        self._askers: set[int] = set()  # threads that wait for a batch; an interrupt may leave one
+        self._last_bytes = 0
+        self._error: BaseException | None = None
+        self._ended = False
+        self.stopped = False
+        self._shuts_base = False
+        self._base_shut = False
+        self._shutdown_error: BaseException | None = None
+        self._batches = self._dropped = 0
+        self._stale_sum = self._stale_max = self._peak_bytes = 0
+        self._collect_s = self._wait_s = 0.0
+
+    # --- the learner's side ---------------------------------------------------------------------
+
+    def start(self) -> None:
+        """Start the thread, unless there is one, or what it left is not taken yet."""
+        with self._lock:
+            running = self._thread is not None and self._thread.is_alive()
+            if running or self._queue or self._error is not None or self.stopped:
+                return
+            self._ended = False
+            self._thread = threading.Thread(
+                target=self._run,
+                args=(torch.get_num_threads(),),
+                name="penstock-collector",
+                daemon=False,
+            )
+            start(self._thread)
+
+    def take(self) -> _Ready | None:
+        """Wait for the next batch; None at the end of the iterable.
+
+        Raises:
+            BaseException: What the iterable raised, after the batches that came before.
+        """
+        begin = perf_counter()
+        with self._lock:
+            self._close_turn()
+            self._askers.add(threading.get_ident())
+        try:
+            while True:
+                self._calls.put(None)
+                with self._lock:
+                    ready = self._next_ready()
+                    if ready is not None or self.stopped:
+                        return ready
+                    if self._ended:
+                        error, self._error = self._error, None
+                        if error is not None:
+                            raise error
+                        return None
+                _hear(self._answers)
+        finally:
+            with self._lock:
+                self._askers.discard(threading.get_ident())
+                self._wait_s += perf_counter() - begin
+
+    def advance(self, versions: int) -> None:
+        """Count updates of the policy."""
+        with self._lock:
+            self._version += versions
+        self._calls.put(None)
+
+    def stop(self, shut_base: bool = False) -> None:
+        """Let the thread end after its step; nothing more is handed out.
+
+        Args:
+            shut_base: Let it also shut the iterable down; else somebody may still want it.
+        """
+        with self._lock:
+            self.stopped = True
+            self._shuts_base = self._shuts_base or shut_base
+            self._queue.clear()
+        self._calls.put(None)
+        self._answers.put(None)
+
+    def join(self, timeout: float | None) -> bool:
+        """Wait for the thread; False if it is still at work."""
+        thread = self._thread
+        if thread is None or thread is threading.current_thread():
+            return True
+        thread.join(timeout)
+        return not thread.is_alive()
+
+    def shut_down_base(self) -> None:
+        """Call the iterable's own `shutdown`, once, if it has one.
+
+        Raises:
+            BaseException: What it raised, here or in the thread (raised once).
+        """
+        with self._lock:
+            first, self._base_shut = not self._base_shut, True
+            error, self._shutdown_error = self._shutdown_error, None
+        if error is not None:
+            raise error
+        shutdown = getattr(self._base, "shutdown", None)
+        if first and shutdown is not None:
+            shutdown()
+
+    def stats(self) -> dict[str, Any]:
+        """Return counts and times."""
+        with self._lock:
+            return {
+                "batches": self._batches,
+                "staleness_mean": self._stale_sum / self._batches if self._batches else 0.0,
+                "staleness_max": self._stale_max,
+                "dropped": self._dropped,
+                "queued": len(self._queue),
+                "queued_bytes": self._queued_bytes(),
+                "peak_bytes": self._peak_bytes,
+                "version": self._now(),
+                "collect_s": self._collect_s,
+                "wait_s": self._wait_s,
+            }
+
+    def _close_turn(self) -> None:
+        """The learner has done with its batch: see how often it updated the policy meanwhile."""
+        if self._handed_at is None:
+            return
+        updates = self._now() - self._handed_at
+        if updates == 0 and self._policy_version is None:
+            self._version += 1  # it does not count its updates: one batch, one update
+            updates = 1
+        self._per_batch = max(self._per_batch, updates)
+        self._handed_at = None
+
+    def _next_ready(self) -> _Ready | None:
+        while self._queue:
+            ready = self._queue.popleft()
+            now = self._now()
+            ready.staleness = max(0, now - ready.version)
+            if self._max_staleness is not None and ready.staleness > self._max_staleness:
+                self._dropped += 1
+                continue
+            self._handed_at = now
+            self._batches += 1
+            self._stale_sum += ready.staleness
+            self._stale_max = max(self._stale_max, ready.staleness)
+            return ready
+        return None
+
+    def _now(self) -> int:
+        return self._version if self._policy_version is None else int(self._policy_version())
+
+    def _queued_bytes(self) -> int:
+        return sum(ready.nbytes for ready in self._queue)
+
+    # --- the thread's side ----------------------------------------------------------------------
+
+    def _may_start(self) -> bool:
+        """Tell whether the next batch may be collected now; what is in hand is counted before."""
+        queued = len(self._queue)
+        if queued >= self._count:
+            return False
+        over = self._max_bytes is not None and (
+            self._queued_bytes() + self._last_bytes > self._max_bytes
+        )
+        if queued and over:
+            return False
+        if self._max_staleness is None:
+            return True
+        # Each batch before this one, in the queue or with the learner, brings its updates.
+        expected = queued * self._per_batch
+        if self._handed_at is not None:
+            expected += max(0, self._per_batch - (self._now() - self._handed_at))
+        return expected <= self._max_staleness and (self._max_staleness > 0 or bool(self._askers))
+
+    def _run(self, torch_threads: int) -> None:
+        # The setting is the thread's own: without this, a learner that asked for few threads would
+        # compete with a collector that uses all cores.
+        torch.set_num_threads(torch_threads)
+        iterator: Iterator[Any] | None = None
+        error: BaseException | None = None
+        try:
+            iterator = iter(self._base)
+            while self._collect(iterator):
+                pass
+        except BaseException as failure:
+            error = failure
+        try:
+            if isinstance(iterator, Generator):
+                iterator.close()  # in the thread that ran it
+            if self._shuts_base:
+                self.shut_down_base()
+        except BaseException as failure:
+            self._shutdown_error = failure
+        with self._lock:
+            self._error = error
+            self._ended = True
+        self._answers.put(None)
+
+    def _collect(self, iterator: Iterator[Any]) -> bool:
+        """Collect one batch; False when there is nothing more to do."""
+        version = self._wait_for_leave()
+        if version is None:
+            return False
+        begin = perf_counter()
+        try:
+            batch = next(iterator)
+        except StopIteration:
+            return False
+        finally:
+            self._collect_s += perf_counter() - begin
+        batch = cloned(batch, self._device)
+        ready = _Ready(batch, sum(map(tensor_bytes, tensors_in(batch))), version)
+        if not ready.nbytes:
+            ready.nbytes = int(getattr(batch, "nbytes", 0) or 0)
+        del batch
+        with self._lock:
+            if self.stopped:
+                return False
+            self._last_bytes = ready.nbytes
+            self._queue.append(ready)
+            self._peak_bytes = max(self._peak_bytes, self._queued_bytes())
+        self._answers.put(None)
+        return True
+
+    def _wait_for_leave(self) -> int | None:
+        while True:
+            with self._lock:
+                if self.stopped:
+                    return None
+                # At the end of the program nobody comes to say so: this thread must go by itself.
+                main = threading.main_thread()
+                if not main.is_alive() and not self._askers - {main.ident}:
+                    raise SaverClosed("collecting ended with the main thread; keep it alive")
+                if self._may_start():
+                    return self._now()
+            _hear(self._calls)
+
+
+def _hear(calls: SimpleQueue[None]) -> None:
+    """Wait for a call, not for ever, and take all others that there are."""
+    with suppress(Empty):
+        calls.get(timeout=POLL_S)
+        while True:
+            calls.get_nowait()
+
+
+def tensors_in(value: Any) -> Iterator[torch.Tensor]:
+    """Yield every tensor in TensorDicts, dicts, lists and tuples."""
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif is_tensor_collection(value):
+        for key in value.keys():  # noqa: SIM118
+            yield from tensors_in(value.get(key))
+    elif isinstance(value, dict | list | tuple):
+        for child in value.values() if isinstance(value, dict) else value:
+            yield from tensors_in(child)
+
+
+def cloned(value: Any, device: torch.device | None = None) -> Any:
+    """Return a copy that shares no memory, on a device; what holds no tensors stays as it is."""
+    if isinstance(value, torch.Tensor) or is_tensor_collection(value):
+        # What is on the device already is not copied by `to`; a copy there costs little.
+        return (value if device is None else value.to(device)).clone()
+    if isinstance(value, dict):
+        return {key: cloned(child, device) for key, child in value.items()}
+    if type(value) in (list, tuple):
+        return type(value)(cloned(child, device) for child in value)
+    return value

@@ -1,15 +1,25 @@
 """Write rollouts as a LeRobot dataset: the row of each environment, cut where an episode ended.
 
 Values are exact. A block of environments is read, cut and committed at a time, so that memory does
-not grow with the rollouts, and a crash loses no more than the block that was under way.
+not grow with the rollouts, and a crash loses no more than the block that was under way. Keys become
+features:
+
+    ("agents", "observation", "state")      observation.state
+    ("observation",)                        observation.state
+    (…, "action")                           action
+    (…, "reward"), ("next", "reward")       next.reward; alike done, terminated, truncated
+    anything else                           its names, joined by dots
 """
 
 from __future__ import annotations
 
+import math
 import os
+import re
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -17,27 +27,33 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from penstock.core.files import storage_error
+from penstock.core.memory import format_bytes
 from penstock.core.pack import PackReader
 from penstock.core.reuse import ReusedMemory
-from penstock.dataset.layout import VERSIONS, Feature, Version
+from penstock.dataset.layout import AUTO_FEATURES, DTYPES, VERSIONS, Feature, Version
 from penstock.dataset.unit import Episode
 from penstock.dataset.writer import DatasetWriter, is_empty
 from penstock.dataset.writer import Mode as OpenMode
 from penstock.errors import DataError, UsageError
-from penstock.rollouts.files import Picked, RolloutFile
-from penstock.rollouts.find import Found, find_rollouts
-from penstock.rollouts.lerobot_keys import DONE, Leaf, dotted, make_plan
-from penstock.rollouts.lerobot_report import ExportReport
-from penstock.rollouts.structure import Key
+from penstock.rollouts.file import RolloutFile
+from penstock.rollouts.structure import Key, Picked
 from penstock.rollouts.tensordicts import TensorDict
 from penstock.tensors import DTYPE_NAMES
 from penstock.ui.progress import Mode, Progress
 from penstock.ui.suggestions import did_you_mean
 
+DONE = "next.done"
+FLAGS = ("done", "terminated", "truncated")
+_RESULTS = ("reward", *FLAGS)
+_WIDENED = ("bfloat16", "float16", "float8_e4m3fn", "float8_e5m2")
+_MOST_DIMENSIONS = 5
 _MODES: tuple[OpenMode, ...] = ("create", "resume", "overwrite")
 _BLOCK_BYTES = 16 << 20
 _ROWS_OF_A_BLOCK = 128  # environments that lie together in a file
 _CPU = torch.device("cpu")
+_NAME = re.compile(r"rollout_(\d{6,})\.pack")
+_RANK = re.compile(r"rank_(\d+)")
 
 
 def export(
@@ -349,3 +365,326 @@ def _json_of(envs: Any) -> Any:
     with suppress(AttributeError):
         return envs.tolist()
     return list(envs) if isinstance(envs, tuple) else envs
+
+
+@dataclass(frozen=True)
+class Found:
+    """One rollout: its file, its number, and the process that saved it."""
+
+    path: Path
+    iteration: int
+    rank: int = 0
+
+
+def find_rollouts(path: Path, iterations: Iterable[int] | None) -> list[Found]:
+    """Return the rollouts of a file, a folder or a run, in order.
+
+    Raises:
+        UsageError: There is none, or not one of those asked for.
+    """
+    if not path.exists():
+        raise UsageError(f"{path} does not exist; check the path")
+    if path.is_file():
+        match = _NAME.fullmatch(path.name)
+        found = [Found(path, int(match[1]) if match else 0)]
+    else:
+        folder = path / "rollouts" if (path / "rollouts").is_dir() else path
+        try:
+            found = list(_in_folder(folder, 0))
+            for below in folder.iterdir():
+                if (match := _RANK.fullmatch(below.name)) and below.is_dir():
+                    found += _in_folder(below, int(match[1]))
+        except OSError as error:
+            raise storage_error("read", folder, error) from error
+    if not found:
+        raise UsageError(f"there is no rollout in {path}; give a folder with rollout_*.pack files")
+    if iterations is not None:
+        wanted = set(iterations)
+        missing = wanted - {each.iteration for each in found}
+        if missing:
+            numbers = sorted({each.iteration for each in found})
+            raise UsageError(
+                f"no rollout {min(missing)} in {path}: there are {len(numbers)}, from "
+                f"{numbers[0]} to {numbers[-1]}"
+            )
+        found = [each for each in found if each.iteration in wanted]
+    return sorted(found, key=lambda each: (each.iteration, each.rank))
+
+
+def _in_folder(folder: Path, rank: int) -> Iterator[Found]:
+    for file in folder.iterdir():
+        if match := _NAME.fullmatch(file.name):
+            yield Found(file, int(match[1]), rank)
+
+
+@dataclass(frozen=True)
+class Leaf:
+    """What one frame of a key is: its type, by the pack's name, and its shape."""
+
+    dtype: str
+    shape: tuple[int, ...]
+
+    def __str__(self) -> str:
+        return f"{self.dtype}{list(self.shape)}"
+
+    @property
+    def feature(self) -> Feature:
+        """Return the feature that holds it exactly."""
+        dtype = "float32" if self.dtype in _WIDENED else self.dtype
+        shape = self.shape or (1,)
+        if len(shape) > _MOST_DIMENSIONS:
+            first = shape[: _MOST_DIMENSIONS - 1]
+            shape = (*first, math.prod(shape[len(first) :]))
+        return Feature(dtype, shape)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of one frame of the feature."""
+        return math.prod(self.shape) * np.dtype(self.feature.dtype).itemsize
+
+
+@dataclass
+class Plan:
+    """What is written, and what is not.
+
+    Attributes:
+        columns: The key of each feature.
+        leaves: What a frame of each key is, of those that are read.
+        flags: The keys that say where an episode ends; any of them does.
+        makes_done: `next.done` is written though there is no such key: any of the flags.
+        shifted: Keys left out since they are the next frame of another; see `check_shifted`.
+        left_out: Keys that are not written, and why.
+    """
+
+    columns: dict[str, Key]
+    leaves: dict[Key, Leaf]
+    flags: list[Key]
+    makes_done: bool = False
+    shifted: dict[Key, Key] = field(default_factory=dict)
+    left_out: dict[str, str] = field(default_factory=dict)
+
+    @property
+    def features(self) -> dict[str, Feature]:
+        """The features of the dataset."""
+        found = {name: self.leaves[key].feature for name, key in self.columns.items()}
+        return found | ({DONE: Feature("bool", (1,))} if self.makes_done else {})
+
+    @property
+    def widened(self) -> dict[str, str]:
+        """Features that hold their numbers in a wider type, and in which they were."""
+        return {
+            name: self.leaves[key].dtype
+            for name, key in self.columns.items()
+            if self.leaves[key].dtype in _WIDENED
+        }
+
+    @property
+    def frame_bytes(self) -> int:
+        """Bytes of one frame of everything that is read."""
+        return sum(self.leaves[key].nbytes for key in self.keys_read())
+
+    def keys_read(self) -> list[Key]:
+        """Return every key that is read."""
+        return list(
+            dict.fromkeys(
+                [*self.columns.values(), *self.flags, *self.shifted, *self.shifted.values()]
+            )
+        )
+
+
+def make_plan(
+    leaves: Mapping[Key, Leaf], odd: Mapping[Key, str], asked: Sequence[str | Key] | None
+) -> Plan:
+    """Decide what is written.
+
+    Args:
+        leaves: The keys of a rollout that have one frame per environment and step.
+        odd: The other keys, and what is odd about them.
+        asked: Features, dotted keys, or tuples of names; None for all.
+
+    Raises:
+        UsageError: A key that is asked for is not there, or cannot be written; nothing is left; or
+            two keys would have one name.
+    """
+    good = {key: leaf for key, leaf in leaves.items() if not _problem(leaf)}
+    bad = dict(odd) | {key: problem for key, leaf in leaves.items() if (problem := _problem(leaf))}
+    names = feature_names(good)
+    chosen = names if asked is None else _asked(asked, names, bad)
+    flags = flags_of(good)
+    plan = Plan({name: key for key, name in chosen.items()}, dict(good), flags)
+    if asked is None:
+        plan.left_out = {dotted(key): why for key, why in bad.items()}
+        plan.shifted = {
+            key: key[1:]
+            for key in good
+            if key[0] == "next" and key[-1] not in _RESULTS and good.get(key[1:]) == good[key]
+        }
+    wants_done = asked is None or any(word in (DONE, "done", ("done",)) for word in asked)
+    plan.makes_done = bool(flags) and DONE not in names.values() and wants_done
+    if not plan.columns and not plan.makes_done:
+        raise UsageError("the rollout has no key that a dataset can hold")
+    return plan
+
+
+def _problem(leaf: Leaf) -> str:
+    """Say why a key cannot be written; nothing if it can."""
+    if not math.prod(leaf.shape):
+        return f"its frames are empty: {leaf}"
+    return "" if leaf.feature.dtype in DTYPES else f"LeRobot has no {leaf.dtype}"
+
+
+def flags_of(leaves: Mapping[Key, Leaf]) -> list[Key]:
+    """Return the keys that say, with one value per frame, that an episode ended with the step.
+
+    What TorchRL's collectors store under "next" is the state after the step; the same names outside
+    of it are then the state before.
+    """
+    found = [k for k, leaf in leaves.items() if k[-1] in FLAGS and math.prod(leaf.shape) == 1]
+    return [key for key in found if key[0] == "next"] or found
+
+
+def feature_names(keys: Iterable[Key]) -> dict[Key, str]:
+    """Return the name of the feature of each key.
+
+    Raises:
+        UsageError: Two keys would have the same.
+    """
+    keys = list(keys)
+    wanted = {key: _lerobot_name(key) for key in keys}
+    if "action" not in wanted.values():
+        wanted |= {key: "action" for key in keys if key[-1] == "action_normalized"}
+    owners: dict[str, Key] = {}
+    # Of two rewards the one after the step has the name, and else the outermost.
+    for key in sorted(keys, key=lambda key: (key[0] != "next", len(key))):
+        owners.setdefault(wanted[key], key)
+    names = {key: wanted[key] if owners[wanted[key]] == key else dotted(key) for key in keys}
+    names = {key: f"rollout.{n}" if n in AUTO_FEATURES else n for key, n in names.items()}
+    seen: dict[str, Key] = {}
+    for key, name in names.items():
+        if name in seen:
+            raise UsageError(
+                f"{seen[name]!r} and {key!r} would both be the feature {name!r}; rename one, or "
+                "choose by keys"
+            )
+        seen[name] = key
+    return names
+
+
+def dotted(key: Key) -> str:
+    """Return a key as one name, without what a feature's name cannot have."""
+    text = ".".join(str(part) for part in key)
+    return text.replace("/", "_").replace("\\", "_").strip(".")
+
+
+def _lerobot_name(key: Key) -> str:
+    after, own = ("next.", key[1:]) if key[0] == "next" and len(key) > 1 else ("", key)
+    if own[-1] in _RESULTS:
+        return f"next.{own[-1]}"
+    if own[-1] == "action":
+        return f"{after}action"
+    if own in (("observation",), ("state",)):
+        return f"{after}observation.state"
+    if own == ("lidar",):
+        return f"{after}observation.lidar"
+    if "observation" in own[:-1]:
+        own = own[own.index("observation") :]
+    return after + dotted(own)
+
+
+def _asked(
+    asked: Sequence[str | Key], names: Mapping[Key, str], bad: Mapping[Key, str]
+) -> dict[Key, str]:
+    """Return the keys that are asked for."""
+    if isinstance(asked, str | tuple):
+        raise UsageError(f"keys={asked!r}: give a list of keys, as [{asked!r}]")
+    chosen: set[Key] = set()
+    for word in asked:
+        problem = next((f"{w!r}: {why}" for w, why in bad.items() if _is(word, w)), None)
+        found = {key for key, name in names.items() if _is(word, key) or word == name}
+        if not found and word in ("done", DONE, ("done",)) and flags_of_names(names):
+            continue  # it is made of the flags
+        if not found:
+            known = [*names.values(), *map(dotted, names)]
+            hint = problem or did_you_mean(dotted(_path(word)), list(dict.fromkeys(known)))
+            raise UsageError(f"no key {word!r} in this rollout can be written: {hint}")
+        chosen |= found
+    return {key: name for key, name in names.items() if key in chosen}
+
+
+def flags_of_names(names: Iterable[Key]) -> bool:
+    """Tell whether a key is named like one that ends episodes."""
+    return any(key[-1] in FLAGS for key in names)
+
+
+def _path(word: str | Key) -> Key:
+    return word if isinstance(word, tuple) else (word,)
+
+
+def _is(word: str | Key, key: Key) -> bool:
+    """Tell whether a word means a key: by its tuple or the beginning of it, or with dots."""
+    if isinstance(word, tuple):
+        return key[: len(word)] == word
+    text = dotted(key)
+    return text == word or text.startswith(f"{word}.")
+
+
+@dataclass
+class ExportReport:
+    """What an export did.
+
+    Attributes:
+        out: The dataset.
+        episodes: Episodes written in this run.
+        frames: Frames written in this run: as many as were read.
+        seconds: Wall clock.
+        bytes: Of the dataset, with all that was there before.
+        total_episodes: Of the dataset.
+        total_frames: Of the dataset.
+        fps: Of the dataset.
+        rollouts: Files that were read.
+        skipped_frames: Frames of these rollouts that were there already.
+        features: The key of each feature; "" for one that was made.
+        cut_by: The keys that say where an episode ends.
+        widened: Features whose numbers are float32 now, exactly, and what they were.
+        left_out: Keys that are not in the dataset, and why.
+    """
+
+    out: Path
+    episodes: int = 0
+    frames: int = 0
+    seconds: float = 0.0
+    bytes: int = 0
+    total_episodes: int = 0
+    total_frames: int = 0
+    fps: int = 0
+    rollouts: int = 0
+    skipped_frames: int = 0
+    features: dict[str, str] = field(default_factory=dict)
+    cut_by: list[str] = field(default_factory=list)
+    widened: dict[str, str] = field(default_factory=dict)
+    left_out: dict[str, str] = field(default_factory=dict)
+
+    def to_json(self) -> dict[str, Any]:
+        """Return it as JSON values."""
+        return {**vars(self), "out": str(self.out), "seconds": round(self.seconds, 3)}
+
+    def text(self) -> str:
+        """Return the summary for the terminal."""
+        rate = self.episodes / self.seconds if self.seconds else 0.0
+        before = f", {self.skipped_frames} were there already" if self.skipped_frames else ""
+        cut = ", ".join(self.cut_by) or "nothing: the row of each environment is one episode"
+        lines = [
+            f"dataset    {self.out}: {self.total_episodes} episodes, {self.total_frames} frames at "
+            f"{self.fps} fps, {format_bytes(self.bytes)}",
+            f"rollouts   {self.rollouts} read: {self.frames} frames in, {self.frames} frames out"
+            f"{before}",
+            f"episodes   {self.episodes} in {self.seconds:.1f} s ({rate:.0f} per second), cut by "
+            f"{cut}",
+            f"features   {', '.join(self.features)}",
+        ]
+        lines += [
+            f"widened    {name}: {dtype} is float32 now, exactly"
+            for name, dtype in self.widened.items()
+        ]
+        lines += [f"left out   {name}: {why}" for name, why in self.left_out.items()]
+        return "\n".join(lines)

@@ -25,9 +25,8 @@ from penstock.core.reuse import ReusedMemory
 from penstock.core.threads import poll
 from penstock.core.writes import SaveHandle, Write, WriteQueue, close_after
 from penstock.errors import DataError, PenstockError, UnknownFormat, UsageError
-from penstock.rollouts.files import KIND, check_level, write_rollout
-from penstock.rollouts.opened import OpenRollouts
-from penstock.rollouts.structure import Batch, Leaf, find_axes, take_apart
+from penstock.rollouts.file import KIND, OpenRollouts, check_level, write_rollout
+from penstock.rollouts.structure import Batch, Leaf, find_axes, take_apart, whole_number
 
 _NAME = re.compile(r"rollout_(\d{6,})\.pack")
 
@@ -70,8 +69,8 @@ class RolloutStorage:
         handle_signals: bool = True,
     ) -> None:
         self._level = check_level(compression_level)
-        self._keep_last = None if keep_last is None else _natural("keep_last", keep_last, 1)
-        _natural("max_pending_bytes", max_pending_bytes, 1)
+        self._keep_last = None if keep_last is None else whole_number("keep_last", keep_last, 1)
+        whole_number("max_pending_bytes", max_pending_bytes, 1)
         if type(time_dim) is not int or time_dim not in (0, 1):
             raise UsageError(f"time_dim={time_dim!r}: time is axis 0 or axis 1")
         self._time_dim = time_dim
@@ -197,7 +196,7 @@ class RolloutStorage:
 
         Files that are not rollouts are left alone, whatever their name.
         """
-        _natural("keep_last", keep_last, 0)
+        whole_number("keep_last", keep_last, 0)
         return self._prune(keep_last)
 
     def __len__(self) -> int:
@@ -318,9 +317,3 @@ def _iteration(value: Any) -> int:
     if number < 0 or isinstance(value, bool):
         raise UsageError(f"iteration={value!r}: give a whole number, at least 0")
     return number
-
-
-def _natural(name: str, value: Any, least: int) -> int:
-    if type(value) is not int or value < least:
-        raise UsageError(f"{name}={value!r}: give a whole number, at least {least}")
-    return value

@@ -7,6 +7,7 @@ are only labels.
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -35,6 +36,17 @@ Fetch = Callable[[str], torch.Tensor]
 MAX_DEPTH = 100
 # What a description that was not made here may raise when it is put together.
 NONSENSE = (LookupError, ValueError, TypeError, AttributeError, RuntimeError, RecursionError)
+
+
+def whole_number(name: str, value: Any, least: int) -> int:
+    """Refuse an argument that is no whole number, or less than the least.
+
+    Raises:
+        UsageError: It is not.
+    """
+    if type(value) is not int or value < least:
+        raise UsageError(f"{name}={value!r}: give a whole number, at least {least}")
+    return value
 
 
 @dataclass
@@ -297,20 +309,115 @@ def stack_of(rows: list[Any], shape: tuple[int, ...]) -> Any:
     return NonTensorStack.from_list(rows)
 
 
-class Part:
-    """What of a batch is rebuilt: here all of it; see `files.py` for less."""
+@dataclass(frozen=True)
+class Picked:
+    """What an index picks from one axis."""
+
+    positions: NDArray[np.int64]
+    drops: bool = False  # a single number: the axis goes away
+
+    @staticmethod
+    def of(name: str, index: Any, size: int) -> Picked:
+        """Check an index against the length of its axis."""
+        if isinstance(index, slice):
+            try:
+                return Picked(np.arange(*index.indices(size), dtype=np.int64))
+            except (TypeError, ValueError) as error:
+                raise UsageError(f"{name}={index!r}: {error}") from None
+        if not isinstance(index, list | tuple | np.ndarray | torch.Tensor):
+            try:
+                return Picked(_in_range(name, np.array([operator.index(index)]), size), True)
+            except TypeError:
+                raise UsageError(
+                    f"{name}={index!r}: give a number, a slice, or a list of numbers"
+                ) from None
+        array = index.cpu().numpy() if isinstance(index, torch.Tensor) else np.asarray(index)
+        if array.ndim == 0 and array.dtype.kind in "iu":
+            return Picked(_in_range(name, array.reshape(1), size), True)
+        if array.dtype == np.bool_ and array.shape == (size,):
+            return Picked(np.flatnonzero(array))
+        if array.ndim != 1 or (array.size and array.dtype.kind not in "iu"):
+            raise UsageError(
+                f"{name}: an index of shape {list(array.shape)} and type {array.dtype} does not "
+                f"fit an axis of {size}; give one list of whole numbers"
+            )
+        return Picked(_in_range(name, array, size))
+
+
+def _in_range(name: str, positions: NDArray[Any], size: int) -> NDArray[np.int64]:
+    outside = positions[(positions < -size) | (positions >= size)]
+    if outside.size:
+        raise UsageError(f"{name}: {outside[0]} is not in an axis of {size}")
+    wrapped: NDArray[np.int64] = np.where(positions < 0, positions + size, positions)
+    return wrapped.astype(np.int64)
+
+
+@dataclass(frozen=True)
+class Selection:
+    """Which environments and steps of a batch are rebuilt; by default all.
+
+    Attributes:
+        axes: Of the batch.
+        envs: Which environments.
+        steps: Which steps.
+        paired: Environments and steps come in pairs, and each pair is one element of the result;
+            else what is selected are rows and columns.
+    """
+
+    axes: Axes
+    envs: Picked | None = None
+    steps: Picked | None = None
+    paired: bool = False
+
+    @property
+    def whole(self) -> bool:
+        """Whether it is everything."""
+        return self.envs is None and self.steps is None
+
+    def on(self, axis: int) -> Picked | None:
+        """Return what is picked from an axis."""
+        if axis == self.axes.env:
+            return self.envs
+        return self.steps if axis == self.axes.time else None
 
     def shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
-        """Return what a batch size becomes."""
-        return shape
+        """Return what a shape becomes."""
+        if self.whole or not self.axes.cover(shape):
+            return shape
+        if self.paired and self.envs is not None and self.steps is not None:
+            return (self.envs.positions.size, *shape[len(self.axes.batch) :])
+        leading = [(self.on(axis), size) for axis, size in enumerate(self.axes.batch)]
+        kept = [
+            size if picked is None else picked.positions.size
+            for picked, size in leading
+            if picked is None or not picked.drops
+        ]
+        return (*kept, *shape[len(self.axes.batch) :])
 
     def names(self, shape: tuple[int, ...], names: list[Any]) -> list[Any]:
         """Return what the names of the axes of a batch size become."""
-        return names
+        if not self.axes.cover(shape):
+            return names
+        if self.paired and self.steps is not None:
+            return [None, *names[len(self.axes.batch) :]]
+        dropped = {axis for axis in range(2) if (p := self.on(axis)) is not None and p.drops}
+        return [name for axis, name in enumerate(names) if axis not in dropped]
 
     def narrow(self, rows: list[Any], shape: tuple[int, ...]) -> Any:
         """Index nested lists of values as the tensors were indexed; `shape` is the result's."""
-        return stack_of(rows, shape)
+        if self.paired and self.envs is not None and self.steps is not None:
+            pairs = zip(self.envs.positions, self.steps.positions, strict=True)
+            return stack_of([rows[env][step] for env, step in pairs], shape)
+        if len(self.axes.batch) > 1:
+            rows = [self._picked(row, 1) for row in rows]
+        return stack_of(self._picked(rows, 0), shape)
+
+    def _picked(self, values: Any, axis: int) -> Any:
+        picked = self.on(axis)
+        if picked is None:
+            return values
+        found = [values[position] for position in picked.positions]
+        return found[0] if picked.drops else found
 
 
 def put_together(
@@ -318,7 +425,8 @@ def put_together(
     fetch: Fetch,
     device: torch.device | None,
     chosen: set[Key] | None = None,
-    part: Part | None = None,
+    *,
+    selection: Selection,
     arrays: Mapping[str, NDArray[Any]] | None = None,
 ) -> Any:
     """Rebuild a batch.
@@ -328,10 +436,10 @@ def put_together(
         fetch: Returns the tensor of a name.
         device: Where tensors go, and TensorDicts say they are; None leaves them.
         chosen: Keys to rebuild; None for all.
-        part: What the tensors are a part of.
+        selection: What of the batch the tensors are.
         arrays: The numpy arrays, by their names; torch may lack their types.
     """
-    return _Builder(fetch, device, chosen, part or Part(), arrays or {}).build(node, ())
+    return _Builder(fetch, device, chosen, selection, arrays or {}).build(node, ())
 
 
 @dataclass
@@ -339,7 +447,7 @@ class _Builder:
     fetch: Fetch
     device: torch.device | None
     chosen: set[Key] | None
-    part: Part
+    selection: Selection
     arrays: Mapping[str, NDArray[Any]]
 
     def build(self, node: Json, key: Key) -> Any:
@@ -352,11 +460,11 @@ class _Builder:
             case "value":
                 return tree.unflatten(node["v"], _refuse)
             case "nontensor":
-                shape = self.part.shape(tuple(node["batch_size"]))
+                shape = self.selection.shape(tuple(node["batch_size"]))
                 return NonTensorData(tree.unflatten(node["v"], _refuse), batch_size=shape)
             case "nontensors":
                 rows = tree.unflatten(node["v"], _refuse)
-                return self.part.narrow(rows, self.part.shape(tuple(node["batch_size"])))
+                return self.selection.narrow(rows, self.selection.shape(tuple(node["batch_size"])))
             case "dict":
                 return dict(self._children(node, key))
             case "tensordict":
@@ -372,10 +480,10 @@ class _Builder:
 
     def _tensordict(self, node: Json, key: Key) -> TensorDict:
         whole = tuple(node["batch_size"])
-        shape = self.part.shape(whole)
+        shape = self.selection.shape(whole)
         names = node["names"]
         if names is not None:
-            names = self.part.names(whole, names)
+            names = self.selection.names(whole, names)
         return TensorDict(
             dict(self._children(node, key)), batch_size=shape, device=self.device, names=names
         )

@@ -16,7 +16,7 @@ from penstock.core.codecs import Codec, Quantize
 from penstock.core.extras import needs_torchrl
 from penstock.core.pack import DTYPES
 from penstock.errors import CorruptFile, UnsupportedValue, UsageError
-from penstock.rollouts.files import check_level, codec_for
+from penstock.rollouts.file import check_level, codec_for
 from penstock.rollouts.structure import Leaf
 from penstock.tensors import DTYPE_NAMES, check_storable, empty_tensor, flat_words
 
@@ -147,10 +147,9 @@ class CompressedLidarTransform(Transform):  # type: ignore[misc]
         return head + _CRC.pack(isal_zlib.crc32(head)) + body
 
     def _codec(self, flat: NDArray[Any], key: Name) -> Codec:
-        width = flat.itemsize // 2 if flat.dtype.kind == "c" else flat.itemsize
         # The grid of `Quantize` is of 2 or 4 bytes, whatever the floats are.
-        exact = self._epsilon is None
-        codec = codec_for(width if exact else 4, self._level, time_last=True)
+        words = flat.dtype if self._epsilon is None else np.dtype(np.uint32)
+        codec = codec_for(words, self._level, time_last=True)
         assert codec is not None
         if self._epsilon is None:
             return codec

@@ -1,56 +1,123 @@
-"""From frames that were drawn to tensors: every key, the next frames, n steps, the nesting."""
+"""Which frames make a batch, and their tensors: windows, n steps ahead, every key, the nesting."""
 
 from __future__ import annotations
 
 import math
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from numpy.typing import ArrayLike, NDArray
+from numpy.typing import NDArray
 
 from penstock.errors import UsageError
-from penstock.replay.episodes.frame_priority import FramePriorities
-from penstock.replay.episodes.sampling import Ahead, Draw, discounted, look_ahead
-from penstock.replay.episodes.schema import KeyPath, known, nested, show
-from penstock.replay.episodes.settings import Settings
+from penstock.replay.episodes.schema import Settings, nested
 from penstock.replay.episodes.store import EpisodeStore
+from penstock.replay.keys import KeyPath, known
 
 Ints = NDArray[np.int64]
+Bools = NDArray[np.bool_]
+Floats = NDArray[np.float64]
 Leaves = list[tuple[KeyPath, torch.Tensor]]
 
 
-def check_free(settings: Settings, made: KeyPath) -> None:
-    """Refuse to put something into a batch under a name that is one of its keys.
+class Draw(NamedTuple):
+    """Frames that were drawn, row by row of the batch.
+
+    The first three have the shape [batch] or [batch, sequence]; `drawn` are the steps [batch] that
+    were drawn as such, which a window may have been moved back from.
+    """
+
+    rows: Ints
+    steps: Ints
+    inside: Bools
+    drawn: Ints
+
+
+class NStepTarget(NamedTuple):
+    """What lies n steps ahead of frames, each array of the frames' shape."""
+
+    steps: Ints
+    valid: Bools
+    taken: Ints
+    ended: Bools
+    alive: Bools
+    """[..., n]: which of the n steps count."""
+
+
+def draw(
+    store: EpisodeStore, count: int, rng: np.random.Generator, sequence: int | None, pad: bool
+) -> Draw:
+    """Draw frames or windows, all alike or by their priorities, and note that they were used.
+
+    Args:
+        store: Holds the episodes, at least one.
+        count: How many frames or windows.
+        rng: Source of random numbers.
+        sequence: Length of the windows; None for single frames.
+        pad: A window may reach beyond the end of its episode.
 
     Raises:
-        UsageError: It is.
+        UsageError: There is no episode as long as a window.
     """
-    if any(path[0] == made[0] for path in settings.paths):
-        raise UsageError(f"the key {show(made)} of the episodes is in the way of that of a batch")
+    index = store.index
+    least = sequence if sequence is not None and not pad else None  # frames that must follow
+    if least is not None and least > (longest := int(index.lengths.max())):
+        raise UsageError(
+            f"sequence={least} is longer than every episode (the longest has {longest} "
+            "frames); use a shorter one, or pad=True"
+        )
+    if store.priorities is not None:
+        good = None if least is None else index.lengths >= least
+        rows, drawn = store.priorities.draw(count, rng, store.priority_offsets, good)
+    elif least is not None:
+        sums = np.concatenate([[0], np.cumsum(np.maximum(index.lengths - least + 1, 0))])
+        at = rng.integers(0, sums[-1], count)
+        rows = sums.searchsorted(at, side="right") - 1
+        drawn = at - sums[rows]
+    else:
+        rows, drawn = index.find(rng.integers(0, index.frames, count))
+    store.touch(rows)
+    if sequence is None:
+        return Draw(rows, drawn, np.ones(count, np.bool_), drawn)
+    lengths = index.lengths[rows]
+    first = drawn if least is None else np.minimum(drawn, lengths - least)
+    steps = first[:, np.newaxis] + np.arange(sequence)
+    last = lengths[:, np.newaxis] - 1
+    rows = np.broadcast_to(rows[:, np.newaxis], steps.shape)
+    return Draw(rows, np.minimum(steps, last), steps <= last, drawn)
 
 
-def check_sample(
-    settings: Settings, sequence: int | None, pad: bool, n_step: int, gamma: float, beta: float
-) -> None:
-    """Refuse arguments of `DictReplayBuffer.sample` that make no sense.
+def look_ahead(steps: Ints, lengths: Ints, done: Bools) -> NStepTarget:
+    """Return what lies n steps ahead of each frame, or nearer where its episode ends.
 
-    Raises:
-        UsageError: One does not.
+    Args:
+        steps: Of the frames.
+        lengths: Of their episodes.
+        done: [..., n]: whether the episode is done after each of the n steps; at most the first
+            n - 1 need be known (n = 1: anything).
     """
-    if not 0 <= gamma <= 1:
-        raise UsageError(f"gamma is {gamma}; give a number from 0 to 1")
-    if not 0 <= beta < math.inf:
-        raise UsageError(f"beta is {beta}; give a number from 0, usually up to 1")
-    if pad and sequence is None:
-        raise UsageError("pad=True is about windows; give their length as sequence")
-    if pad:
-        check_free(settings, ("mask",))
-    if n_step > 1:
-        check_free(settings, ("discount",))
+    count = done.shape[-1]
+    inside = steps[..., np.newaxis] + np.arange(count) < lengths[..., np.newaxis]
+    before = np.zeros(done.shape, np.bool_)
+    np.logical_or.accumulate(done[..., :-1], axis=-1, out=before[..., 1:])
+    alive = inside & ~before
+    taken = alive.sum(axis=-1)
+    ahead = steps + taken
+    ended = np.logical_or.reduce(alive & done, axis=-1)
+    return NStepTarget(np.minimum(ahead, lengths - 1), ahead < lengths, taken, ended, alive)
 
 
-def check_n_step(store: EpisodeStore, reward_path: KeyPath, done_path: KeyPath) -> tuple[int, int]:
+def discounted(rewards: Floats, alive: Bools, gamma: float) -> Floats:
+    """Sum rewards [..., n, *shape] over the steps that count, the k-th times gamma ** k."""
+    factors = alive * gamma ** np.arange(alive.shape[-1])
+    extra = rewards.ndim - alive.ndim
+    # Not a product with 0: what lies beyond the end of an episode may be infinite.
+    kept = np.where(alive.reshape(*alive.shape, *[1] * extra), rewards, 0.0)
+    total: Floats = (kept * factors.reshape(*factors.shape, *[1] * extra)).sum(axis=alive.ndim - 1)
+    return total
+
+
+def n_step_keys(store: EpisodeStore, reward_path: KeyPath, done_path: KeyPath) -> tuple[int, int]:
     """Return the numbers of the keys that n steps need.
 
     Raises:
@@ -85,7 +152,7 @@ class Reader:
         self._steps = steps.reshape(-1)
         self._records = store.addresses(rows)
         self._lengths = store.index.lengths[rows]
-        self._ahead: Ahead | None = None
+        self._ahead: NStepTarget | None = None
         self._made: Leaves = []
 
     def look_ahead(self, count: int, gamma: float, keys: tuple[int, int]) -> None:
@@ -94,7 +161,7 @@ class Reader:
         Args:
             count: How many steps.
             gamma: Discount per step.
-            keys: What `check_n_step` returned.
+            keys: What `n_step_keys` returned.
         """
         reward, done = keys
         steps, lengths = self._steps, self._lengths
@@ -117,39 +184,31 @@ class Reader:
         leaves = list(self._made)
         made = {path for path, _ in leaves}
         store, shape = self._store, self._shape
-        after = self._after()
+        after = self._after() if self._settings.next_paths else None
         if after is not None:
             leaves.append((("next", "valid"), torch.from_numpy(after.valid.reshape(shape))))
             both_steps = np.concatenate([self._steps, after.steps])
-            both_lengths = np.tile(self._lengths, 2)
         for number, column in enumerate(store.columns):
             path, records = column.field.path, self._records[number]
             if after is not None and path in self._settings.next_paths:
                 # One call for both: they lie behind one another, and nothing is in both.
-                data = store.gather(number, np.tile(records, 2), both_lengths, both_steps)
+                data = store.gather(number, np.tile(records, 2), both_steps)
                 here, there = data[: len(records)], data[len(records) :]
                 leaves.append((("next", *path), column.field.tensor(there, shape)))
             elif path not in made:
-                here = store.gather(number, records, self._lengths, self._steps)
+                here = store.gather(number, records, self._steps)
             if path not in made:
                 leaves.append((path, column.field.tensor(here, shape)))
         return leaves
 
-    def _after(self) -> Ahead | None:
-        if self._ahead is not None or not self._settings.next_paths:
-            return self._ahead if self._settings.next_paths else None
+    def _after(self) -> NStepTarget:
         nothing_done = np.zeros((len(self._steps), 1), np.bool_)
-        return look_ahead(self._steps, self._lengths, nothing_done)
+        return self._ahead or look_ahead(self._steps, self._lengths, nothing_done)
 
     def _several(self, number: int, steps: Ints) -> torch.Tensor:
         """Gather several frames [n, count] of one key for each frame."""
-        count = steps.shape[1]
-        data = self._store.gather(
-            number,
-            np.repeat(self._records[number], count),
-            np.repeat(self._lengths, count),
-            steps.reshape(-1),
-        )
+        records = np.repeat(self._records[number], steps.shape[1])
+        data = self._store.gather(number, records, steps.reshape(-1))
         return self._store.columns[number].field.tensor(data, steps.shape)
 
 
@@ -169,25 +228,12 @@ def finished(
     return batch
 
 
-def with_priorities(
-    store: EpisodeStore, priorities: FramePriorities, draw: Draw, beta: float
-) -> Leaves:
+def with_priorities(store: EpisodeStore, drawn: Draw, beta: float) -> Leaves:
     """Return the ids of a batch's frames, -1 for padding, and the weights of its draws."""
-    first = draw.rows.reshape(len(draw.drawn), -1)[:, 0]
-    weight = priorities.weights(store.leaves[first] + draw.drawn, beta).astype(np.float32)
-    ids = np.where(draw.inside, store.index.starts[draw.rows] + draw.steps, -1)
+    assert store.priorities is not None
+    first = drawn.rows.reshape(len(drawn.drawn), -1)[:, 0]
+    entries = store.priority_offsets[first] + drawn.drawn
+    weight = store.priorities.weights(entries, beta).astype(np.float32)
+    ids = np.where(drawn.inside, store.index.starts[drawn.rows] + drawn.steps, -1)
     spread = np.repeat(weight, ids.size // len(weight)).reshape(ids.shape)
     return [(("index",), torch.from_numpy(ids)), (("weight",), torch.from_numpy(spread))]
-
-
-def frame_ids(indices: ArrayLike) -> Ints:
-    """Return ids of frames as an array.
-
-    Raises:
-        UsageError: They are no whole numbers.
-    """
-    given = indices.cpu() if isinstance(indices, torch.Tensor) else indices
-    array = np.asarray(given)
-    if array.size and array.dtype.kind not in "iu":
-        raise UsageError(f"frames are given as {array.dtype}; use their ids")
-    return array.astype(np.int64, copy=False)

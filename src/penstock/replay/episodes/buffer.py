@@ -2,22 +2,31 @@
 
 from __future__ import annotations
 
+import math
 import os
 import threading
 from collections.abc import Iterable, Mapping
 from pathlib import Path
+from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 from numpy.typing import ArrayLike, NDArray
+from typing_extensions import Self
 
 from penstock.errors import UsageError
 from penstock.replay.episodes import batches, persist
-from penstock.replay.episodes.held import Held
-from penstock.replay.episodes.parts import EpisodeInParts
-from penstock.replay.episodes.schema import Key, as_key, as_path, is_tensordict, read_episode
-from penstock.replay.episodes.settings import Settings, natural
+from penstock.replay.episodes.schema import (
+    Settings,
+    is_tensordict,
+    natural,
+    read_episode,
+    whole_numbers,
+)
+from penstock.replay.episodes.store import EpisodeStore, RecordWriter
+from penstock.replay.keys import Codecs, Key, as_key, as_path
+from penstock.replay.segments import Saved, save_blocks
 
 if TYPE_CHECKING:
     from penstock.dataset.reader import Dataset
@@ -40,9 +49,6 @@ class DictReplayBuffer:
         img_compressed: Compress every key that gains by it ("auto"); else store keys as they are.
         codecs: "auto", "raw", "lz4", "lz4hc", "bits", "sparse" or "zstd", for all or by key; keys
             left out follow `img_compressed`.
-        mode: What is compressed as one, for all keys or by key: "frame" reads fastest, "block" and
-            "episode" are smaller and must unpack more than was asked for.
-        block_frames: Frames of a block.
         max_bytes: Bytes of episodes to hold, as stored, such as "2GB". Memory (`nbytes`) may be
             about a fifth more, for what was freed and not yet reused.
         eviction: "fifo" forgets the oldest episode first, "lru" the one whose last appearance in a
@@ -73,9 +79,7 @@ class DictReplayBuffer:
         device: str | torch.device = "cpu",
         img_compressed: bool = False,
         *,
-        codecs: str | Mapping[Key, str] | None = None,
-        mode: str | Mapping[Key, str] = "frame",
-        block_frames: int = 8,
+        codecs: Codecs | None = None,
         max_bytes: int | str | None = None,
         eviction: str = "fifo",
         next_keys: Iterable[Key] = (),
@@ -89,15 +93,13 @@ class DictReplayBuffer:
             keys=keys,
             img_compressed=img_compressed,
             codecs=codecs,
-            mode=mode,
-            block_frames=block_frames,
             eviction=eviction,
             next_keys=next_keys,
             priority=priority,
             spill_dir=spill_dir,
         )
-        held = Held(settings, np.random.default_rng(seed), spill_dir)
-        self._begin(held, torch.device(device), None)
+        state = persist.BufferState(settings, np.random.default_rng(seed))
+        self._begin(state, torch.device(device), spill_dir)
 
     @classmethod
     def from_lerobot(
@@ -139,9 +141,16 @@ class DictReplayBuffer:
         source.fill(buffer, progress)
         return buffer
 
-    def _begin(self, held: Held, device: torch.device, saved: persist.Saved | None) -> None:
-        self._held = held
+    def _begin(
+        self,
+        state: persist.BufferState,
+        device: torch.device,
+        spill_dir: str | os.PathLike[str] | None,
+        saved: Saved | None = None,
+    ) -> None:
+        self._state = state
         self._device = device
+        self._spill_dir = spill_dir
         self._lock = threading.RLock()
         self._saving = threading.Lock()
         self._saved = saved
@@ -149,38 +158,37 @@ class DictReplayBuffer:
     def __len__(self) -> int:
         """Count the frames."""
         with self._lock:
-            return self._held.store.index.frames if self._held.store else 0
+            return self._state.store.index.frames if self._state.store else 0
 
     @property
     def episodes(self) -> list[int]:
         """Ids of the episodes held, oldest first."""
         with self._lock:
-            return self._held.store.index.ids.tolist() if self._held.store else []
+            return self._state.store.index.ids.tolist() if self._state.store else []
 
     @property
     def nbytes(self) -> int:
         """Memory held: episodes, tables, and what was freed and not yet reused."""
         with self._lock:
-            store, priorities = self._held.store, self._held.priorities
-            return (store.nbytes if store else 0) + (priorities.nbytes if priorities else 0)
+            return self._state.store.nbytes if self._state.store else 0
 
     @property
     def stored_bytes(self) -> int:
         """Bytes of the episodes as they are stored: what `max_bytes` limits."""
         with self._lock:
-            return self._held.store.live_bytes if self._held.store else 0
+            return self._state.store.live_bytes if self._state.store else 0
 
     @property
     def spilled_bytes(self) -> int:
         """Bytes that lie in `spill_dir`."""
         with self._lock:
-            return self._held.store.spilled_bytes if self._held.store else 0
+            return self._state.store.spilled_bytes if self._state.store else 0
 
     @property
     def codecs(self) -> dict[Key, str]:
         """The codec of each key; empty before the first episode."""
         with self._lock:
-            columns = self._held.store.columns if self._held.store else []
+            columns = self._state.store.columns if self._state.store else []
         return {as_key(column.field.path): column.codec.id for column in columns}
 
     def add(self, episode: Any) -> int:
@@ -198,19 +206,16 @@ class DictReplayBuffer:
                 shape or type from the first one, or could not be held even alone; the buffer is
                 unchanged.
         """
-        fields, arrays, length = read_episode(episode, self._held.settings.paths)
         with self._lock:
-            store = self._held.store or self._held.first_store(fields, arrays)
-            self._held.check_fields(store, fields)
-            if self._held.store is None:  # the codecs are not settled: nobody may come between
-                records = store.encode(arrays)
-                store.check_fits(length, records)
-                self._held.adopt(store, is_tensordict(episode))
-                return self._held.put(length, records)
-        records = store.encode(arrays)
-        store.check_fits(length, records)
-        with self._lock:
-            return self._held.put(length, records)
+            if self._state.store is None:  # the codecs are not settled: nobody may come between
+                return self._add(episode)
+        return self._add(episode)
+
+    def _add(self, episode: Any) -> int:
+        parts = self.episode()
+        parts._encode(episode, copied=False)
+        parts._commit()
+        return parts.id
 
     def episode(self) -> EpisodeInParts:
         """Add an episode in parts, each encoded as it comes: it need not fit memory as it is.
@@ -222,7 +227,7 @@ class DictReplayBuffer:
                 for part in parts:  # each as for `add`
                     episode.extend(part)
         """
-        return EpisodeInParts(self._held, self._lock)
+        return EpisodeInParts(self)
 
     def remove(self, episode_id: int) -> None:
         """Forget one episode.
@@ -231,11 +236,11 @@ class DictReplayBuffer:
             UsageError: It is not held.
         """
         with self._lock:
-            store = self._held.store
+            store = self._state.store
             row = store.index.row_of(natural("episode_id", episode_id, 0)) if store else None
-            if row is None:
+            if store is None or row is None:
                 raise UsageError(f"episode {episode_id} is not held; see the property episodes")
-            self._held.forget(row)
+            store.remove(row)
 
     def sample(
         self,
@@ -281,23 +286,31 @@ class DictReplayBuffer:
         if sequence is not None:
             sequence = natural("sequence", sequence)
         steps_ahead = natural("n_step", n_step)
-        settings = self._held.settings
-        batches.check_sample(settings, sequence, pad, steps_ahead, gamma, beta)
+        settings = self._state.settings
+        if not 0 <= gamma <= 1:
+            raise UsageError(f"gamma is {gamma}; give a number from 0 to 1")
+        if not 0 <= beta < math.inf:
+            raise UsageError(f"beta is {beta}; give a number from 0, usually up to 1")
+        if pad and sequence is None:
+            raise UsageError("pad=True is about windows; give their length as sequence")
+        if pad:
+            settings.check_free("mask")
+        if steps_ahead > 1:
+            settings.check_free("discount")
         with self._lock:
-            store, sampler = self._held.filled()
+            store = self._filled()
             if steps_ahead > 1:
-                keys = batches.check_n_step(store, as_path(reward_key), as_path(done_key))
-            draw = sampler.draw(count, self._held.rng, store.leaves, sequence, pad)
-            store.touch(draw.rows)
-            reader = batches.Reader(store, settings, draw.rows, draw.steps)
+                keys = batches.n_step_keys(store, as_path(reward_key), as_path(done_key))
+            drawn = batches.draw(store, count, self._state.rng, sequence, pad)
+            reader = batches.Reader(store, settings, drawn.rows, drawn.steps)
             if steps_ahead > 1:
                 reader.look_ahead(steps_ahead, gamma, keys)
             leaves = reader.read()
             if pad:
-                leaves.append((("mask",), torch.from_numpy(draw.inside)))
-            if self._held.priorities is not None:
-                leaves += batches.with_priorities(store, self._held.priorities, draw, beta)
-        return batches.finished(leaves, draw.rows.shape, self._device, self._held.as_tensordict)
+                leaves.append((("mask",), torch.from_numpy(drawn.inside)))
+            if store.priorities is not None:
+                leaves += batches.with_priorities(store, drawn, beta)
+        return batches.finished(leaves, drawn.rows.shape, self._device, store.as_tensordict)
 
     def sample_indices(self, batch_size: int) -> Ints:
         """Draw frames as `sample` does, and return only their ids, for `get`.
@@ -307,10 +320,9 @@ class DictReplayBuffer:
         """
         count = natural("batch_size", batch_size)
         with self._lock:
-            store, sampler = self._held.filled()
-            draw = sampler.draw(count, self._held.rng, store.leaves, None, False)
-            store.touch(draw.rows)
-            return store.index.starts[draw.rows] + draw.steps
+            store = self._filled()
+            drawn = batches.draw(store, count, self._state.rng, None, False)
+            return store.index.starts[drawn.rows] + drawn.steps
 
     def get(self, indices: ArrayLike) -> Any:
         """Return the frames with these ids, as `sample` would, in the order given.
@@ -320,14 +332,19 @@ class DictReplayBuffer:
         Raises:
             UsageError: One of them is not held any more, or never was.
         """
-        ids = batches.frame_ids(indices)
+        ids = whole_numbers("a frame", indices)
         with self._lock:
-            store, _ = self._held.filled()
+            store = self._filled()
             rows, steps, alive = store.index.locate(ids)
             if not alive.all():
                 raise UsageError(f"frame {ids[~alive][0]} is not held")
-            leaves = batches.Reader(store, self._held.settings, rows, steps).read()
-        return batches.finished(leaves, ids.shape, self._device, self._held.as_tensordict)
+            leaves = batches.Reader(store, self._state.settings, rows, steps).read()
+        return batches.finished(leaves, ids.shape, self._device, store.as_tensordict)
+
+    def _filled(self) -> EpisodeStore:
+        if self._state.store is None or not len(self._state.store.index):
+            raise UsageError("the buffer is empty; add an episode first")
+        return self._state.store
 
     def update_priority(self, index: ArrayLike, priority: ArrayLike) -> None:
         """Set the priorities of frames; those forgotten meanwhile, and padding, are passed over.
@@ -340,24 +357,23 @@ class DictReplayBuffer:
             UsageError: The buffer has no priorities, or one is negative or not finite; nothing is
                 changed.
         """
-        priorities = self._held.priorities
-        if priorities is None:
+        if self._state.settings.alpha is None:
             raise UsageError("this buffer has no priorities; make it with priority=0.6")
-        ids = batches.frame_ids(index).reshape(-1)
+        ids = whole_numbers("a frame", index).reshape(-1)
         given = priority.detach().cpu() if isinstance(priority, torch.Tensor) else priority
         values = np.asarray(given, np.float64).reshape(-1)
         if values.size == 1:
             values = np.repeat(values, ids.size)
         if values.size != ids.size:
             raise UsageError(f"{values.size} priorities for {ids.size} frames")
-        priorities.raised(values)  # also those of forgotten frames must make sense
         with self._lock:
-            store = self._held.store
-            if store is None:
+            store = self._state.store
+            if store is None or store.priorities is None:
                 return
+            store.priorities.raised(values)  # also those of forgotten frames must make sense
             rows, steps, alive = store.index.locate(ids)
-            leaves = store.leaves[rows[alive]] + steps[alive]
-            priorities.update(leaves, values[alive])
+            entries = store.priority_offsets[rows[alive]] + steps[alive]
+            store.priorities.update(entries, values[alive])
 
     def save(self, folder: str | os.PathLike[str]) -> None:
         """Save everything, so that `load` gives an equal buffer with the same next draws.
@@ -373,7 +389,7 @@ class DictReplayBuffer:
             UsageError: The folder holds something else.
         """
         with self._saving:
-            self._saved = persist.save(self._held, self._lock, Path(folder), self._saved)
+            self._saved = save_blocks(self._state, self._lock, folder, persist.HOLDER, self._saved)
 
     @classmethod
     def load(
@@ -394,7 +410,89 @@ class DictReplayBuffer:
             CorruptFile: The folder is damaged.
             UnknownFormat: It holds no saved buffer.
         """
-        held, saved = persist.load(Path(folder), spill_dir)
+        state, saved = persist.load(Path(folder), spill_dir)
         buffer = cls.__new__(cls)
-        buffer._begin(held, torch.device(device), saved)
+        buffer._begin(state, torch.device(device), spill_dir, saved)
         return buffer
+
+
+class EpisodeInParts:
+    """An episode under way; made by `DictReplayBuffer.episode`, used by one thread.
+
+    Attributes:
+        id: Of the episode, for `DictReplayBuffer.remove`; -1 before the end of the block.
+
+    Args:
+        buffer: Gets the episode.
+    """
+
+    def __init__(self, buffer: DictReplayBuffer) -> None:
+        self.id = -1
+        self._buffer = buffer
+        self._store: EpisodeStore | None = None
+        self._writers: list[RecordWriter] = []
+        self._length = 0
+
+    def __len__(self) -> int:
+        """Count the frames that came so far."""
+        return self._length
+
+    def extend(self, part: Any) -> None:
+        """Add frames to the end of the episode.
+
+        Args:
+            part: As for `DictReplayBuffer.add`; it is copied.
+
+        Raises:
+            UsageError: It is not as for `add`, or the episode would not fit the buffer any more.
+        """
+        if self.id >= 0:
+            raise UsageError("this episode is in the buffer already; begin another")
+        self._encode(part, copied=True)
+
+    def _encode(self, part: Any, *, copied: bool) -> None:
+        buffer = self._buffer
+        fields, arrays, length = read_episode(part, buffer._state.settings.paths)
+        if self._store is None:
+            with buffer._lock:
+                self._store = buffer._state.store or EpisodeStore.choose(
+                    fields, arrays, buffer._state.settings, buffer._spill_dir, is_tensordict(part)
+                )
+            self._writers = [RecordWriter(column) for column in self._store.columns]
+        self._store.check_fields(fields)
+        for writer, array in zip(self._writers, arrays, strict=True):
+            writer.add(array, copied=copied)
+        self._length += length
+        self._store.check_fits(self._length, self._writers)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        if kind is None:
+            self._commit()
+        self._writers = []
+
+    def _commit(self) -> None:
+        store, buffer = self._store, self._buffer
+        if store is None:
+            raise UsageError("the episode has no frames; extend it by at least one")
+        records = [writer.finish() for writer in self._writers]
+        store.check_fits(self._length, records)
+        with buffer._lock:
+            if buffer._state.store is None:
+                buffer._state.store = store
+            elif any(
+                mine.config() != theirs.config()
+                for mine, theirs in zip(store.columns, buffer._state.store.columns, strict=True)
+            ):
+                raise UsageError(
+                    "another thread added the first episode meanwhile, and it has other types, "
+                    "shapes or codecs; add this one again"
+                )
+            self.id = buffer._state.store.put(self._length, records)

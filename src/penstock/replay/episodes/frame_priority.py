@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
@@ -12,6 +13,7 @@ from penstock.replay.episodes.index import EpisodeIndex
 from penstock.replay.priority import SumTree, importance_weights
 
 Ints = NDArray[np.int64]
+Bools = NDArray[np.bool_]
 Floats = NDArray[np.float64]
 
 _FIRST_CAPACITY = 1024
@@ -22,56 +24,46 @@ class FramePriorities:
     """One priority per frame held; new frames get the largest so far.
 
     The frames of an episode take consecutive entries of the tree, behind those of the episode
-    before. When the end is reached, all move to the front: the tree has twice the entries needed,
-    so that this costs little per frame.
+    before; the *offset* of an episode is where they start. When the end is reached, all move to the
+    front: the tree has twice the entries needed, so that this costs little per frame.
 
     Args:
         alpha: 0 draws all frames alike, 1 in proportion to their priority.
-
-    Raises:
-        UsageError: alpha is not a number from 0 to 1.
     """
 
     def __init__(self, alpha: float) -> None:
-        if not 0 <= alpha <= 1:
-            raise UsageError(f"priority is {alpha}; give the exponent alpha, from 0 to 1")
         self.alpha = float(alpha)
         self.largest = 1.0
         self.cursor = 0
         self.tree = SumTree(_FIRST_CAPACITY)
 
-    @property
-    def nbytes(self) -> int:
-        """Memory held."""
-        return self.tree.nbytes
-
-    def add(self, length: int, index: EpisodeIndex, leaves: Ints) -> int:
-        """Make room for an episode at the end, and return where its entries start.
+    def add(self, length: int, index: EpisodeIndex, offsets: Ints) -> int:
+        """Make room for an episode at the end, and return its offset.
 
         Args:
             length: Its frames.
             index: Of the episodes before it.
-            leaves: Where their entries start; changed if they move.
+            offsets: Theirs; changed if they move.
         """
         if self.cursor + length > self.tree.capacity:
-            self._move(length, index, leaves)
+            self._move(length, index, offsets)
         start = self.cursor
         self.tree.set(np.arange(start, start + length), self.largest)
         self.cursor += length
         return start
 
-    def remove(self, leaf: int, length: int) -> None:
+    def remove(self, offset: int, length: int) -> None:
         """Forget the priorities of an episode."""
-        self.tree.set(np.arange(leaf, leaf + length), 0.0)
+        self.tree.set(np.arange(offset, offset + length), 0.0)
 
-    def update(self, leaves: Ints, priorities: ArrayLike) -> None:
+    def update(self, entries: Ints, priorities: ArrayLike) -> None:
         """Set the priorities of frames, given by their entries.
 
         Raises:
             UsageError: A priority is negative or not finite; nothing is changed.
         """
         raised = self.raised(priorities)
-        self.tree.set(leaves, raised)
+        self.tree.set(entries, raised)
         if raised.size:
             self.largest = max(self.largest, float(raised.max()))
 
@@ -88,81 +80,76 @@ class FramePriorities:
         return np.asarray((values + _EPSILON) ** self.alpha)
 
     def draw(
-        self, count: int, rng: np.random.Generator, leaves: Ints, good: NDArray[np.bool_] | None
+        self, count: int, rng: np.random.Generator, offsets: Ints, good: Bools | None
     ) -> tuple[Ints, Ints]:
         """Draw frames; return their rows and steps.
 
         Args:
             count: How many.
             rng: Source of random numbers.
-            leaves: Where the entries of each episode start.
+            offsets: Of each episode.
             good: By row, the episodes that may be drawn from; None for all.
         """
         drawn = self.tree.sample(count, rng)
-        rows = leaves.searchsorted(drawn, side="right") - 1
+        rows = offsets.searchsorted(drawn, side="right") - 1
         if good is not None:
             bad = np.flatnonzero(~good[rows])
             if bad.size:
-                drawn[bad] = self._draw_among(bad.size, rng, leaves, good)
-                rows = leaves.searchsorted(drawn, side="right") - 1
-        return rows, drawn - leaves[rows]
+                drawn[bad] = self._draw_among(bad.size, rng, offsets, good)
+                rows = offsets.searchsorted(drawn, side="right") - 1
+        return rows, drawn - offsets[rows]
 
-    def weights(self, leaves: Ints, beta: float) -> Floats:
+    def weights(self, entries: Ints, beta: float) -> Floats:
         """Return the importance weights of entries."""
-        return importance_weights(self.tree.get(leaves), self.tree.min, beta)
+        return importance_weights(self.tree.get(entries), self.tree.min, beta)
 
-    def _draw_among(
-        self, count: int, rng: np.random.Generator, leaves: Ints, good: NDArray[np.bool_]
-    ) -> Ints:
+    def _draw_among(self, count: int, rng: np.random.Generator, offsets: Ints, good: Bools) -> Ints:
         """Draw from some episodes only, by a running sum over all entries: exact, but linear."""
         mass = self.tree.get(np.arange(self.cursor))
-        owner = np.searchsorted(leaves, np.arange(self.cursor), side="right") - 1
+        owner = np.searchsorted(offsets, np.arange(self.cursor), side="right") - 1
         mass[(owner < 0) | ~good[owner]] = 0
         sums = np.cumsum(mass)
         drawn = np.searchsorted(sums, rng.random(count) * sums[-1], side="right")
         kept: Ints = np.minimum(drawn, np.flatnonzero(mass)[-1])
         return kept
 
-    def _move(self, length: int, index: EpisodeIndex, leaves: Ints) -> None:
+    def _move(self, length: int, index: EpisodeIndex, offsets: Ints) -> None:
         frames = index.frames
-        values = self.held(index, leaves)
-        capacity = max(_FIRST_CAPACITY, 2 * (frames + length))
-        self.tree = SumTree(capacity)
+        values = self.held(index, offsets)
+        self.tree = SumTree(max(_FIRST_CAPACITY, 2 * (frames + length)))
         self.tree.set(np.arange(frames), values)
-        leaves[:] = index.positions
+        offsets[:] = index.positions
         self.cursor = frames
 
-    def held(self, index: EpisodeIndex, leaves: Ints) -> Floats:
+    def held(self, index: EpisodeIndex, offsets: Ints) -> Floats:
         """Return the entries of all frames held, by position."""
-        return self.tree.get(_where(index, leaves))
+        return self.tree.get(_entries(index, offsets))
 
     def restore(
-        self, capacity: int, cursor: int, largest: float, index: EpisodeIndex, leaves: Ints
+        self, layout: dict[str, Any], index: EpisodeIndex, offsets: Ints, values: Floats
     ) -> None:
-        """Lay the tree out as it was, so that it draws the same; `fill` gives the values.
+        """Lay the tree out as it was, so that it draws the same.
 
         Args:
-            capacity: Of the tree.
-            cursor: Where the next episode starts.
-            largest: The largest entry so far.
+            layout: "capacity" of the tree, "cursor" for the next episode, "largest" entry so far.
             index: The episodes.
-            leaves: Where their entries start.
+            offsets: Theirs.
+            values: The entries of all frames held, by position.
 
         Raises:
             UsageError: These numbers contradict each other.
         """
-        ends = leaves + index.lengths
-        apart = (ends[:-1] <= leaves[1:]).all() and (not len(leaves) or leaves[0] >= 0)
+        capacity, cursor = int(layout["capacity"]), int(layout["cursor"])
+        largest = float(layout["largest"])
+        ends = offsets + index.lengths
+        apart = (ends[:-1] <= offsets[1:]).all() and (not len(offsets) or offsets[0] >= 0)
         last = int(ends[-1]) if len(ends) else 0
         if not (apart and last <= cursor <= capacity and 0 < largest < math.inf):
             raise UsageError("the layout of the priorities makes no sense")
         self.tree = SumTree(capacity)
         self.cursor, self.largest = cursor, largest
-
-    def fill(self, index: EpisodeIndex, leaves: Ints, values: Floats) -> None:
-        """Set the entries of all frames held, by position."""
-        self.tree.set(_where(index, leaves), values)
+        self.tree.set(_entries(index, offsets), values)
 
 
-def _where(index: EpisodeIndex, leaves: Ints) -> Ints:
-    return np.repeat(leaves - index.positions, index.lengths) + np.arange(index.frames)
+def _entries(index: EpisodeIndex, offsets: Ints) -> Ints:
+    return np.repeat(offsets - index.positions, index.lengths) + np.arange(index.frames)

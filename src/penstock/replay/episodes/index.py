@@ -6,7 +6,6 @@ Its *id* counts every frame that was ever added: it never changes and never come
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Sequence
 from typing import Any, SupportsIndex, overload
 
@@ -14,6 +13,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from penstock.errors import UsageError
+from penstock.replay.episodes.schema import natural, whole_numbers
 
 Ints = NDArray[np.int64]
 
@@ -22,72 +22,20 @@ _LENGTH, _START, _ID, _AT = range(4)
 _OWN_COLUMNS = 4
 
 
-class GrowingTable:
-    """Columns of int64 that grow at the end and shrink at the front, in amortised O(1) per row.
-
-    Args:
-        columns: How many numbers a row has.
-    """
-
-    def __init__(self, columns: int) -> None:
-        self._data = np.zeros((columns, _FIRST_ROWS), np.int64)
-        self._head = 0
-        self._tail = 0
-        self.reallocations = 0
-
-    def __len__(self) -> int:
-        return self._tail - self._head
-
-    @property
-    def nbytes(self) -> int:
-        """Memory held."""
-        return int(self._data.nbytes)
-
-    def column(self, number: int) -> Ints:
-        """Return a column as a view: writing to it writes to the table."""
-        return self._data[number, self._head : self._tail]
-
-    def columns(self, start: int, stop: int) -> Ints:
-        """Return several columns as a view [columns, rows]."""
-        return self._data[start:stop, self._head : self._tail]
-
-    def append(self, row: Sequence[int]) -> None:
-        """Add a row at the end."""
-        if self._tail == self._data.shape[1]:
-            self._make_room()
-        self._data[:, self._tail] = row
-        self._tail += 1
-
-    def drop_first(self) -> None:
-        """Remove the first row."""
-        self._head += 1
-
-    def drop(self, row: int) -> None:
-        """Remove any row; the later ones move up."""
-        at = self._head + row
-        if row == 0:
-            self._head += 1
-            return
-        self._data[:, at : self._tail - 1] = self._data[:, at + 1 : self._tail]
-        self._tail -= 1
-
-    def _make_room(self) -> None:
-        """Move to twice the rows in use: so many appends pass before the next move."""
-        count = len(self)
-        data = np.zeros((self._data.shape[0], max(_FIRST_ROWS, 2 * count)), np.int64)
-        data[:, :count] = self._data[:, self._head : self._tail]
-        self._data, self._head, self._tail = data, 0, count
-        self.reallocations += 1
-
-
 class EpisodeIndex:
     """Episodes in the order of their arrival, with look-ups in both directions.
 
-    A *row* is the place of an episode among those held now. Columns beyond the index's own travel
-    with the rows, for whoever keeps something per episode.
+    A *row* is the place of an episode among those held now. It is a table of int64 that grows at
+    the end and shrinks at the front, in amortised O(1) per episode; columns beyond the index's own
+    travel with the rows, for whoever keeps something per episode.
 
     Args:
         extra_columns: How many numbers of its own the caller keeps per episode.
+
+    Attributes:
+        next_id: Id that the next episode will get.
+        next_frame: Frame id that the next episode will start with.
+        reallocations: How often the table moved.
 
     Example:
         index = EpisodeIndex()
@@ -97,69 +45,58 @@ class EpisodeIndex:
     """
 
     def __init__(self, extra_columns: int = 0) -> None:
-        self._table = GrowingTable(_OWN_COLUMNS + extra_columns)
-        self._next_id = 0
-        self._next_frame = 0
+        self._table = np.zeros((_OWN_COLUMNS + extra_columns, _FIRST_ROWS), np.int64)
+        self._head = self._tail = 0
         self._end = 0
-        self.version = 0
+        self.next_id = 0
+        self.next_frame = 0
+        self.reallocations = 0
 
     def __len__(self) -> int:
         """Count the episodes."""
-        return len(self._table)
+        return self._tail - self._head
 
     @property
     def frames(self) -> int:
         """Number of frames held."""
-        return self._end - int(self._table.column(_AT)[0]) if len(self._table) else 0
+        return self._end - int(self._column(_AT)[0]) if len(self) else 0
 
     @property
     def nbytes(self) -> int:
         """Memory held."""
-        return self._table.nbytes
-
-    @property
-    def reallocations(self) -> int:
-        """How often the table moved."""
-        return self._table.reallocations
+        return int(self._table.nbytes)
 
     @property
     def lengths(self) -> Ints:
         """Frames of each episode, by row."""
-        return self._table.column(_LENGTH)
+        return self._column(_LENGTH)
 
     @property
     def starts(self) -> Ints:
         """Frame id of each episode's first frame, by row."""
-        return self._table.column(_START)
+        return self._column(_START)
 
     @property
     def ids(self) -> Ints:
         """Id of each episode, by row."""
-        return self._table.column(_ID)
+        return self._column(_ID)
 
     @property
     def positions(self) -> Ints:
         """Position of each episode's first frame, by row."""
-        at = self._table.column(_AT)
+        at = self._column(_AT)
         return at - at[:1]
-
-    @property
-    def next_id(self) -> int:
-        """Id that the next episode will get."""
-        return self._next_id
-
-    @property
-    def next_frame(self) -> int:
-        """Frame id that the next episode will start with."""
-        return self._next_frame
 
     def column(self, number: int) -> Ints:
         """Return a column of the caller, by row, as a view that may be written to."""
-        return self._table.column(_OWN_COLUMNS + number)
+        return self._column(_OWN_COLUMNS + number)
 
     def columns(self, start: int, stop: int) -> Ints:
         """Return several columns of the caller as a view [columns, rows]."""
-        return self._table.columns(_OWN_COLUMNS + start, _OWN_COLUMNS + stop)
+        return self._table[_OWN_COLUMNS + start : _OWN_COLUMNS + stop, self._head : self._tail]
+
+    def _column(self, number: int) -> Ints:
+        return self._table[number, self._head : self._tail]
 
     def append(self, length: int, extra: Sequence[int] = ()) -> int:
         """Add an episode; return its id.
@@ -170,45 +107,56 @@ class EpisodeIndex:
         """
         if length < 1:
             raise UsageError(f"an episode has at least 1 frame, not {length}")
-        if self._next_frame + length > np.iinfo(np.int64).max:
+        if self.next_frame + length > np.iinfo(np.int64).max:
             raise UsageError(f"{length} frames more would not fit a 64-bit frame id")
-        if not len(self._table):
+        if not len(self):
             self._end = 0
-        identity = self._next_id
-        self._table.append((length, self._next_frame, identity, self._end, *extra))
-        self._next_id += 1
-        self._next_frame += length
+        if self._tail == self._table.shape[1]:
+            # To twice the rows in use: so many appends pass before the next move.
+            count = len(self)
+            table = np.zeros((self._table.shape[0], max(_FIRST_ROWS, 2 * count)), np.int64)
+            table[:, :count] = self._table[:, self._head : self._tail]
+            self._table, self._head, self._tail = table, 0, count
+            self.reallocations += 1
+        identity = self.next_id
+        self._table[:, self._tail] = (length, self.next_frame, identity, self._end, *extra)
+        self._tail += 1
+        self.next_id += 1
+        self.next_frame += length
         self._end += length
-        self.version += 1
         return identity
 
-    def restore(self, rows: Sequence[tuple[int, int, int, Sequence[int]]], next_ids: Ints) -> None:
+    def restore(
+        self, rows: Sequence[tuple[int, int, int, Sequence[int]]], next_ids: Sequence[int]
+    ) -> None:
         """Fill an empty index from saved rows: (id, first frame id, length, extra) each."""
-        assert not len(self._table)
+        assert not len(self)
         for identity, start, length, extra in rows:
-            self._next_id, self._next_frame = identity, start
+            self.next_id, self.next_frame = identity, start
             self.append(length, extra)
-        self._next_id, self._next_frame = int(next_ids[0]), int(next_ids[1])
+        self.next_id, self.next_frame = int(next_ids[0]), int(next_ids[1])
 
     def evict_oldest(self) -> int:
         """Remove the oldest episode; return its id."""
-        if not len(self._table):
+        if not len(self):
             raise UsageError("there is no episode to evict")
         identity = int(self.ids[0])
-        self._table.drop_first()
-        self.version += 1
+        self.remove(0)
         return identity
 
     def remove(self, row: int) -> None:
-        """Remove the episode of a row."""
-        if not 0 <= row < len(self._table):
-            raise UsageError(f"row {row} is not one of {len(self._table)} episodes")
-        if row:
-            length = int(self.lengths[row])
-            self._table.column(_AT)[row + 1 :] -= length
-            self._end -= length
-        self._table.drop(row)
-        self.version += 1
+        """Remove the episode of a row: the first in O(1), any other by moving the later ones up."""
+        if not 0 <= row < len(self):
+            raise UsageError(f"row {row} is not one of {len(self)} episodes")
+        if row == 0:
+            self._head += 1
+            return
+        length = int(self.lengths[row])
+        self._column(_AT)[row + 1 :] -= length
+        self._end -= length
+        at = self._head + row
+        self._table[:, at : self._tail - 1] = self._table[:, at + 1 : self._tail]
+        self._tail -= 1
 
     def row_of(self, episode_id: int) -> int | None:
         """Return the row of an episode, None if it is not held."""
@@ -226,7 +174,7 @@ class EpisodeIndex:
         if wanted.size and (int(wanted.min()) < 0 or int(wanted.max()) >= frames):
             bad = wanted[(wanted < 0) | (wanted >= frames)].flat[0]
             raise UsageError(f"frame {bad} is not one of the {frames} frames held")
-        at = self._table.column(_AT)
+        at = self._column(_AT)
         if not wanted.size:
             return np.zeros(wanted.shape, np.int64), np.zeros(wanted.shape, np.int64)
         absolute = wanted + at[0]
@@ -269,9 +217,7 @@ class PrefixSum:
     """
 
     def __init__(self, max_len: int) -> None:
-        self.max_len = _whole("max_len", max_len)
-        if self.max_len < 1:
-            raise UsageError(f"max_len is {max_len}; give the most frames to hold, at least 1")
+        self.max_len = natural("max_len", max_len)
         self._index = EpisodeIndex()
 
     def __len__(self) -> int:
@@ -299,8 +245,8 @@ class PrefixSum:
         Raises:
             UsageError: `val` is not a whole number from 1 to `max_len`; nothing is changed.
         """
-        length = _whole("the length of an episode", val)
-        if not 1 <= length <= self.max_len:
+        length = natural("the length of an episode", val)
+        if length > self.max_len:
             raise UsageError(f"an episode of {length} frames; at least 1, at most {self.max_len}")
         while self._index.frames + length > self.max_len:
             self._index.evict_oldest()
@@ -316,7 +262,7 @@ class PrefixSum:
         Raises:
             UsageError: A frame is not held.
         """
-        positions = _whole_array("a frame", idx)
+        positions = whole_numbers("a frame", idx)
         rows, _ = self._index.find(positions)
         return rows if positions.ndim else int(rows)
 
@@ -330,7 +276,7 @@ class PrefixSum:
         Raises:
             UsageError: A frame does not lie in the episode it is said to lie in.
         """
-        positions, given = _whole_array("a frame", idx), _whole_array("an episode", range_idx)
+        positions, given = whole_numbers("a frame", idx), whole_numbers("an episode", range_idx)
         rows, steps = self._index.find(positions)
         wrong = rows != given
         if np.any(wrong):
@@ -346,17 +292,3 @@ def _read_only(values: Ints) -> Ints:
     view: Ints = values.view()
     view.flags.writeable = False
     return view
-
-
-def _whole(what: str, value: SupportsIndex) -> int:
-    try:
-        return operator.index(value)
-    except TypeError:
-        raise UsageError(f"{what} is {value!r}, which is not a whole number") from None
-
-
-def _whole_array(what: str, value: Any) -> Ints:
-    array = np.asarray(value)
-    if array.size and array.dtype.kind not in "iu":
-        raise UsageError(f"{what} is given as {array.dtype}; use whole numbers")
-    return array.astype(np.int64, copy=False)

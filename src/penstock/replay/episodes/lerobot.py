@@ -17,7 +17,8 @@ from penstock.dataset.columns import Columns
 from penstock.dataset.layout import AUTO_FEATURES
 from penstock.dataset.reader import Dataset, Episode, Frame
 from penstock.errors import DataError, UsageError
-from penstock.replay.episodes.schema import Key, as_path, nested
+from penstock.replay.episodes.schema import nested
+from penstock.replay.keys import Key, as_path
 from penstock.ui.progress import Mode, Progress
 from penstock.ui.suggestions import did_you_mean
 

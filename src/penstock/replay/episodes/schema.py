@@ -1,111 +1,171 @@
-"""What an episode is: nested arrays with one frame per step, checked before they are used."""
+"""What an episode is, nested arrays with one frame per step, and what a buffer was told of it."""
 
 from __future__ import annotations
 
-import math
+import operator
+import os
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from functools import cached_property
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from penstock.core.memory import parse_bytes
 from penstock.core.pack import DTYPES
-from penstock.errors import UnsupportedValue, UsageError
+from penstock.errors import CorruptFile, UnsupportedValue, UsageError
+from penstock.replay.keys import (
+    Codecs,
+    Field,
+    Key,
+    KeyPath,
+    as_paths,
+    codecs_of,
+    known,
+    show,
+)
 from penstock.tensors import DTYPE_NAMES, check_storable, flat_words
 from penstock.ui.suggestions import did_you_mean
 
-KeyPath = tuple[str, ...]
-Key = str | tuple[str, ...]
-TORCH_TYPES = {name: dtype for dtype, name in DTYPE_NAMES.items()}
+_DEFAULT_ALPHA = 0.6
+_EVICTIONS = ("fifo", "lru")
+_OF_OLD_FILES = {"modes", "block_frames"}  # settings that a buffer no longer has
 
 
 @dataclass(frozen=True)
-class Field:
-    """One key of the episodes: where it lies, and what one frame of it is.
+class Settings:
+    """The settings of a `DictReplayBuffer`, in its order of keys."""
 
-    Args:
-        path: The key, from the outside in.
-        dtype: A name of the pack's types.
-        shape: Of one frame.
-    """
+    max_size: int | None
+    max_bytes: int | None
+    paths: tuple[KeyPath, ...]
+    codecs: tuple[str, ...]
+    eviction: str
+    next_paths: tuple[KeyPath, ...]
+    alpha: float | None
 
-    path: KeyPath
-    dtype: str
-    shape: tuple[int, ...]
+    @classmethod
+    def check(
+        cls,
+        *,
+        max_size: int | None,
+        max_bytes: int | str | None,
+        keys: Iterable[Key],
+        img_compressed: bool,
+        codecs: Codecs | None,
+        eviction: str,
+        next_keys: Iterable[Key],
+        priority: bool | float,
+        spill_dir: str | os.PathLike[str] | None,
+    ) -> Settings:
+        """Check what the user gave.
 
-    @cached_property
-    def size(self) -> int:
-        """Bytes of one frame."""
-        return math.prod(self.shape) * DTYPES[self.dtype].words.itemsize
+        Raises:
+            UsageError: Something is not as `DictReplayBuffer` says.
+        """
+        paths = as_paths(keys)
+        if not paths:
+            raise UsageError("keys is empty; name what an episode holds")
+        limit = None if max_bytes is None else parse_bytes(max_bytes)
+        if limit == 0 or (max_size is None and (limit is None or spill_dir is not None)):
+            raise UsageError("nothing bounds the buffer; give max_size, or max_bytes of at least 1")
+        if spill_dir is not None and limit is None:
+            raise UsageError("spill_dir needs max_bytes: the memory to use before the disk")
+        if eviction not in _EVICTIONS:
+            raise UsageError(f"eviction is {eviction!r}; {did_you_mean(eviction, _EVICTIONS)}")
+        alpha: float | None = None
+        if priority is not False:
+            alpha = _DEFAULT_ALPHA if priority is True else float(priority)
+            if not 0 <= alpha <= 1:
+                raise UsageError(f"priority is {priority}; give the exponent, from 0 to 1")
+        next_paths = as_paths(next_keys)
+        for path in next_paths:
+            known(path, paths, "next_keys")
+        default = "auto" if img_compressed else "raw"
+        settings = cls(
+            None if max_size is None else natural("max_size", max_size),
+            limit,
+            tuple(paths),
+            tuple(codecs_of(default if codecs is None else codecs, paths, default)),
+            eviction,
+            tuple(next_paths),
+            alpha,
+        )
+        for made in settings.made_paths():
+            clash = next((p for p in paths if p[: len(made)] == made or made[: len(p)] == p), None)
+            if clash is not None:
+                raise UsageError(f"the key {show(clash)} is in the way of {show(made)} of a batch")
+        return settings
 
-    def tensor(self, data: NDArray[np.uint8], shape: tuple[int, ...]) -> torch.Tensor:
-        """View the bytes [n, size] of frames as a tensor [*shape, *self.shape]."""
-        words = data.view(DTYPES[self.dtype].words).reshape((*shape, *self.shape))
-        if self.dtype in np.sctypeDict:
-            return torch.from_numpy(words)
-        signed = words.view(np.int16) if words.itemsize == 2 else words
-        return torch.from_numpy(signed).view(TORCH_TYPES[self.dtype])
+    def made_paths(self) -> list[KeyPath]:
+        """Keys that every batch has beside those stored."""
+        made: list[KeyPath] = [("next", *path) for path in self.next_paths]
+        if made:
+            made.append(("next", "valid"))
+        if self.alpha is not None:
+            made += [("index",), ("weight",)]
+        return made
 
-    def __str__(self) -> str:
-        return f"{show(self.path)}: {self.dtype}{list(self.shape)}"
+    def check_free(self, made: str) -> None:
+        """Refuse to put something into a batch under a name that is one of its keys.
+
+        Raises:
+            UsageError: It is.
+        """
+        if any(path[0] == made for path in self.paths):
+            raise UsageError(f"the key {made!r} of the episodes is in the way of that of a batch")
+
+    def to_json(self) -> dict[str, Any]:
+        """Return JSON-able settings."""
+        return asdict(self)
+
+    @classmethod
+    def from_json(cls, record: Mapping[str, Any]) -> Settings:
+        """Rebuild settings; raises what Python or the checks raise if they make no sense."""
+        paths = [tuple(path) for path in record["paths"]]
+        settings = cls.check(
+            max_size=record["max_size"],
+            max_bytes=record["max_bytes"],
+            keys=paths,
+            img_compressed=False,
+            codecs=dict(zip(paths, record["codecs"], strict=True)),
+            eviction=record["eviction"],
+            next_keys=[tuple(path) for path in record["next_paths"]],
+            priority=False if record["alpha"] is None else float(record["alpha"]),
+            spill_dir=None,
+        )
+        if record.keys() - _OF_OLD_FILES != settings.to_json().keys():
+            raise CorruptFile("settings of a newer penstock; upgrade it")
+        return settings
 
 
-def show(path: KeyPath) -> str:
-    """Return a key as the user wrote it."""
-    return repr(as_key(path))
-
-
-def as_path(key: Any) -> KeyPath:
-    """Return a key, a name or a tuple of names, as a path.
+def natural(what: str, value: Any, least: int = 1) -> int:
+    """Return a whole number.
 
     Raises:
-        UsageError: It is neither.
+        UsageError: It is none, or less than the least.
     """
-    path = (key,) if isinstance(key, str) else key
-    if not isinstance(path, tuple) or not path or not all(isinstance(k, str) for k in path):
-        raise UsageError(f"{key!r} is not a key; give a name, or a tuple of names for a nested one")
-    return path
+    try:
+        number = operator.index(value)
+    except TypeError:
+        raise UsageError(f"{what} is {value!r}, which is not a whole number") from None
+    if number < least:
+        raise UsageError(f"{what} is {value}; give at least {least}")
+    return number
 
 
-def as_key(path: KeyPath) -> Key:
-    """Return a path as the user wrote it: a name, or a tuple of names."""
-    return path[0] if len(path) == 1 else path
-
-
-def as_paths(keys: Iterable[Key]) -> list[KeyPath]:
-    """Return keys as paths, none of them twice, none of them inside another.
+def whole_numbers(what: str, values: Any) -> NDArray[np.int64]:
+    """Return an array, a tensor or a list of whole numbers as an array.
 
     Raises:
-        UsageError: They are not like that.
+        UsageError: They are none.
     """
-    if isinstance(keys, str):
-        raise UsageError(f"keys is the text {keys!r}; give a list of keys")
-    paths = [as_path(key) for key in keys]
-    taken = set(paths)
-    for path in paths:
-        for n in range(1, len(path)):
-            if path[:n] in taken:
-                raise UsageError(f"{show(path)} lies inside {show(path[:n])}, which is a key too")
-    if len(taken) != len(paths):
-        twice = next(path for path in paths if paths.count(path) > 1)
-        raise UsageError(f"{show(twice)} is given twice")
-    return paths
-
-
-def known(path: KeyPath, paths: Sequence[KeyPath], what: str) -> int:
-    """Return the number of a key.
-
-    Raises:
-        UsageError: There is no such key.
-    """
-    if path not in paths:
-        hint = did_you_mean(".".join(path), map(".".join, paths))
-        raise UsageError(f"{what}: there is no key {show(path)}; {hint}")
-    return paths.index(path)
+    array = np.asarray(values.cpu() if isinstance(values, torch.Tensor) else values)
+    if array.size and array.dtype.kind not in "iu":
+        raise UsageError(f"{what} is given as {array.dtype}; use whole numbers")
+    return array.astype(np.int64, copy=False)
 
 
 def is_tensordict(value: Any) -> bool:

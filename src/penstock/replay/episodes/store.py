@@ -1,4 +1,8 @@
-"""The episodes that are held: their records in one arena, their index, and which of them go first.
+"""The episodes that a buffer holds: records in one arena, an index, priorities, who goes first.
+
+A record is one key of one episode, one piece of bytes. Of a plain key it is its frames, one behind
+the other; of a compressed one a table of uint32 offsets from the start of the record, one more than
+there are frames, and then the frames, each compressed by itself.
 
 Not thread-safe: the buffer that owns it holds a lock.
 """
@@ -6,7 +10,7 @@ Not thread-safe: the buffer that owns it holds a lock.
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -14,20 +18,240 @@ from numpy.typing import NDArray
 
 from penstock.core.memory import format_bytes
 from penstock.core.reuse import ReusedMemory
-from penstock.errors import UsageError
+from penstock.errors import CorruptFile, UsageError
 from penstock.replay.arena import Arena, Parts
+from penstock.replay.episodes.frame_priority import FramePriorities
 from penstock.replay.episodes.index import EpisodeIndex
-from penstock.replay.episodes.records import Column, RecordWriter
-from penstock.replay.episodes.settings import Settings
+from penstock.replay.episodes.schema import Settings
+from penstock.replay.frames import FrameCodec, Lz4Frames, RawFrames, choose_codec, frame_codec
+from penstock.replay.keys import Field, show
 
 Bytes = NDArray[np.uint8]
 Ints = NDArray[np.int64]
+Addresses = NDArray[np.uint64]
 
-_USED, _LEAF, _FIRST = range(3)  # the index's extra columns: then locations, then sizes, per key
+_LARGEST_RECORD = 2**32 - 1
+_ENTRY = np.dtype("<u4")
+_PAIRS = RawFrames(2 * _ENTRY.itemsize)
+_OLD_MODES = ("block", "episode")
+
+# The index's extra columns: when it was used, where its priorities start; then locations and
+# sizes of its records, per key.
+_USED, _OFFSET, _FIRST = range(3)
 _CHUNK_BYTES = 8 << 20
 _LEAST_CHUNK_BYTES = 64 << 10
 _SLACK = 8  # memory held may exceed the byte limit by one part in so many, and these chunks
 _SPARE_CHUNKS = 3  # the oldest is partly dead, the newest partly empty, and so is what moves
+
+
+class Column:
+    """How one key is stored.
+
+    Args:
+        field: The key.
+        codec: For its frames.
+    """
+
+    def __init__(self, field: Field, codec: FrameCodec) -> None:
+        self.field = field
+        self.codec = codec
+        self.plain = codec.id == "raw"
+        self._old: Mapping[str, Any] | None = None
+        self._sizes = np.zeros(0, np.int64)
+
+    @classmethod
+    def choose(cls, field: Field, frames: NDArray[Any], codec: str) -> Column:
+        """Choose a codec from the first episode.
+
+        Args:
+            field: The key.
+            frames: The episode's frames [T, *shape].
+            codec: A name of `frames.CODEC_NAMES`.
+
+        Raises:
+            UsageError: There is no such codec, or it cannot hold these frames.
+        """
+        return cls(field, choose_codec(frames, codec, show(field.path)))
+
+    def config(self) -> dict[str, Any]:
+        """Return the JSON settings from which `from_config` rebuilds this column."""
+        return {**self.field.config(), "codec": self.codec.config()}
+
+    @classmethod
+    def from_config(cls, config: Mapping[str, Any]) -> Column:
+        """Rebuild a column; anything unexpected is a CorruptFile or an error of Python's.
+
+        Files of before may hold several frames compressed as one: `from_file` splits those.
+        """
+        field = Field.from_config(config)
+        mode = config.get("mode", "frame")
+        codec = frame_codec(config["codec"])
+        old = mode != "frame" and codec.id != "raw"
+        if old:
+            try:
+                codec = frame_codec({**codec.config(), "size": field.size})
+            except CorruptFile:  # sparse held so many frames, and does not hold one
+                codec = Lz4Frames(field.size)
+        if mode not in ("frame", *_OLD_MODES) or (
+            field.size < 1 or (codec.size != field.size and codec.id != "raw")
+        ):
+            raise CorruptFile(f"the key {dict(config)!r} makes no sense")
+        column = cls(field, codec)
+        column._old = config if old else None
+        return column
+
+    @property
+    def is_old(self) -> bool:
+        """Whether records in its file must be made anew."""
+        return self._old is not None
+
+    def encode(self, frames: NDArray[Any]) -> Bytes:
+        """Return the record of an episode's frames [T, *shape]; perhaps a view of them.
+
+        Raises:
+            UsageError: The record would be larger than its table can say.
+        """
+        if self.plain:
+            return frames.reshape(-1).view(np.uint8)
+        self.check_size(len(frames), len(frames) * self.field.size)
+        data, lengths = self.encode_frames(frames)
+        return np.concatenate([_table(lengths), data])
+
+    def encode_frames(self, frames: NDArray[Any]) -> tuple[Bytes, Ints]:
+        """Encode frames; return all bytes, perhaps a view, and their lengths."""
+        rows = frames.reshape(len(frames), -1).view(np.uint8)
+        return self.codec.encode(rows.reshape(len(frames), self.field.size))
+
+    def check_size(self, length: int, nbytes: int) -> None:
+        """Refuse an episode whose record is larger than its table can say.
+
+        Raises:
+            UsageError: It is.
+        """
+        if _ENTRY.itemsize * (length + 1) + nbytes > _LARGEST_RECORD:
+            raise UsageError(
+                f"{show(self.field.path)}: an episode of {length} frames is too large for "
+                f"{self.codec.id}; use raw, or shorter episodes"
+            )
+
+    def from_file(self, record: Bytes, length: int) -> Bytes:
+        """Return a record that comes from a file as it is kept in memory.
+
+        Raises:
+            CorruptFile: It would lead outside of itself.
+        """
+        if self._old is not None:
+            return self.encode(self._split(record, length, self._old))
+        if self.plain:
+            good = record.size == length * self.field.size
+        else:
+            good = _offsets(record, length, self.field.size) is not None
+        if not good:
+            raise CorruptFile(f"a record of {show(self.field.path)} makes no sense")
+        return record
+
+    def _split(self, record: Bytes, length: int, config: Mapping[str, Any]) -> Bytes:
+        """Decode the units of a record of before: blocks of some frames, or the whole episode."""
+        per_unit = int(config["block_frames"]) if config["mode"] == "block" else length
+        if per_unit < 1:
+            raise CorruptFile(f"the key {dict(config)!r} makes no sense")
+        units, unit_bytes = -(-length // per_unit), per_unit * self.field.size
+        table = _offsets(record, units, unit_bytes)
+        if table is None:
+            raise CorruptFile(f"a record of {show(self.field.path)} makes no sense")
+        out = np.empty((units, unit_bytes), np.uint8)
+        start = record.__array_interface__["data"][0]
+        codec = frame_codec({**config["codec"], "size": unit_bytes})
+        codec.decode((table[:-1] + start).astype(np.uint64), np.diff(table), out)
+        return out.reshape(-1, self.field.size)[:length]  # the last block was filled up
+
+    def gather(self, records: Addresses, steps: Ints, out: Bytes) -> None:
+        """Fill the rows of `out` [n, size] with frames.
+
+        Args:
+            records: Where the record of each frame's episode lies.
+            steps: Which of its frames is wanted.
+            out: Takes the frames.
+        """
+        if self.plain:
+            if len(self._sizes) != len(out):  # kept, since batches are mostly alike
+                self._sizes = np.full(len(out), self.field.size)
+            RawFrames(self.field.size).decode(
+                _moved(records, steps * self.field.size), self._sizes, out
+            )
+            return
+        entries = _moved(records, steps * _ENTRY.itemsize)
+        pairs = np.empty((len(entries), _PAIRS.size), np.uint8)
+        _PAIRS.decode(entries, np.full(len(entries), _PAIRS.size), pairs)
+        table = pairs.view(_ENTRY).astype(np.int64)
+        self.codec.decode(_moved(records, table[:, 0]), table[:, 1] - table[:, 0], out)
+
+
+class RecordWriter:
+    """Makes the record of an episode that comes in parts: no more than its bytes are held.
+
+    Args:
+        column: How the key is stored.
+    """
+
+    def __init__(self, column: Column) -> None:
+        self._column = column
+        self._parts: list[Bytes] = []
+        self._lengths: list[Ints] = []
+        self._frames = 0
+        self.size = 0
+
+    def add(self, frames: NDArray[Any], *, copied: bool = True) -> None:
+        """Add frames [n, *shape].
+
+        Args:
+            frames: Encoded here, or kept as they are.
+            copied: Whether to keep a copy: what a codec returns is a view of memory for the worst
+                case, and plain frames may change.
+
+        Raises:
+            UsageError: The record would be larger than its table can say.
+        """
+        self._frames += len(frames)
+        if self._column.plain:
+            data = frames.reshape(-1).view(np.uint8)
+        else:
+            data, lengths = self._column.encode_frames(frames)
+            self._lengths.append(lengths)
+            self._column.check_size(self._frames, self.size + data.size)
+        self._parts.append(data.copy() if copied else data)
+        self.size += data.size
+
+    def finish(self) -> Parts:
+        """Return the record; the writer is of no use after that."""
+        parts, self._parts = self._parts, []
+        if not self._column.plain:
+            parts = [_table(np.concatenate(self._lengths)), *parts]
+        return Parts(parts)
+
+
+def _table(lengths: Ints) -> Bytes:
+    """Return the offsets of frames, from the start of the record."""
+    table = np.empty(len(lengths) + 1, np.int64)
+    table[0] = _ENTRY.itemsize * len(table)
+    np.cumsum(lengths, out=table[1:])
+    table[1:] += table[0]
+    return table.astype(_ENTRY).view(np.uint8)
+
+
+def _offsets(record: Bytes, units: int, unit_bytes: int) -> Ints | None:
+    """Return the table of a record, if nothing in it leads outside."""
+    head = _ENTRY.itemsize * (units + 1)
+    if record.size < head:
+        return None
+    table: Ints = record[:head].view(_ENTRY).astype(np.int64)
+    sizes = np.diff(table)
+    inside = bool(table[0] == head and table[-1] == record.size)
+    return table if inside and (sizes > 0).all() and (sizes <= unit_bytes).all() else None
+
+
+def _moved(addresses: Addresses, by: Ints) -> Addresses:
+    return addresses + by.view(np.uint64)  # never negative
 
 
 class EpisodeStore:
@@ -35,8 +259,9 @@ class EpisodeStore:
 
     Args:
         columns: How each key is stored.
-        settings: Their limits are what the buffer was told: frames, bytes, who goes first.
+        settings: What the buffer was told: frames, bytes, who goes first, priorities.
         spill_dir: Where records beyond `max_bytes` go, instead of being evicted.
+        as_tensordict: Whether batches are TensorDicts.
     """
 
     def __init__(
@@ -44,10 +269,12 @@ class EpisodeStore:
         columns: Sequence[Column],
         settings: Settings,
         spill_dir: str | os.PathLike[str] | None = None,
+        as_tensordict: bool = False,
     ) -> None:
         max_bytes = settings.max_bytes
         self.columns = list(columns)
-        self.memory = ReusedMemory()
+        self.as_tensordict = as_tensordict
+        self._memory = ReusedMemory()
         self._max_frames = settings.max_size
         self._max_bytes = max_bytes if spill_dir is None else None
         self._lru = settings.eviction == "lru"
@@ -56,12 +283,27 @@ class EpisodeStore:
         memory_bytes = max_bytes if spill_dir is not None else None
         self._arena = Arena(chunk, memory_bytes=memory_bytes, spill_dir=spill_dir)
         self.index = EpisodeIndex(_FIRST + 2 * len(self.columns))
+        self.priorities = FramePriorities(settings.alpha) if settings.alpha is not None else None
         self.clock = 0
+
+    @classmethod
+    def choose(
+        cls,
+        fields: Sequence[Field],
+        arrays: Sequence[NDArray[Any]],
+        settings: Settings,
+        spill_dir: str | os.PathLike[str] | None,
+        as_tensordict: bool,
+    ) -> EpisodeStore:
+        """Make an empty store, with codecs chosen from the first episode."""
+        columns = map(Column.choose, fields, arrays, settings.codecs)
+        return cls(list(columns), settings, spill_dir, as_tensordict)
 
     @property
     def nbytes(self) -> int:
         """Memory held: records, alive or not yet given back, and tables."""
-        return self._arena.nbytes + self.index.nbytes
+        tree = self.priorities.tree.nbytes if self.priorities else 0
+        return self._arena.nbytes + self.index.nbytes + tree
 
     @property
     def live_bytes(self) -> int:
@@ -79,15 +321,24 @@ class EpisodeStore:
         return self.index.column(_USED)
 
     @property
-    def leaves(self) -> Ints:
-        """Where the priorities of each episode start, by row; for `FramePriorities`."""
-        return self.index.column(_LEAF)
+    def priority_offsets(self) -> Ints:
+        """Where the priorities of each episode start, by row."""
+        return self.index.column(_OFFSET)
 
-    def encode(self, arrays: Sequence[NDArray[Any]]) -> list[Bytes]:
-        """Return the records of an episode's arrays [T, *shape]; changes nothing, needs no lock."""
-        return [column.encode(array) for column, array in zip(self.columns, arrays, strict=True)]
+    def check_fields(self, fields: Sequence[Field]) -> None:
+        """Refuse an episode that looks other than the first one.
 
-    def check_fits(self, length: int, records: Sequence[Bytes | Parts | RecordWriter]) -> None:
+        Raises:
+            UsageError: It does.
+        """
+        for column, field in zip(self.columns, fields, strict=True):
+            if column.field != field:
+                raise UsageError(
+                    f"the episode has {field}, the first one had {column.field}; "
+                    "use a buffer of its own"
+                )
+
+    def check_fits(self, length: int, records: Iterable[Parts | RecordWriter]) -> None:
         """Refuse an episode that could not be held even alone.
 
         Raises:
@@ -105,23 +356,48 @@ class EpisodeStore:
                 "cut it, or make the buffer larger"
             )
 
-    def victims(self, length: int, records: Sequence[Bytes | Parts]) -> Ints:
+    def put(self, length: int, records: Sequence[Parts]) -> int:
+        """Store an episode that was checked, forgetting others to make room; return its id."""
+        for gone in self.index.ids[self._victims(length, records)].tolist():
+            row = self.index.row_of(gone)
+            assert row is not None
+            self.remove(row)
+        offset = 0
+        if self.priorities is not None:
+            offset = self.priorities.add(length, self.index, self.priority_offsets)
+        sizes = [record.size for record in records]
+        locations: list[int] = []
+        try:
+            for record in records:
+                locations.append(self._arena.put(record))
+        except BaseException:  # a full disk
+            freed = np.array(sizes[: len(locations)], np.int64)
+            self._arena.free(np.array(locations, np.int64), freed)
+            if self.priorities is not None:
+                self.priorities.remove(offset, length)
+            raise
+        self.clock += 1
+        episode_id = self.index.append(length, [self.clock, offset, *locations, *sizes])
+        while (excess := self._excess()) is not None:
+            self.remove(excess)
+        return episode_id
+
+    def _victims(self, length: int, records: Sequence[Parts]) -> Ints:
         """Return the rows that must go before an episode can come, in the order of their going."""
         frames, nbytes = self.index.frames + length, self.live_bytes
         nbytes += sum(record.size for record in records)
         rows: list[int] = []
-        if self._fits(frames, nbytes):
-            return np.zeros(0, np.int64)
         order = np.argsort(self.used, kind="stable") if self._lru else range(len(self.index))
         for row in order:
+            few = self._max_frames is None or frames <= self._max_frames
+            if few and (self._max_bytes is None or nbytes <= self._max_bytes):
+                break
             rows.append(int(row))
             frames -= int(self.index.lengths[row])
             nbytes -= int(self._sizes()[:, row].sum())
-            if self._fits(frames, nbytes):
-                break
         return np.array(rows, np.int64)
 
-    def excess(self) -> int | None:
+    def _excess(self) -> int | None:
         """Return the row that must go since dead bytes take too much memory; None if none must."""
         over = self._max_bytes is not None and (
             self._arena.nbytes
@@ -132,22 +408,10 @@ class EpisodeStore:
         # The newest one stays: it is what the caller just added.
         return int(np.argmin(self.used[:-1])) if self._lru else 0
 
-    def add(self, length: int, records: Sequence[Bytes | Parts], leaf: int) -> int:
-        """Store an episode that was checked, and return its id."""
-        locations: list[int] = []
-        try:
-            for record in records:
-                locations.append(self._arena.put(record))
-        except BaseException:
-            sizes = np.array([record.size for record in records[: len(locations)]], np.int64)
-            self._arena.free(np.array(locations, np.int64), sizes)
-            raise
-        self.clock += 1
-        sizes_of = (record.size for record in records)
-        return self.index.append(length, [self.clock, leaf, *locations, *sizes_of])
-
     def remove(self, row: int) -> None:
         """Forget an episode."""
+        if self.priorities is not None:
+            self.priorities.remove(int(self.priority_offsets[row]), int(self.index.lengths[row]))
         locations, sizes = self._locations()[:, row].copy(), self._sizes()[:, row].copy()
         self.index.remove(row)
         self._arena.free(locations, sizes)
@@ -167,18 +431,17 @@ class EpisodeStore:
         """Return where the records of episodes lie, [keys, rows]; valid until a change."""
         return self._arena.addresses(self._locations()[:, rows])
 
-    def gather(self, column: int, records: NDArray[np.uint64], lengths: Ints, steps: Ints) -> Bytes:
+    def gather(self, column: int, records: NDArray[np.uint64], steps: Ints) -> Bytes:
         """Return frames [n, size] of one key, in memory that is used again.
 
         Args:
             column: The number of the key.
             records: Where its records lie, one per frame: a row of `addresses`.
-            lengths: Of the frames' episodes.
             steps: Of the frames.
         """
-        out = self.memory.array((len(steps), self.columns[column].field.size), np.uint8)
+        out = self._memory.array((len(steps), self.columns[column].field.size), np.uint8)
         if len(steps):
-            self.columns[column].gather(records, lengths, steps, out, self.memory)
+            self.columns[column].gather(records, steps, out)
         return out
 
     def record_bytes(self) -> Ints:
@@ -188,26 +451,14 @@ class EpisodeStore:
     def records(self, column: int, rows: Ints) -> tuple[Bytes, Ints]:
         """Copy records out, one behind the other; return them and their sizes."""
         sizes = self._sizes()[column][rows]
-        ends = np.cumsum(sizes)
-        data = np.empty(int(ends[-1]) if len(ends) else 0, np.uint8)
-        locations = self._locations()[column][rows]
-        for location, size, end in zip(
-            locations.tolist(), sizes.tolist(), ends.tolist(), strict=True
-        ):
-            data[end - size : end] = self._arena.read(location, size)
-        return data, sizes
+        return self._arena.gather(self._locations()[column][rows], sizes), sizes
 
-    def put_records(self, data: Bytes, sizes: Ints) -> Ints:
-        """Put records in without an episode; `restore` gives them one."""
-        return self._arena.put_many(data, sizes)
+    def put_record(self, record: Bytes) -> int:
+        """Put a record in without an episode, and return its location; `restore` gives it one."""
+        return self._arena.put(record)
 
     def restore(
-        self,
-        ids: Ints,
-        starts: Ints,
-        lengths: Ints,
-        extra: Ints,
-        next_ids: Ints,
+        self, ids: Ints, starts: Ints, lengths: Ints, extra: Ints, next_ids: Sequence[int]
     ) -> None:
         """Fill an empty store whose records are in already.
 
@@ -215,15 +466,11 @@ class EpisodeStore:
             ids: Of the episodes, in order.
             starts: Frame ids of their first frames.
             lengths: Their frames.
-            extra: The extra columns [2 + 2 * keys, episodes].
+            extra: By row: when used, where its priorities start, locations and sizes of records.
             next_ids: The next episode id and the next frame id.
         """
         rows = zip(ids.tolist(), starts.tolist(), lengths.tolist(), extra.T.tolist(), strict=True)
         self.index.restore(list(rows), next_ids)
-
-    def _fits(self, frames: int, nbytes: int) -> bool:
-        few = self._max_frames is None or frames <= self._max_frames
-        return few and (self._max_bytes is None or nbytes <= self._max_bytes)
 
     def _locations(self) -> Ints:
         return self.index.columns(_FIRST, _FIRST + len(self.columns))

@@ -1,44 +1,77 @@
-"""A CompressedStorage in a folder: each save writes what changed, and a crash leaves the last one.
+"""A CompressedStorage taken out and put in: as a state dict, or saved into a folder.
 
-The folder is a `SegmentLog`. Slots are saved by blocks of 256; a save writes the blocks that have
-changed since the last one into new segments, and the manifest says which segment holds the last
-content of each block. Plain keys can be changed in place, past the storage: a checksum per block
-notices.
+The folder is a `SegmentLog`, its blocks are 256 slots each. A *part* is the content of some slots
+as arrays: "slots", and per key "plain.3", or "lengths.3" and "data.3". A description is everything
+else, as JSON.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import json
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from os import PathLike
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+import torch
 from isal import isal_zlib
 from numpy.typing import NDArray
+from tensordict import TensorDict, TensorDictBase
 from torchrl.data.replay_buffers.checkpointers import StorageCheckpointerBase
 
-from penstock.core.pack import Item
+from penstock.core.pack import DTYPES, Item
 from penstock.errors import CorruptFile, DataError, UsageError
-from penstock.replay.segments import LogReader, SegmentLog
-from penstock.replay.torchrl.content import (
-    BLOCK,
-    NONSENSE,
-    Ints,
-    Part,
-    SlotTracker,
-    describe,
-    install,
-    part_of,
-)
-from penstock.replay.torchrl.keys import as_rows, as_words
-from penstock.tensors import DTYPE_NAMES
+from penstock.replay.frames import FrameCodec, frame_codec
+from penstock.replay.keys import Field
+from penstock.replay.segments import Block, LogReader, Place, Saved, SegmentLog, save_blocks
+from penstock.replay.torchrl.slots import CompressedColumns, Encoded
+from penstock.replay.torchrl.structure import Form, KeyTree, as_rows
+from penstock.tensors import flat_words
 
 if TYPE_CHECKING:
     from penstock.replay.torchrl.storage import CompressedStorage
 
 HOLDER = "CompressedStorage"
-_SEGMENT_BYTES = 64 << 20
-_MOST_SEGMENTS = 48
+BLOCK = 256
+_NONSENSE = (LookupError, ValueError, TypeError, AttributeError, OverflowError, RuntimeError)
+# What taking in a hostile description may raise.
+
+Ints = NDArray[np.int64]
+Part = dict[str, NDArray[Any]]
+
+
+class SlotTracker:
+    """Which slots hold something, and when each block of them was last written.
+
+    Attributes:
+        written: Per slot, whether it holds something.
+        versions: Per block, the value of the clock at its last write.
+
+    Args:
+        slots: How many.
+        clock: Counts writes; goes on from one tracker of a storage to the next.
+    """
+
+    def __init__(self, slots: int, clock: int = 0) -> None:
+        self.clock = clock + 1
+        self.written = np.zeros(slots, np.bool_)
+        self.versions = np.full(-(-slots // BLOCK), self.clock, np.int64)
+
+    @property
+    def nbytes(self) -> int:
+        """Memory held."""
+        return self.written.nbytes + self.versions.nbytes
+
+    def touch(self, slots: Ints) -> None:
+        """Note that slots were written."""
+        self.clock += 1
+        self.written[slots] = True
+        self.versions[slots // BLOCK] = self.clock
+
+    def touch_all(self) -> None:
+        """Note that what was saved is of no use any more: the next save writes everything."""
+        self.clock += 1
+        self.versions[:] = self.clock
 
 
 class SegmentCheckpointer(StorageCheckpointerBase):  # type: ignore[misc]
@@ -58,8 +91,9 @@ class SegmentCheckpointer(StorageCheckpointerBase):  # type: ignore[misc]
         self._refuse_hooks()
         if not storage.initialized:
             raise UsageError("this storage was never written; there is nothing to save")
-        with storage._saving, SegmentLog.create_or_open(str(path), HOLDER) as log:
-            _save(storage, log)
+        with storage._saving:
+            content = _Content(storage)
+            storage._saved = save_blocks(content, storage._lock, path, HOLDER, storage._saved)
 
     def loads(self, storage: CompressedStorage, path: str | PathLike[str]) -> None:
         """Load; the storage must be as large as the one that was saved.
@@ -77,164 +111,313 @@ class SegmentCheckpointer(StorageCheckpointerBase):  # type: ignore[misc]
             raise UsageError("hooks see whole tensors, which a compressed storage does not have")
 
 
-def _save(storage: CompressedStorage, log: SegmentLog) -> None:
-    """Write most of it while others use the storage, then what they changed, then commit."""
-    with storage._lock:
-        draft = _Draft(storage._tracker, log)
-        groups = list(_groups(storage, draft.missing()))
-    try:
-        for group in groups:
-            with storage._lock:
-                if not draft.is_about(storage._tracker):
-                    break
-                items = draft.take(storage, group)
-            draft.append(log, items, group)
-        with storage._lock:
-            if not draft.is_about(storage._tracker):  # emptied, loaded, or with new keys
-                draft = _Draft(storage._tracker, log)
-            crcs = _checksums(storage, draft.tracker.blocks())
-            draft.home[draft.tracker.changed | (crcs != draft.crcs)] = -1
-            for group in _groups(storage, draft.missing()):
-                draft.append(log, draft.take(storage, group), group)
-            _commit(storage, log, draft)
-    except BaseException:
-        draft.tracker.changed |= draft.changed_before
-        raise
+class _Content:
+    """The storage as `save_blocks` asks for it."""
 
+    def __init__(self, storage: CompressedStorage) -> None:
+        self._storage = storage
 
-class _Draft:
-    """A save in the making: which segment will hold which block."""
+    def blocks(self, some: Sequence[int] | None = None) -> dict[int, Block]:
+        """Return the blocks in which something was written.
 
-    def __init__(self, tracker: SlotTracker, log: SegmentLog) -> None:
-        self.tracker, self.epoch = tracker, tracker.epoch
-        self.changed_before = tracker.changed.copy()
-        self.home = np.full_like(tracker.home, -1)
-        self.crcs = tracker.crcs.copy()
-        self.names: list[str] = []
-        self.sizes: list[int] = []
-        # Otherwise it is a new folder, or somebody else saved there meanwhile.
-        if tracker.digest and tracker.digest == log.digest:
-            self.home = tracker.home.copy()
-            self.names, self.sizes = list(tracker.segments), list(tracker.segments.values())
-            self.home[tracker.changed] = -1
-            _retire(self.home, self.sizes)
-
-    def is_about(self, tracker: SlotTracker) -> bool:
-        """Tell whether the storage still has the structure that this save began with."""
-        return tracker is self.tracker and tracker.epoch == self.epoch
-
-    def missing(self) -> Ints:
-        """Return the blocks that no segment holds."""
-        blocks = self.tracker.blocks()
-        found: Ints = blocks[self.home[blocks] < 0]
+        Plain keys can be changed in place, past the storage: a checksum notices.
+        """
+        storage = self._storage
+        tracker, columns = storage._tracker, storage._columns
+        assert columns is not None
+        plain = [as_rows(leaf.cpu(), 1) for _, leaf, _ in storage._flat]
+        slot_bytes = columns.slot_bytes() + sum(rows.shape[1] for rows in plain)
+        found: dict[int, Block] = {}
+        written = np.unique(np.flatnonzero(tracker.written) // BLOCK)
+        if some is not None:
+            written = written[np.isin(written, some)]
+        for block in written.tolist():
+            crc, here = 0, slice(block * BLOCK, (block + 1) * BLOCK)
+            for rows in plain:
+                crc = isal_zlib.crc32(rows[here], crc)
+            size = int(slot_bytes[here][tracker.written[here]].sum())
+            found[block] = Block(size, (int(tracker.versions[block]), crc))
         return found
 
-    def take(self, storage: CompressedStorage, blocks: Ints) -> list[Item]:
-        """Copy blocks out; what is written to them from now on counts as changed."""
-        tracker = self.tracker
-        tracker.changed[blocks] = False
-        self.crcs[blocks] = _checksums(storage, blocks)[blocks]
+    def copy(self, blocks: Sequence[int]) -> list[Item]:
+        """Return the content of blocks."""
+        storage = self._storage
+        slots = (np.array(blocks, np.int64)[:, None] * BLOCK + np.arange(BLOCK)).reshape(-1)
+        slots = slots[slots < storage._tracker.written.size]
         items = []
-        for name, array in part_of(storage, tracker.slots_of(blocks)).items():
+        part = _part_of(storage, slots[storage._tracker.written[slots]])
+        for name, array in part.items():
             kind, _, number = name.partition(".")
-            if kind == "plain":
-                key = storage._tree.keys[int(number)]
-                items.append(Item(name, as_words(array, key), DTYPE_NAMES[key.dtype]))
-            else:
-                items.append(Item(name, array))
+            key = storage._tree.keys[int(number)] if kind == "plain" else None
+            items.append(Item(name, key.words(array), key.dtype) if key else Item(name, array))
         return items
 
-    def append(self, log: SegmentLog, items: list[Item], blocks: Ints) -> None:
-        """Make blocks a segment."""
-        self.names.append(log.append(items, {}))
-        self.sizes.append(len(blocks))
-        self.home[blocks] = len(self.names) - 1
-
-
-def _commit(storage: CompressedStorage, log: SegmentLog, draft: _Draft) -> None:
-    used = np.unique(draft.home[draft.home >= 0])
-    renumbered = np.full(len(draft.names) + 1, -1, np.int32)  # the last one is for home == -1
-    renumbered[used] = np.arange(used.size, dtype=np.int32)
-    home = renumbered[draft.home]
-    segments = {draft.names[k]: draft.sizes[k] for k in used.tolist()}
-    state = {**describe(storage), "sizes": list(segments.values())}
-    log.commit(state, [Item("home", home)], keep=segments)
-    tracker = draft.tracker
-    tracker.home, tracker.segments, tracker.crcs = home, segments, draft.crcs
-    tracker.digest = log.digest
+    def state(self, blocks: Mapping[int, Block]) -> tuple[dict[str, Any], dict[str, NDArray[Any]]]:
+        """Return what is not in the blocks, but for their numbers."""
+        return describe(self._storage), {"block": np.array(list(blocks), np.int64)}
 
 
 def _load(storage: CompressedStorage, log: LogReader) -> None:
-    home = log.item("home")
     try:
-        sizes = dict(zip(log.segments, map(int, log.state["sizes"]), strict=True))
-        if home.dtype != np.int32 or home.max(initial=-1) >= len(sizes):
-            raise CorruptFile("its table of blocks makes no sense")
-        tracker = install(storage, log.state, _read_parts(log, home))
+        block, segment, place = _tables(log)
+        sizes: dict[str, int] = {}
+        install(storage, log.state, _read_parts(log, block, segment, sizes))
     except DataError as error:
         raise type(error)(f"{log.folder} cannot be loaded: {error}") from error
-    except NONSENSE as error:
-        raise CorruptFile(f"{log.folder} cannot be loaded: its sizes make no sense") from error
-    tracker.crcs = _checksums(storage, tracker.blocks())
-    if home.shape == tracker.home.shape:
-        tracker.home, tracker.segments, tracker.digest = home, sizes, log.digest
-        tracker.changed[:] = False
+    except _NONSENSE as error:
+        raise CorruptFile(f"{log.folder} cannot be loaded: its tables make no sense") from error
+    blocks = _Content(storage).blocks()
+    places = {
+        k: Place(log.segments[s], p, blocks[k].version)
+        for k, s, p in zip(block.tolist(), segment.tolist(), place.tolist(), strict=True)
+        if k in blocks
+    }
+    storage._saved = Saved(log.folder.resolve(), log.digest, places, sizes)
 
 
-def _read_parts(log: LogReader, home: NDArray[Any]) -> Iterator[Part]:
+def _tables(log: LogReader) -> tuple[Ints, Ints, Ints]:
+    """Return which block lies in which segment, and where in there."""
+    if "home" in log.names:  # files of before: per block, the number of its segment, or -1
+        home = log.item("home").astype(np.int64)
+        block = np.flatnonzero(home >= 0)
+        segment, place = home[block], np.zeros(block.size, np.int64)
+    else:
+        block, segment, place = (log.item(name) for name in ("block", "segment", "place"))
+    whole = block.ndim == 1 and block.shape == segment.shape == place.shape
+    if not whole or any(table.dtype != np.int64 for table in (block, segment, place)):
+        raise CorruptFile("its table of blocks makes no sense")
+    if segment.size and not 0 <= int(segment.min()) <= int(segment.max()) < len(log.segments):
+        raise CorruptFile("its table of blocks makes no sense")
+    return block, segment, place
+
+
+def _read_parts(
+    log: LogReader, block: Ints, segment: Ints, sizes: dict[str, int]
+) -> Iterator[Part]:
+    """Yield what of each segment is the last content of its slots; note the bytes of each."""
     for number, name in enumerate(log.segments):
-        with log.open_segment(name) as segment:
-            part = {item: segment.read(item) for item in segment.names}
-        yield _only(part, home, number)
-
-
-def _only(part: Part, home: NDArray[Any], number: int) -> Part:
-    """Keep the slots whose last content lies in this segment."""
-    try:
-        kept = home[part["slots"] // BLOCK] == number
+        with log.open_segment(name) as file:
+            part = {item: file.read(item) for item in file.names}
+        sizes[name] = sum(part[item].nbytes for item in part if item.startswith(("plain", "data")))
+        kept = np.isin(part["slots"] // BLOCK, block[segment == number])
         if kept.all():
-            return part
+            yield part
+            continue
         chosen: Part = {}
-        for name, array in part.items():
-            if name.startswith("data."):
-                lengths = part["lengths." + name.removeprefix("data.")]
-                array = array[np.repeat(kept, lengths)]
-            else:
-                array = array[kept]
-            chosen[name] = array
-        return chosen
-    except NONSENSE as error:
-        raise CorruptFile(f"segment {number} makes no sense ({error!r})") from error
+        for item, array in part.items():
+            kind, _, key = item.partition(".")
+            by = np.repeat(kept, part[f"lengths.{key}"]) if kind == "data" else kept
+            chosen[item] = array[by]
+        yield chosen
 
 
-def _retire(home: NDArray[np.int32], sizes: list[int]) -> None:
-    """Give up segments that are mostly outdated, or too many: their blocks are written again."""
-    live = np.bincount(home[home >= 0], minlength=len(sizes))
-    retired = live * 2 < np.array(sizes, np.int64)
-    alive = np.flatnonzero(live * ~retired)
-    if alive.size > _MOST_SEGMENTS:  # the smaller half becomes one: each block moves rarely
-        retired[alive[np.argsort(live[alive], kind="stable")][: alive.size // 2]] = True
-    home[np.isin(home, np.flatnonzero(retired))] = -1
+def export_state(storage: CompressedStorage) -> dict[str, Any]:
+    """Return everything as tensors."""
+    if not storage.initialized:
+        return {"initialized": False, "_len": 0}
+    tensors = {}
+    for name, array in _part_of(storage, np.flatnonzero(storage._tracker.written)).items():
+        kind, _, number = name.partition(".")
+        if kind == "plain":
+            tensors[name] = storage._tree.keys[int(number)].tensor(array, (len(array),))
+        else:
+            tensors[name] = torch.from_numpy(array)
+    return {
+        "initialized": True,
+        "_len": len(storage),
+        "description": json.dumps(describe(storage)),
+        "tensors": tensors,
+    }
 
 
-def _groups(storage: CompressedStorage, blocks: Ints) -> Iterator[Ints]:
-    """Cut blocks into groups of about one segment each."""
-    columns = storage._columns
-    written = max(1, int(storage._tracker.written.sum()))
-    slot_bytes = sum(row_bytes for _, _, row_bytes in storage._flat)
-    slot_bytes += columns.live_bytes // written if columns else 0
-    step = max(1, _SEGMENT_BYTES // max(1, slot_bytes * BLOCK))
-    for begin in range(0, len(blocks), step):
-        yield blocks[begin : begin + step]
+def export_plain(storage: CompressedStorage) -> dict[str, Any]:
+    """Return everything decoded, as a LazyTensorStorage would."""
+    if not storage.initialized:
+        return {"_storage": {}, "initialized": False, "_len": 0}
+    content = storage.get(slice(None))
+    if not isinstance(content, torch.Tensor | TensorDictBase):
+        raise UsageError(
+            f"a LazyTensorStorage has no state of {storage._form}; use compressed=True"
+        )
+    whole = content[:1].expand(storage._dims[0], *content.shape[1:]).clone()
+    whole[: len(content)] = content
+    if not isinstance(whole, torch.Tensor):
+        whole = TensorDict(dict(whole.items()), whole.batch_size).state_dict()
+    return {"_storage": whole, "initialized": True, "_len": len(storage)}
 
 
-def _checksums(storage: CompressedStorage, blocks: Ints) -> NDArray[np.uint32]:
-    """Return the checksums of the plain keys of blocks, and 0 for all others."""
-    crcs = np.zeros_like(storage._tracker.crcs)
-    leaves = [as_rows(leaf.cpu(), 1) for _, leaf, _ in storage._flat]
-    for block in blocks.tolist():
-        crc = 0
-        for rows in leaves:
-            crc = isal_zlib.crc32(rows[block * BLOCK : (block + 1) * BLOCK], crc)
-        crcs[block] = crc
-    return crcs
+def import_state(storage: CompressedStorage, state: dict[str, Any]) -> None:
+    """Take over what `export_state` returned, or a LazyTensorStorage's `state_dict`."""
+    if not state.get("initialized"):
+        storage._empty()
+        return
+    if "_storage" in state:
+        _import_plain(storage, state)
+        return
+    part: Part = {}
+    try:
+        description = json.loads(state["description"])
+        for name, tensor in state["tensors"].items():
+            whole = tensor.cpu().contiguous()
+            part[name] = flat_words(whole).reshape(tuple(whole.shape))
+    except _NONSENSE as error:
+        raise CorruptFile(f"this state makes no sense ({error!r})") from error
+    install(storage, description, [part])
+
+
+def _import_plain(storage: CompressedStorage, state: dict[str, Any]) -> None:
+    """Take over the state of a LazyTensorStorage: all of its slots, written or not, in one tree."""
+    try:
+        content, length = state["_storage"], int(state["_len"])
+        if not isinstance(content, torch.Tensor):
+            content = TensorDict({}, []).load_state_dict(content, strict=False)
+        dims = tuple(content.shape[: storage.ndim])
+        written = content[: -(-length // max(1, int(np.prod(dims[1:]))))]
+    except _NONSENSE as error:
+        raise CorruptFile(f"this state makes no sense ({error!r})") from error
+    _check_dims(storage, dims)
+    slots = int(np.prod(dims))
+    if not 0 <= length <= slots:
+        raise CorruptFile(f"this state makes no sense (a length of {length} in {slots} slots)")
+    if not length:
+        storage._empty()
+        return
+    # Apart, so that what cannot be taken over leaves the storage as it is.
+    apart = type(storage)(storage.max_size, **storage.settings)
+    apart.set(range(len(written)), written)
+    apart._len = length
+    import_state(storage, export_state(apart))
+
+
+def _check_dims(storage: CompressedStorage, dims: tuple[int, ...]) -> None:
+    expected = -(-storage.max_size // max(1, int(np.prod(dims[1:]))))
+    if len(dims) != storage.ndim or dims[0] != expected:
+        raise UsageError(
+            f"it was saved with {list(dims)} slots, this storage has max_size={storage.max_size} "
+            f"and ndim={storage.ndim}; make it as it was"
+        )
+
+
+def _part_of(storage: CompressedStorage, slots: Ints) -> Part:
+    """Copy the content of slots; plain keys as rows of bytes."""
+    part: Part = {"slots": slots}
+    for k, leaf, _ in storage._flat:
+        part[f"plain.{k}"] = as_rows(leaf.cpu(), 1)[slots]
+    for k in storage._tree.big:
+        assert storage._columns is not None
+        part[f"data.{k}"], part[f"lengths.{k}"] = storage._columns.gather(k, slots)
+    return part
+
+
+def describe(storage: CompressedStorage) -> dict[str, Any]:
+    """Return everything but the content of slots, as JSON."""
+    codecs = storage._columns.codecs if storage._columns else {}
+    keys = []
+    for k, key in enumerate(storage._tree.keys):
+        codec = codecs[k].config() if k in codecs else None
+        keys.append({**key.config(), "codec": codec, "first": key.path in storage._first_paths})
+    return {
+        "form": storage._form.to_json(),
+        "dims": list(storage._dims),
+        "len": len(storage),
+        "cursor": storage._last_cursor_index,
+        "keys": keys,
+        "extras": [[list(path), list(extra)] for path, extra in storage._tree.extras.items()],
+        "names": list(storage._storage.names) if storage._names is not None else None,
+    }
+
+
+def install(storage: CompressedStorage, state: Any, parts: Iterable[Part]) -> None:
+    """Build everything anew, and only when it is whole put it in place of what is there.
+
+    Args:
+        storage: Takes it over.
+        state: From `describe`.
+        parts: Of different slots; plain keys as elements of their type.
+
+    Raises:
+        UsageError: It is of a storage of another size.
+        CorruptFile: It makes no sense.
+    """
+    try:
+        dims = tuple(int(n) for n in state["dims"])
+        _check_dims(storage, dims)
+        keys = [Field.from_config(record) for record in state["keys"]]
+        if len({key.path for key in keys}) != len(keys):
+            raise CorruptFile("a key is there twice")
+        codecs: dict[int, FrameCodec] = {}
+        for k, record in enumerate(state["keys"]):
+            if record["codec"] is not None:
+                codecs[k] = frame_codec(record["codec"])
+                if codecs[k].size != keys[k].size:
+                    raise CorruptFile(f"the codec of {keys[k].name} is for frames of another size")
+        extras = {tuple(path): tuple(extra) for path, extra in state["extras"]}
+        tree = KeyTree(keys, extras, list(codecs))
+        first = frozenset(
+            key.path for key, record in zip(keys, state["keys"], strict=True) if record["first"]
+        )
+        form = Form.from_json(state.get("form"))  # files of before have none
+        length, cursor, names = state["len"], state["cursor"], state["names"]
+        slots = int(np.prod(dims))
+        if type(length) is not int or not 0 <= length <= slots:
+            raise CorruptFile(f"a length of {length!r} makes no sense")
+        if cursor is not None and (type(cursor) is not int or not 0 <= cursor < slots):
+            raise CorruptFile(f"a cursor at {cursor!r} makes no sense")
+        known = isinstance(storage.device, torch.device)
+        device = storage.device if known else torch.device("cpu")  # "auto" has nothing to follow
+        leaves = {
+            k: torch.empty((slots, *keys[k].shape), dtype=keys[k].torch_dtype) for k in tree.plain
+        }
+        columns = CompressedColumns(slots, codecs, **storage._spill)
+        tracker = SlotTracker(slots, storage._tracker.clock)
+        for part in parts:
+            _fill(part, tree, leaves, columns, tracker)
+        shaped = {k: leaf.view(*dims, *keys[k].shape) for k, leaf in leaves.items()}
+        plain = tree.assemble(shaped, dims, torch.device("cpu"), names).to(device)
+    except _NONSENSE as error:
+        raise CorruptFile(f"its description makes no sense ({error!r})") from error
+    if form != Form() or storage._form.kind is None:  # a file does not name a tensorclass
+        storage._form = form
+    storage.device = device
+    storage._storage, storage.initialized = plain, True
+    storage.max_size = slots
+    storage.__dict__["_total_shape_value"] = torch.Size(dims)
+    storage._len = length
+    storage._set_last_cursor(cursor)
+    storage._adopt(tree, columns, tracker)
+    storage._first_paths = first
+
+
+def _fill(
+    part: Part,
+    tree: KeyTree,
+    leaves: dict[int, torch.Tensor],
+    columns: CompressedColumns,
+    tracker: SlotTracker,
+) -> None:
+    slots = part["slots"]
+    if slots.dtype != np.int64 or slots.ndim != 1:
+        raise CorruptFile("its table of slots makes no sense")
+    if len(part) != 1 + len(tree.plain) + 2 * len(tree.big):
+        raise CorruptFile("it has other keys than those of its description")
+    if slots.size and not 0 <= int(slots.min()) <= int(slots.max()) < tracker.written.size:
+        raise CorruptFile("a slot is out of range")
+    if np.unique(slots).size != slots.size or tracker.written[slots].any():
+        raise CorruptFile("a slot is there twice")
+    for k, leaf in leaves.items():
+        key, array = tree.keys[k], part[f"plain.{k}"]
+        if array.dtype != DTYPES[key.dtype].words or array.shape != (slots.size, *key.shape):
+            raise CorruptFile(f"{key.name} is {array.dtype} {list(array.shape)}")
+        rows = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
+        as_rows(leaf, 1)[slots] = rows.reshape(slots.size, key.size)
+    encoded: dict[int, Encoded] = {}
+    for k in tree.big:
+        lengths, data = part[f"lengths.{k}"], part[f"data.{k}"]
+        whole = lengths.shape == slots.shape and lengths.dtype == np.int64 and data.ndim == 1
+        if not whole or data.dtype != np.uint8 or int(lengths.min(initial=0)) < 0:
+            raise CorruptFile(f"the frames of {tree.keys[k].name} make no sense")
+        if int(lengths.max(initial=0)) > data.size or int(lengths.sum()) != data.size:
+            raise CorruptFile(f"the frames of {tree.keys[k].name} have {data.size} bytes")
+        encoded[k] = Encoded(data, lengths)
+    columns.store(slots, encoded)
+    tracker.touch(slots)

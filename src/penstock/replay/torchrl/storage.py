@@ -30,31 +30,41 @@ with needs_torchrl("CompressedStorage"):
     from torchrl.data import LazyTensorStorage, TensorStorage
 
 from penstock.replay.frames import FrameCodec, choose_codec
-from penstock.replay.torchrl.columns import CompressedColumns, Encoded
-from penstock.replay.torchrl.content import SlotTracker, export_plain, export_state, import_state
-from penstock.replay.torchrl.forms import Form, form_of, stack_items
-from penstock.replay.torchrl.index import is_view, key_path, place, reads_columns, slots_at
-from penstock.replay.torchrl.keys import (
-    Codecs,
-    Key,
+from penstock.replay.keys import Codecs, KeyPath, check_codecs, codecs_of
+from penstock.replay.segments import Saved
+from penstock.replay.torchrl.access import (
+    StorageSlice,
+    TensorSlice,
+    is_view,
+    key_path,
+    place,
+    reads_columns,
+    slots_at,
+)
+from penstock.replay.torchrl.save import (
+    SegmentCheckpointer,
+    SlotTracker,
+    export_plain,
+    export_state,
+    import_state,
+)
+from penstock.replay.torchrl.slots import CompressedColumns, Encoded
+from penstock.replay.torchrl.structure import (
+    Form,
     KeyTree,
     as_rows,
-    check_codecs,
-    check_names,
     extras_of,
-    from_rows,
-    some_items,
-    walk,
-    wanted_codec,
+    field_of,
+    leaves_of,
+    stack_items,
 )
-from penstock.replay.torchrl.save import SegmentCheckpointer
-from penstock.replay.torchrl.slices import StorageSlice, TensorSlice
 
 Slots = NDArray[np.int64]
-Leaves = dict[tuple[str, ...], torch.Tensor]
+Leaves = dict[KeyPath, torch.Tensor]
 
 _PLAIN_BYTES = 256  # below this, a key is not worth a look-up of its own
 _REUSED_BYTES = 64 * 1024
+_SAMPLE_ITEMS = 64  # to choose a codec by
 # Torch has no indexing for these: they go to the columns, compressed or not.
 _NOT_INDEXED = (torch.uint16, torch.uint32, torch.uint64)
 _ADDED_BY_TORCHRL = {("index",)}  # by some writers, to some data
@@ -110,7 +120,7 @@ class CompressedStorage(LazyTensorStorage):  # type: ignore[misc]
             raise UsageError(f"ndim is {ndim!r}; give a whole number, at least 1")
         if memory_bytes is not None and spill_dir is None:
             raise UsageError("memory_bytes needs spill_dir: where should the rest go?")
-        check_names(codecs)
+        check_codecs(codecs)
         memory = None if memory_bytes is None else parse_bytes(memory_bytes)
         super().__init__(max_size, ndim=ndim, device=device)
         self._codecs = codecs
@@ -120,9 +130,10 @@ class CompressedStorage(LazyTensorStorage):  # type: ignore[misc]
         self._memory = ReusedMemory()
         self._form = Form()
         self._tree = KeyTree([], {})
-        self._first_paths: frozenset[tuple[str, ...]] = frozenset()
+        self._first_paths: frozenset[KeyPath] = frozenset()
         self._columns: CompressedColumns | None = None
         self._tracker = SlotTracker(0)
+        self._saved: Saved | None = None
         self._flat: list[tuple[int, torch.Tensor, int]] = []
         self._dims: tuple[int, ...] = ()
         self._names: list[str | None] | None = None
@@ -134,14 +145,10 @@ class CompressedStorage(LazyTensorStorage):  # type: ignore[misc]
         return columns + sum(leaf.nbytes for _, leaf, _ in self._flat) + self._tracker.nbytes
 
     @property
-    def compressed_keys(self) -> dict[tuple[str, ...], str]:
+    def compressed_keys(self) -> dict[KeyPath, str]:
         """The keys that are compressed, and their codecs; empty before the first write."""
-        if self._columns is None:
-            return {}
-        codecs = self._columns.codecs
-        return {
-            key.path: codecs[key.column].id for key in self._tree.keys if key.column is not None
-        }
+        codecs = self._columns.codecs if self._columns else {}
+        return {self._tree.keys[k].path: codec.id for k, codec in codecs.items()}
 
     @property
     def settings(self) -> dict[str, Any]:
@@ -149,9 +156,9 @@ class CompressedStorage(LazyTensorStorage):  # type: ignore[misc]
         device = "auto" if self.device is None else self.device
         return {"codecs": self._codecs, "ndim": self.ndim, "device": device, **self._spill}
 
-    def shape_of(self, path: tuple[str, ...]) -> tuple[int, ...]:
+    def shape_of(self, path: KeyPath) -> tuple[int, ...]:
         """Return the shape of a key in one slot."""
-        return self._tree.by_path[path].shape
+        return self._tree.keys[self._tree.number[path]].shape
 
     def set(self, cursor: Any, data: Any, *, set_cursor: bool = True) -> None:
         """Write slots; called by the buffer's writer.
@@ -168,11 +175,11 @@ class CompressedStorage(LazyTensorStorage):  # type: ignore[misc]
         if isinstance(data, list) and data:
             data = stack_items(data)
         with self._lock:
-            form = self._form if self.initialized else form_of(data)
+            form = self._form if self.initialized else Form.of(data)
             data = form.wrap(data, self._lead(cursor))
             slots, cursor, data = place(cursor, data, self.ndim, self.max_size, self._dims)
             lead = slots.ndim
-            leaves = dict(walk(data))
+            leaves = dict(leaves_of(data))
             tree, columns = self._tree, self._columns
             if columns is None:
                 tree, columns = self._choose(leaves, extras_of(data, lead), slots)
@@ -180,18 +187,18 @@ class CompressedStorage(LazyTensorStorage):  # type: ignore[misc]
                 self._check(leaves, lead, partial=not set_cursor)
             flat = slots.reshape(-1)
             encoded: dict[int, Encoded] = {}
-            for key in tree.keys:
-                if key.column is not None and key.path in leaves:
-                    rows = as_rows(leaves[key.path].cpu(), lead)
-                    encoded[key.column] = columns.encode(key.column, rows)
+            for k in tree.big:
+                if tree.keys[k].path in leaves:
+                    rows = as_rows(leaves[tree.keys[k].path].cpu(), lead)
+                    encoded[k] = columns.encode(k, rows)
             columns.store(flat, encoded)
             plain = data.exclude(*(tree.keys[k].path for k in tree.big)) if tree.big else data
             first = not self.initialized
             super().set(cursor, plain, set_cursor=set_cursor)
             if first:
                 self._form = form
-                self._adopt(tree, columns, SlotTracker(self._capacity))
-            elif not leaves.keys() <= tree.by_path.keys():
+                self._adopt(tree, columns, SlotTracker(self._capacity, self._tracker.clock))
+            elif not leaves.keys() <= tree.number.keys():
                 self._add_keys(leaves, lead)
             self._tracker.touch(flat)
 
@@ -235,7 +242,7 @@ class CompressedStorage(LazyTensorStorage):  # type: ignore[misc]
         return int(self.ndim)
 
     @contextmanager
-    def changing(self, slots: Slots, changes: Mapping[tuple[str, ...], Any]) -> Iterator[None]:
+    def changing(self, slots: Slots, changes: Mapping[KeyPath, Any]) -> Iterator[None]:
         """Write compressed keys of slots; the plain ones are written within.
 
         Args:
@@ -251,13 +258,11 @@ class CompressedStorage(LazyTensorStorage):  # type: ignore[misc]
             kept = slots.size - 1 - last
             encoded: dict[int, Encoded] = {}
             for path, value in changes.items():
-                key = self._tree.by_path[path]
-                target = torch.empty((*slots.shape, *key.shape), dtype=key.dtype)
+                k = self._tree.number[path]
+                key = self._tree.keys[k]
+                target = torch.empty((*slots.shape, *key.shape), dtype=key.torch_dtype)
                 target[...] = value
-                assert key.column is not None
-                encoded[key.column] = self._columns.encode(
-                    key.column, as_rows(target, slots.ndim)[kept]
-                )
+                encoded[k] = self._columns.encode(k, as_rows(target, slots.ndim)[kept])
             yield
             if flat.size:
                 self._columns.store(flat, encoded)
@@ -304,7 +309,8 @@ class CompressedStorage(LazyTensorStorage):  # type: ignore[misc]
         with self._lock:
             if self._columns is not None:
                 self._columns.clear()
-            self._tracker = SlotTracker(self._capacity if self.initialized else 0)
+            slots = self._capacity if self.initialized else 0
+            self._tracker = SlotTracker(slots, self._tracker.clock)
             super()._empty()
 
     def __repr__(self) -> str:
@@ -340,33 +346,30 @@ class CompressedStorage(LazyTensorStorage):  # type: ignore[misc]
         return leaf
 
     def _choose(
-        self, leaves: Leaves, extras: dict[tuple[str, ...], tuple[int, ...]], slots: Slots
+        self, leaves: Leaves, extras: dict[KeyPath, tuple[int, ...]], slots: Slots
     ) -> tuple[KeyTree, CompressedColumns]:
         """Decide, from the first data, which keys are worth compressing; changes nothing."""
         if not leaves:
             raise UsageError("the first data has no tensors; there is nothing to store")
-        check_codecs(self._codecs, list(leaves))
-        keys: list[Key] = []
-        codecs: list[FrameCodec] = []
-        sizes: list[int] = []
-        for path, tensor in leaves.items():
-            key = Key(path, tensor.dtype, tuple(tensor.shape[slots.ndim :]))
-            wanted = wanted_codec(path, self._codecs)
-            codec = choose_codec(some_items(key, tensor, slots.ndim), wanted, key.name)
+        keys = [field_of(path, tensor, slots.ndim) for path, tensor in leaves.items()]
+        wanted = codecs_of(self._codecs, list(leaves), "auto")
+        codecs: dict[int, FrameCodec] = {}
+        for k, (key, tensor) in enumerate(zip(keys, leaves.values(), strict=True)):
+            items = tensor.detach().reshape(slots.size, *key.shape)
+            some = items[:: max(1, slots.size // _SAMPLE_ITEMS)][:_SAMPLE_ITEMS].cpu()
+            codec = choose_codec(key.words(as_rows(some, 1)), wanted[k], key.name)
             worth = codec.id != "raw" or self._spill["spill_dir"] is not None
-            if (worth and key.nbytes >= _PLAIN_BYTES) or key.dtype in _NOT_INDEXED:
-                key.column = len(codecs)
-                codecs.append(codec)
-                sizes.append(key.nbytes)
-            keys.append(key)
+            if (worth and key.size >= _PLAIN_BYTES) or tensor.dtype in _NOT_INDEXED:
+                codecs[k] = codec
         inner = int(np.prod(slots.shape[slots.ndim - self.ndim + 1 :]))
         capacity = -(-self.max_size // inner) * inner
-        return KeyTree(keys, extras), CompressedColumns(capacity, codecs, sizes, **self._spill)
+        columns = CompressedColumns(capacity, codecs, **self._spill)
+        return KeyTree(keys, extras, list(codecs)), columns
 
     def _adopt(self, tree: KeyTree, columns: CompressedColumns, tracker: SlotTracker) -> None:
         """Take over a structure, when `_storage` holds its plain keys."""
         self._tree, self._columns, self._tracker = tree, columns, tracker
-        self._first_paths = frozenset(tree.by_path) - _ADDED_BY_TORCHRL
+        self._first_paths = frozenset(tree.number) - _ADDED_BY_TORCHRL
         self._refresh()
 
     def _refresh(self) -> None:
@@ -390,28 +393,29 @@ class CompressedStorage(LazyTensorStorage):  # type: ignore[misc]
                 names = ", ".join(sorted(".".join(path) for path in missing))
                 raise UsageError(f"the data lacks {names}, which the first data had")
         for path, tensor in leaves.items():
-            key = self._tree.by_path.get(path)
-            found = tuple(tensor.shape[lead:])
-            if key is None and tensor.dtype in _NOT_INDEXED:
+            number = self._tree.number.get(path)
+            if number is None and tensor.dtype in _NOT_INDEXED:
                 raise UnsupportedValue(
                     f"{'.'.join(path)} was not in the first data, and torch cannot write "
                     f"{tensor.dtype} by index; convert it, or have it from the start"
                 )
-            if key is not None and (key.dtype != tensor.dtype or key.shape != found):
+            found = field_of(path, tensor, lead)
+            if number is not None and self._tree.keys[number] != found:
                 raise UsageError(
-                    f"{key.name} is {tensor.dtype} {list(found)}, the first data was {key.dtype} "
-                    f"{list(key.shape)}; a storage keeps one type and shape per key"
+                    f"the data has {found}, the first data had {self._tree.keys[number]}; "
+                    "a storage keeps one type and shape per key"
                 )
 
     def _add_keys(self, leaves: Leaves, lead: int) -> None:
         """A later write brought keys (TorchRL adds "index" itself); they are plain."""
+        tree = self._tree
         added = [
-            Key(path, tensor.dtype, tuple(tensor.shape[lead:]))
+            field_of(path, tensor, lead)
             for path, tensor in leaves.items()
-            if path not in self._tree.by_path
+            if path not in tree.number
         ]
-        self._tree = KeyTree([*self._tree.keys, *added], self._tree.extras)
-        self._tracker.forget()
+        self._tree = KeyTree([*tree.keys, *added], tree.extras, tree.big)
+        self._tracker.touch_all()
         self._refresh()
 
     def _fast_slots(self, index: Any) -> Slots | None:
@@ -448,19 +452,19 @@ class CompressedStorage(LazyTensorStorage):  # type: ignore[misc]
         for k, leaf, row_bytes in self._flat:
             if on_cpu and row_bytes * count >= _REUSED_BYTES:
                 rows = self._memory.array((count, row_bytes), np.uint8)
-                out = from_rows(rows, self._tree.keys[k], (count,))
+                out = self._tree.keys[k].tensor(rows, (count,))
                 tensors[k] = torch.index_select(leaf, 0, index, out=out)
             else:
                 tensors[k] = leaf.index_select(0, index)
         for k in big:
-            tensors[k] = self._decode(self._tree.keys[k], slots)
+            tensors[k] = self._decode(k, slots)
         return self._tree.assemble(tensors, (count,), device, self._names)
 
-    def _decode(self, key: Key, slots: Slots) -> torch.Tensor:
-        assert self._columns is not None and key.column is not None
-        rows = self._memory.array((slots.size, key.nbytes), np.uint8)
-        self._columns.decode(key.column, slots.reshape(-1), rows)
-        tensor = from_rows(rows, key, slots.shape)
+    def _decode(self, k: int, slots: Slots) -> torch.Tensor:
+        assert self._columns is not None
+        rows = self._memory.array((slots.size, self._tree.keys[k].size), np.uint8)
+        self._columns.decode(k, slots.reshape(-1), rows)
+        tensor = self._tree.keys[k].tensor(rows, slots.shape)
         device = self._storage.device
         return tensor if device is None or device.type == "cpu" else tensor.to(device)
 
@@ -474,7 +478,7 @@ class CompressedStorage(LazyTensorStorage):  # type: ignore[misc]
         slots = slots_at((self._len_along_dim0, *self._dims[1:]), index)
         tensors = {k: plain.get(self._tree.keys[k].path) for k in self._tree.plain}
         for k in big:
-            tensors[k] = self._decode(self._tree.keys[k], slots)
+            tensors[k] = self._decode(k, slots)
         names = plain.names if self._names is not None else None
         content = self._tree.assemble(tensors, slots.shape, plain.device, names)
         return self._slice(content, index, slots)

@@ -154,7 +154,7 @@ def _batches(source: Source, machine: Machine) -> dict[int, CodecMeasure]:
         lead, env, when = group.axes
         if group.writer != "rollouts" or (env, when) != (0, 1) or not source.environments:
             continue
-        from penstock.rollouts.columns import compress_columns
+        from penstock.rollouts.compressed import compress_key
         from penstock.rollouts.structure import Leaf
 
         for key, words in group.items:
@@ -163,7 +163,7 @@ def _batches(source: Source, machine: Machine) -> dict[int, CodecMeasure]:
             leaf = Leaf(str(key), source.keys[key].path, source.keys[key].dtype, words)
             for _ in range(1 if seconds else 2):  # the very first includes what is made ready
                 begin = time.perf_counter()
-                column = compress_columns([leaf], 2, None, BATCH_LEVEL).get(leaf.item)
+                column = compress_key(leaf, True, BATCH_LEVEL)
                 middle = time.perf_counter()
                 if column:
                     column.decode_all()

@@ -93,7 +93,7 @@ def _add_rollout(
     import torch
 
     from penstock.core.reuse import ReusedMemory
-    from penstock.rollouts.files import RolloutFile
+    from penstock.rollouts.file import RolloutFile
 
     with PackReader(path) as pack:
         whole = sum(entry.nbytes for entry in pack.index.entries.values())
@@ -274,8 +274,7 @@ def _add_segment(
 def _episode_frames(
     segment: PackReader, number: int, record: dict[str, Any], want: int
 ) -> NDArray[np.uint8]:
-    from penstock.core.reuse import ReusedMemory
-    from penstock.replay.episodes.records import Column
+    from penstock.replay.episodes.store import Column
 
     column = Column.from_config(record)
     lengths, sizes = segment.read("lengths"), segment.read(f"sizes.{number}")
@@ -286,13 +285,12 @@ def _episode_frames(
     out = []
     for episode in episodes:
         start, stop = int(ends[episode] - sizes[episode]), int(ends[episode])
-        data = segment.read_rows(f"records.{number}", start, stop)
         length = int(lengths[episode])
-        column.check(data, length)
+        data = column.from_file(segment.read_rows(f"records.{number}", start, stop), length)
         steps = np.array(_positions(spread(length, max(1, each // 4), 4)), np.int64)
         frames = np.empty((steps.size, column.field.size), np.uint8)
         address = np.full(steps.size, data.__array_interface__["data"][0], np.uint64)
-        column.gather(address, np.full(steps.size, length), steps, frames, ReusedMemory())
+        column.gather(address, steps, frames)
         out.append(frames)
     return np.concatenate(out)
 

@@ -102,7 +102,7 @@ def store(source: Source, machine: Machine) -> Stored:
 
 def _write(path: Path, source: Source, group: Group) -> None:
     if group.writer == "rollouts":
-        from penstock.rollouts.files import write_rollout
+        from penstock.rollouts.file import write_rollout
         from penstock.rollouts.structure import Axes, Batch, Leaf
 
         leaves = [

@@ -125,11 +125,10 @@ def measure_alive(batches: int) -> list[Row]:
 
         if ahead:
             with PipelinedDataCollector(source(), prefetch_count=_PREFETCH) as collector:
-                # The first batches are kept to find out whether the collector reuses its memory.
-                for number, _ in enumerate(collector):
+                for _ in collector:
                     time.sleep(_LEARN_S)  # so that the collector gets ahead
-                    if number >= 2 * (_PREFETCH + 2):
-                        most = max(most, len(alive))
+                    # The learner's own, the copies that wait for it, and what they are copied from.
+                    most = max(most, 1 + collector.stats()["queued"] + len(alive))
         else:
             for _ in source():
                 most = max(most, len(alive))

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import operator
 import os
-from collections.abc import Iterable
-from dataclasses import dataclass
+import threading
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -25,11 +25,11 @@ from penstock.rollouts.structure import (
     Batch,
     Key,
     Leaf,
-    Part,
+    Picked,
+    Selection,
     choose,
     keys_of,
     put_together,
-    stack_of,
 )
 from penstock.tensors import empty_array, tensor_over
 
@@ -47,14 +47,15 @@ _PARALLEL_BYTES = 4 << 20
 _WORKERS = 2
 
 
-def codec_for(width: int, level: int, *, time_last: bool) -> Codec | None:
-    """Return the codec for words of this width at a level of the scale 0 to 16.
+def codec_for(words: np.dtype[Any], level: int, *, time_last: bool) -> Codec | None:
+    """Return the codec for words of a type at a level of the scale 0 to 16.
 
     0 stores everything as it is. 1 to 9 compress what is worth the time to read it back; above, as
     far as it goes. (The scale is that of LZ4; ours has fewer steps, for more effort buys little.)
     """
     if level == 0:
         return None
+    width = words.itemsize // 2 if words.kind == "c" else words.itemsize
     strength = 1 if level <= 9 else 2
     if width == 1:
         return Zstd(2 * strength - 1)
@@ -93,8 +94,7 @@ def _item(leaf: Leaf, axes: Axes, level: int) -> Item:
         return Item(leaf.item, values, leaf.dtype)
     order = axes.order(leaf.shape)
     least_bytes = _LEAST_BLOCK_BYTES if order is None else 0
-    width = values.itemsize // 2 if values.dtype.kind == "c" else values.itemsize
-    codec = codec_for(width, level, time_last=order is not None)
+    codec = codec_for(values.dtype, level, time_last=order is not None)
     if codec is None and axes.env == 0:
         order = None  # environments are together already, and reading in order is faster
     layout = Layout(order) if order and order != tuple(range(len(order))) else None
@@ -104,49 +104,6 @@ def _item(leaf: Leaf, axes: Axes, level: int) -> Item:
         most_rows = max(_BLOCK_ROWS, least_bytes // row_bytes)
         block_bytes = min(max(1, _BLOCK_BYTES // row_bytes), most_rows) * row_bytes
     return Item(leaf.item, values, leaf.dtype, codec, layout, block_bytes)
-
-
-@dataclass(frozen=True)
-class Picked:
-    """What an index picks from one axis."""
-
-    positions: NDArray[np.int64]
-    drops: bool = False  # a single number: the axis goes away
-
-    @staticmethod
-    def of(name: str, index: Any, size: int) -> Picked:
-        """Check an index against the length of its axis."""
-        if isinstance(index, slice):
-            try:
-                return Picked(np.arange(*index.indices(size), dtype=np.int64))
-            except (TypeError, ValueError) as error:
-                raise UsageError(f"{name}={index!r}: {error}") from None
-        if not isinstance(index, list | tuple | np.ndarray | torch.Tensor):
-            try:
-                return Picked(_in_range(name, np.array([operator.index(index)]), size), True)
-            except TypeError:
-                raise UsageError(
-                    f"{name}={index!r}: give a number, a slice, or a list of numbers"
-                ) from None
-        array = index.cpu().numpy() if isinstance(index, torch.Tensor) else np.asarray(index)
-        if array.ndim == 0 and array.dtype.kind in "iu":
-            return Picked(_in_range(name, array.reshape(1), size), True)
-        if array.dtype == np.bool_ and array.shape == (size,):
-            return Picked(np.flatnonzero(array))
-        if array.ndim != 1 or (array.size and array.dtype.kind not in "iu"):
-            raise UsageError(
-                f"{name}: an index of shape {list(array.shape)} and type {array.dtype} does not "
-                f"fit an axis of {size}; give one list of whole numbers"
-            )
-        return Picked(_in_range(name, array, size))
-
-
-def _in_range(name: str, positions: NDArray[Any], size: int) -> NDArray[np.int64]:
-    outside = positions[(positions < -size) | (positions >= size)]
-    if outside.size:
-        raise UsageError(f"{name}: {outside[0]} is not in an axis of {size}")
-    wrapped: NDArray[np.int64] = np.where(positions < 0, positions + size, positions)
-    return wrapped.astype(np.int64)
 
 
 def identity(status: os.stat_result) -> tuple[int, ...]:
@@ -206,7 +163,7 @@ class RolloutFile:
         steps: Any = None,
     ) -> Any:
         """Read the rollout, or a part of it."""
-        part = _Part(self.axes, self._pick("envs", envs), self._pick("steps", steps))
+        part = Selection(self.axes, self._pick("envs", envs), self._pick("steps", steps))
         chosen = choose(self._items, keys)
         names = [
             item
@@ -219,7 +176,7 @@ class RolloutFile:
             return tensor_over(words[name], self._pack.entry(name).dtype)
 
         try:
-            return put_together(self.node, fetch, device, chosen, part, arrays=words)
+            return put_together(self.node, fetch, device, chosen, selection=part, arrays=words)
         except (CorruptFile, *NONSENSE) as error:
             raise CorruptFile(
                 f"{self._pack.path} is damaged: its description makes no sense ({error!r})"
@@ -234,7 +191,7 @@ class RolloutFile:
             raise UsageError(f"{name}: this rollout of batch size {shape} has no such axis")
         return Picked.of(name, index, self.axes.batch[axis])
 
-    def _read(self, names: list[str], part: _Part) -> dict[str, NDArray[Any]]:
+    def _read(self, names: list[str], part: Selection) -> dict[str, NDArray[Any]]:
         """Read tensors, as the words that they are stored as."""
         arrays: dict[str, NDArray[Any]] = {}
         whole: list[str] = []
@@ -262,7 +219,7 @@ class RolloutFile:
         self._pack.read_into(targets)
         return arrays
 
-    def _read_part(self, entry: Entry, part: _Part) -> NDArray[Any]:
+    def _read_part(self, entry: Entry, part: Selection) -> NDArray[Any]:
         stored_axes = list(entry.layout.order) if entry.layout else list(range(len(entry.shape)))
         first = stored_axes[0]
         picked = part.on(first)
@@ -319,55 +276,47 @@ class RolloutFile:
         self.close()
 
 
-@dataclass(frozen=True)
-class _Part(Part):
-    """The part of a rollout that was asked for."""
+class OpenRollouts:
+    """The rollouts that were read last, kept open: a header takes as long as an environment.
 
-    axes: Axes
-    envs: Picked | None
-    steps: Picked | None
+    Args:
+        memory: For the batches.
+        most: How many stay open.
+    """
 
-    @property
-    def whole(self) -> bool:
-        return self.envs is None and self.steps is None
+    def __init__(self, memory: ReusedMemory, most: int = 4) -> None:
+        self._memory = memory
+        self._most = most
+        self._lock = threading.Lock()
+        self._idle: dict[Path, RolloutFile] = {}
 
-    def on(self, axis: int) -> Picked | None:
-        """Return what is picked from an axis."""
-        if axis == self.axes.env:
-            return self.envs
-        return self.steps if axis == self.axes.time else None
+    @contextmanager
+    def open(self, path: Path) -> Iterator[RolloutFile]:
+        """Open a rollout, or take the one that is open if the file is still the same."""
+        with self._lock:
+            file = self._idle.pop(path, None)  # nobody else reads it meanwhile, or closes it
+        if file is not None and file.identity != identity(os.stat(path)):
+            file.close()
+            file = None
+        if file is None:
+            file = RolloutFile(path, self._memory)
+        try:
+            yield file
+        finally:
+            with self._lock:
+                spare = [self._idle.pop(path)] if path in self._idle else []
+                self._idle[path] = file
+                while len(self._idle) > self._most:
+                    spare.append(self._idle.pop(next(iter(self._idle))))
+            for other in spare:
+                other.close()
 
-    def shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
-        """Return what a shape becomes."""
-        if self.whole or not self.axes.cover(shape):
-            return shape
-        leading = [(self.on(axis), size) for axis, size in enumerate(self.axes.batch)]
-        kept = [
-            size if picked is None else picked.positions.size
-            for picked, size in leading
-            if picked is None or not picked.drops
-        ]
-        return (*kept, *shape[len(self.axes.batch) :])
-
-    def names(self, shape: tuple[int, ...], names: list[Any]) -> list[Any]:
-        """Return what the names of the axes of a batch size become."""
-        if not self.axes.cover(shape):
-            return names
-        dropped = {axis for axis in range(2) if (p := self.on(axis)) is not None and p.drops}
-        return [name for axis, name in enumerate(names) if axis not in dropped]
-
-    def narrow(self, rows: list[Any], shape: tuple[int, ...]) -> Any:
-        """Index nested lists of values as the tensors are."""
-        if len(self.axes.batch) > 1:
-            rows = [self._picked(row, 1) for row in rows]
-        return stack_of(self._picked(rows, 0), shape)
-
-    def _picked(self, values: Any, axis: int) -> Any:
-        picked = self.on(axis)
-        if picked is None:
-            return values
-        found = [values[position] for position in picked.positions]
-        return found[0] if picked.drops else found
+    def close(self) -> None:
+        """Close what is open."""
+        with self._lock:
+            files, self._idle = list(self._idle.values()), {}
+        for file in files:
+            file.close()
 
 
 def _row_bytes(entry: Entry) -> int:

@@ -6,7 +6,7 @@ arena, and when too much of the arena is dead, what is alive moves together. Kno
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -37,13 +37,12 @@ class CompressedColumns:
 
     Args:
         slots: How many.
-        codecs: One per column.
-        sizes: Bytes of a decoded frame, one per column.
+        codecs: By the number of the column: any numbers.
         memory_bytes: Compressed bytes kept in memory; None for all of them.
         spill_dir: Where the rest goes.
 
     Example:
-        columns = CompressedColumns(1000, [codec], [84 * 84])
+        columns = CompressedColumns(1000, {0: codec})
         columns.store(np.arange(8), {0: columns.encode(0, frames)})
         columns.decode(0, np.array([3, 5]), out)
     """
@@ -51,18 +50,23 @@ class CompressedColumns:
     def __init__(
         self,
         slots: int,
-        codecs: Sequence[FrameCodec],
-        sizes: Sequence[int],
+        codecs: Mapping[int, FrameCodec],
         *,
         memory_bytes: int | None = None,
         spill_dir: Path | str | None = None,
     ) -> None:
-        self.codecs = list(codecs)
-        self.sizes = list(sizes)
+        self.codecs = dict(codecs)
         self._settings: dict[str, Any] = {"memory_bytes": memory_bytes, "spill_dir": spill_dir}
-        self._arena = Arena(**self._settings)
+        self._row = {column: row for row, column in enumerate(self.codecs)}
         self._locations = np.full((len(self.codecs), slots), -1, np.int64)
         self._lengths = np.zeros((len(self.codecs), slots), np.int32)
+        self.clear()
+
+    def clear(self) -> None:
+        """Give everything back."""
+        self._arena = Arena(**self._settings)
+        self._locations[:] = -1
+        self._lengths[:] = 0
         self._patience = 0
 
     @property
@@ -80,10 +84,9 @@ class CompressedColumns:
         """Compressed bytes that lie on disk."""
         return int(self._arena.spilled_bytes)
 
-    def written(self, column: int, slots: Ints | slice) -> NDArray[np.bool_]:
-        """Tell which slots hold a frame."""
-        found: NDArray[np.bool_] = self._locations[column, slots] >= 0
-        return found
+    def slot_bytes(self) -> Ints:
+        """Return the compressed bytes of each slot."""
+        return np.asarray(self._lengths.sum(axis=0, dtype=np.int64))
 
     def encode(self, column: int, frames: Bytes) -> Encoded:
         """Encode frames of shape [n, size]; changes nothing."""
@@ -100,7 +103,8 @@ class CompressedColumns:
                 self._arena.free(locations, encoded[column].lengths)
             raise
         for column, locations in fresh.items():
-            places, sizes = self._locations[column], self._lengths[column]
+            row = self._row[column]
+            places, sizes = self._locations[row], self._lengths[row]
             old = places[slots]
             alive = old >= 0
             freed = sizes[slots][alive].astype(np.int64)
@@ -117,35 +121,20 @@ class CompressedColumns:
             UsageError: A slot was never written.
             CorruptFile: The bytes of a frame are not what the codec wrote.
         """
-        locations = self._locations[column][slots]
+        row = self._row[column]
+        locations = self._locations[row][slots]
         if locations.size and int(locations.min()) < 0:
             empty = int(slots[locations < 0][0])
             raise UsageError(f"slot {empty} was never written, there is nothing to read")
         addresses = self._arena.addresses(locations)
-        lengths = self._lengths[column][slots].astype(np.int64)
+        lengths = self._lengths[row][slots].astype(np.int64)
         self.codecs[column].decode(addresses, lengths, out)
 
     def gather(self, column: int, slots: Ints) -> Encoded:
         """Copy the compressed frames of slots out; the slots must be written."""
-        locations = self._locations[column][slots]
-        lengths = self._lengths[column][slots].astype(np.int64)
-        ends = np.cumsum(lengths)
-        data = np.empty(int(ends[-1]) if ends.size else 0, np.uint8)
-        # What was stored together lies together: it is copied in one go.
-        breaks = np.flatnonzero(locations[1:] != locations[:-1] + lengths[:-1]) + 1
-        for begin, stop in zip([0, *breaks.tolist()], [*breaks.tolist(), ends.size], strict=True):
-            if stop > begin:
-                first = int(ends[begin] - lengths[begin])
-                size = int(ends[stop - 1]) - first
-                data[first : first + size] = self._arena.read(int(locations[begin]), size)
-        return Encoded(data, lengths)
-
-    def clear(self) -> None:
-        """Give everything back."""
-        self._arena = Arena(**self._settings)
-        self._locations[:] = -1
-        self._lengths[:] = 0
-        self._patience = 0
+        row = self._row[column]
+        lengths = self._lengths[row][slots].astype(np.int64)
+        return Encoded(self._arena.gather(self._locations[row][slots], lengths), lengths)
 
     def _compact(self) -> None:
         dead = self._arena.nbytes + self._arena.spilled_bytes - self._arena.live_bytes
