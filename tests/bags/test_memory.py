@@ -25,7 +25,7 @@ import penstock.bags.mcap, penstock.bags.ros1, penstock.bags.sqlite, penstock.ba
 from penstock.bags import Limits, open_bag
 from penstock.core.memory import highest_rss_bytes
 
-paths, memory_bytes, topics, salvage, wanted = json.loads(sys.argv[1])
+paths, memory_bytes, topics, salvage, wanted = json.load(sys.stdin)
 before = highest_rss_bytes()
 facts = []
 for path in paths:
@@ -53,7 +53,7 @@ def read(
     """Use every way of reading; returns the growth in bytes, and counts, sums, bytes read."""
     arguments = json.dumps([[str(p) for p in paths], memory_bytes, topics, salvage, wanted])
     done = subprocess.run(
-        [sys.executable, "-c", READ, arguments], capture_output=True, text=True, check=False
+        [sys.executable, "-c", READ], input=arguments, capture_output=True, text=True, check=False
     )
     assert done.returncode == 0, done.stderr[-2000:]
     growth, facts = json.loads(done.stdout)
