@@ -141,6 +141,14 @@ def test_depth_of_every_kind_is_millimetres() -> None:
     assert np.array_equal(decoder.depth_mm(metres.tobytes(), "32FC1", 64, 48), depth)
     metres[0, :4] = np.nan, np.inf, -1, 70
     assert not decoder.depth_mm(metres.tobytes(), "32FC1", 64, 48)[0, :4].any()
+    # As ROS 2 compresses metres: a value v means a / (v - b) metres.
+    a, b = 1010.0, -100.0
+    far = np.linspace(0.5, 9.0, 64 * 48).reshape(48, 64)
+    codes = np.rint(a / far + b).astype(np.uint16)
+    codes[0, 0] = 0  # no measurement
+    found = decoder.depth_mm(png(codes, "gray16be"), "compressedDepth", quantization=(a, b))
+    assert found[0, 0] == 0
+    np.testing.assert_allclose(found.ravel()[1:], 1000 * far.ravel()[1:], rtol=0.05)
     small = decoder.depth_mm(depth.tobytes(), "16UC1", 64, 48, size=(32, 24))
     assert np.array_equal(small, depth[::2, ::2])
     with pytest.raises(DataError, match="16 bits"):

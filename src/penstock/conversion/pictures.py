@@ -97,7 +97,7 @@ class Pictures:
         if self._plan.camera.kind == "depth":
             depth = self._images.depth_mm(
                 image.data, image.encoding, image.width, image.height, image.step,
-                image.is_big_endian, self._size,
+                image.is_big_endian, self._size, image.depth_quantization,
             )  # fmt: skip
             self._check_size(depth.shape[1], depth.shape[0])
             if self._codec == "depth12":

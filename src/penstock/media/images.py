@@ -84,6 +84,14 @@ _RAW_FORMATS: Mapping[str, tuple[str, int]] = MappingProxyType(
 _DEPTH_FORMATS: Mapping[str, str] = MappingProxyType({"16UC1": "u2", "mono16": "u2", "32FC1": "f4"})
 
 
+def _millimetres(metres: NDArray[Any]) -> NDArray[np.uint16]:
+    """Return distances as 16 bits of millimetres; what does not fit, and NaN, is 0."""
+    with np.errstate(invalid="ignore", over="ignore"):
+        millimetres = np.rint(metres * metres.dtype.type(1000))
+        good = (millimetres >= 0) & (millimetres <= 65535)
+        return np.where(good, millimetres, 0).astype(np.uint16)
+
+
 class ImageDecoder:
     """Decodes the pictures of one camera; it keeps its codec open, and belongs to one thread.
 
@@ -170,6 +178,7 @@ class ImageDecoder:
         step: int = 0,
         is_big_endian: bool = False,
         size: tuple[int, int] | None = None,
+        quantization: tuple[float, float] | None = None,
     ) -> NDArray[np.uint16]:
         """Decode a depth map to millimetres: a 16-bit PNG, 16UC1 (mm) or 32FC1 (metres).
 
@@ -183,8 +192,13 @@ class ImageDecoder:
             step: Bytes from one row of raw pixels to the next; 0 for no padding.
             is_big_endian: The byte order of raw pixels.
             size: (width, height) to scale to, by the nearest pixel.
+            quantization: Of a PNG of metres, a and b: a value v means a / (v - b) metres.
         """
         depth = self._depth_mm(data, encoding, width, height, step, is_big_endian)
+        if quantization is not None:
+            a, b = quantization
+            with np.errstate(divide="ignore", invalid="ignore"):
+                depth = _millimetres(np.where(depth > 0, a / (depth - np.float64(b)), 0))
         return resize_depth(depth, *size) if size else depth
 
     def _depth_mm(
@@ -212,11 +226,7 @@ class ImageDecoder:
         if kind.kind == "u":
             native: NDArray[np.uint16] = values.astype(np.uint16)
             return native
-        metres = values.astype(np.float32)
-        with np.errstate(invalid="ignore", over="ignore"):
-            millimetres = np.rint(metres * np.float32(1000))
-            good = (millimetres >= 0) & (millimetres <= 65535)
-        return np.where(good, millimetres, 0).astype(np.uint16)
+        return _millimetres(values.astype(np.float32))
 
     def _decode(self, name: str, data: Buffer) -> av.VideoFrame:
         # A PNG codec of FFmpeg 8.1 that is used twice takes the last row of the picture before for
