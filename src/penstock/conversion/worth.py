@@ -25,6 +25,7 @@ _FIRST_OF: Final[tuple[str, ...]] = (
 )
 _FIELDS: Final = {  # where the definition holds settings and codes beside the measurement
     "NavSatFix": ("latitude", "longitude", "altitude"),
+    "LocationFix": ("latitude", "longitude", "altitude"),
     "BatteryState": ("voltage", "percentage"),
     "Range": ("range",),
 }
@@ -94,7 +95,7 @@ def worth_of(topic: Topic, bag: Bag) -> Worth:
         (path for path in _FIRST_OF if path in kept and _count(decoder, data, path)), None
     )
     fields = (chosen,) if chosen else tuple(_within(decoder, data, kept, ""))
-    kind = topic.type.rpartition("/")[2]
+    kind = re.split(r"[/.]", topic.type)[-1]
     if kept.issuperset(_FIELDS.get(kind, ("",))):
         fields = _FIELDS[kind]
     numbers = sum(_count(decoder, data, path) for path in fields)
@@ -113,7 +114,7 @@ def first_message(bag: Bag, topic: str) -> bytes | memoryview:
 
 
 def _role(topic: Topic) -> Role:
-    kind = topic.type.rpartition("/")[2]
+    kind = re.split(r"[/.]", topic.type)[-1]
     measured = _MEASURED_WORDS.search(topic.name)
     if kind in _ACTIONS or _ACTION_WORDS.search(topic.name) or (kind in _COMMANDS and not measured):
         return "action"
