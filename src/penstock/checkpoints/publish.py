@@ -152,13 +152,12 @@ class Publisher:
             patient=self._patient,
         )
         try:
-            writer.add_all(
+            writer.write(
                 [
                     Item(staged.name, values, staged.dtype, self._codec(job, staged, deltas))
                     for staged, values in _tensors(job.snapshot)
                 ]
             )
-            writer.sync()
         except BaseException:
             writer.abandon()
             raise
