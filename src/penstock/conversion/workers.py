@@ -18,7 +18,7 @@ from multiprocessing.process import BaseProcess
 from typing import Any
 
 from penstock.conversion.one_bag import Advance, Converted, Job, convert_bag
-from penstock.core.signals import SignalGuard
+from penstock.core.signals import signals_postponed
 from penstock.errors import PenstockError
 
 Outcome = Converted | PenstockError
@@ -88,21 +88,17 @@ class _Pool:
         process = self._context.Process(
             target=_work, args=(job, theirs, os.getpid()), name=f"penstock-{job.bag.name}"
         )
-        # A signal waits until the worker is known here, or nobody would stop it: for the guard,
-        # as another thread may take the signal and only the handler be ours to run. The worker
+        # A signal waits until the worker is known here, or nobody would stop it: in a handler, as
+        # another thread may take the signal and only the handler be ours to run. The worker
         # inherits the mask, so that one from the terminal does not meet it while it imports.
         resource_tracker.ensure_running()  # starting it takes every signal off the mask
-        guard = SignalGuard(lambda: None)
-        try:
-            with guard:
-                before = signal.pthread_sigmask(signal.SIG_BLOCK, _STOPPING)
-                try:
-                    process.start()
-                    self._running.append((job, process, ours))
-                finally:
-                    signal.pthread_sigmask(signal.SIG_SETMASK, before)
-        finally:
-            guard.close()
+        with signals_postponed():
+            before = signal.pthread_sigmask(signal.SIG_BLOCK, _STOPPING)
+            try:
+                process.start()
+                self._running.append((job, process, ours))
+            finally:
+                signal.pthread_sigmask(signal.SIG_SETMASK, before)
         theirs.close()
 
     def _wait_for(self, first: Connection) -> Outcome:
