@@ -112,8 +112,8 @@ class Snapshot:
         # By address, or by the id of an array: both live on until they are copied.
         self._known: dict[int, tuple[StagedTensor, Any]] = {}
         self._views: dict[int, list[tuple[StagedTensor, Any]]] = {}  # further ones at an address
-        self._memory: NDArray[np.uint8] = np.empty(0, np.uint8)
-        self._devices = DeviceClones()
+        self._memory: NDArray[np.uint8]  # once `copy` has begun
+        self._devices: DeviceClones
         self._describing = threading.Lock()
         self._described: tuple[Json, dict[str, StagedTensor]] | None = None
         try:

@@ -65,8 +65,8 @@ def _copy(value: Any, kind: type, depth: int, keepers: dict[type, Keep], keep: K
         copied: Any = kind()
         for key, child in value.items():
             inner = type(child)
-            if inner in keepers:
-                copied[key] = keepers[inner](child)
+            if (keeper := keepers.get(inner)) is not None:
+                copied[key] = keeper(child)
             elif inner in _IMMUTABLE:
                 copied[key] = child
             else:
