@@ -241,9 +241,7 @@ class Snapshot:
         if type(value) is not np.ndarray:
             return value
         if id(value) not in self._known:
-            offset, nbytes = self.size_bytes, value.nbytes
-            self.size_bytes = offset + nbytes + -nbytes % _ALIGNMENT
-            staged = StagedTensor("ndarray", value.dtype.name, value.shape, nbytes, offset)
+            staged = self._stage("ndarray", value, value.dtype.name, value.nbytes)
             self._known[id(value)] = (staged, value)
             self._now.append((staged, value))
         return self._known[id(value)][0]
@@ -262,9 +260,7 @@ class Snapshot:
             for same, other in (known, *self._views.get(address, ())):
                 if _same(other, value):
                     return same
-        offset = self.size_bytes
-        self.size_bytes = offset + nbytes + -nbytes % _ALIGNMENT
-        staged = StagedTensor("tensor", dtype, value.shape, nbytes, offset)
+        staged = self._stage("tensor", value, dtype, nbytes)
         if not nbytes:
             return staged
         pair = (staged, value)
@@ -287,6 +283,11 @@ class Snapshot:
                     return staged
         self._now.append(pair)
         return staged
+
+    def _stage(self, kind: str, live: Any, dtype: str, nbytes: int) -> StagedTensor:
+        offset = self.size_bytes
+        self.size_bytes = offset + nbytes + -nbytes % _ALIGNMENT
+        return StagedTensor(kind, dtype, live.shape, nbytes, offset)
 
 
 Chunk = tuple[int, int, int]
