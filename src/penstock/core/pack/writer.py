@@ -81,16 +81,12 @@ def _is_odd(entry: Entry) -> bool:
 
 def _blocks(entry: Entry, item: Item) -> Iterator[_Block]:
     """Cut a tensor: flat, or rows with the axes as on disk, put in order when they are encoded."""
-    if item.layout and entry.whole_rows:
-        values = item.values.transpose(item.layout.order)
-        unit = entry.nbytes // len(values)
-    else:
-        stored = item.layout.apply(item.values) if item.layout else item.values
+    values = item.values
+    if not entry.layout or not entry.whole_rows:
+        stored = entry.layout.apply(values) if entry.layout else values
         values = np.ascontiguousarray(stored).reshape(-1)
-        unit = entry.words.itemsize
-    for block in range(entry.blocks):
-        start, stop = entry.block_range(block)
-        yield entry, values[start // unit : stop // unit], block
+    for block, view in enumerate(entry.cut(values)):
+        yield entry, view, block
 
 
 def _grouped(blocks: Iterable[_Block]) -> Iterator[list[_Block]]:
