@@ -188,3 +188,13 @@ def test_a_damaged_keyframe_is_never_built_on(tmp_path, damage):
             saver.wait()
             assert_equal(load_checkpoint(tmp_path / name), expected)
         assert folder.read_saved(tmp_path / "1.pt").base is None
+
+
+def test_a_crash_before_latest_moved_gives_no_number_twice(tmp_path):
+    with make(tmp_path) as saver:
+        save_all(saver, 2)
+    folder.move_latest(tmp_path / "0.pt")  # as it was when 1.pt had just got its name
+    with make(tmp_path) as saver:
+        saver.save_async({"i": 9}, "0_again.pt").wait()
+    (tmp_path / folder.LATEST).unlink()
+    assert load_checkpoint(tmp_path)["i"] == 9

@@ -468,6 +468,17 @@ def test_a_forked_child_does_not_keep_the_lock(tmp_path: Path) -> None:
         kill(parent)  # closes the child's input: it ends
 
 
+def test_a_lock_that_is_taken_often_leaves_nothing_behind_for_forks(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    callbacks: list[object] = []
+    monkeypatch.setattr(os, "register_at_fork", lambda **given: callbacks.append(given))
+    for _ in range(3):
+        with FolderLock(tmp_path):
+            pass
+    assert not callbacks
+
+
 def test_a_forked_child_does_not_release_the_lock(tmp_path: Path) -> None:
     parent = start(FORKING, tmp_path, "stay")
     assert int(line_of(parent)) > 0

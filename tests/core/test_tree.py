@@ -414,3 +414,22 @@ def test_select_of_one_name_is_that_value(state: dict[str, Any]) -> None:
         kept = unflatten(select(node, name), no_fetch)
         assert list(kept) == [name]
         assert same(kept[name], value)
+
+
+@pytest.mark.parametrize("leaf", [1j, b"x", bytearray(b"x"), np.float32(1), np.zeros(2), 1, "s"])
+def test_what_can_be_copied_can_be_flattened_however_deep(leaf):
+    """A save that was accepted must not fail later, where nobody waits for it."""
+    for depth in (MAX_DEPTH - 1, MAX_DEPTH, MAX_DEPTH + 1):
+        state = leaf
+        for _ in range(depth):
+            state = [state]
+        try:
+            copied = copy_containers(state, {}, lambda value: value)
+        except UnsupportedValue:
+            copied = None
+            assert depth > MAX_DEPTH
+        if copied is None:
+            with pytest.raises(UnsupportedValue):
+                flatten(state, lambda path, value: {})
+        else:
+            flatten(copied, lambda path, value: {})

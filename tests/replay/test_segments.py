@@ -140,7 +140,7 @@ def test_a_folder_with_something_else_is_refused(tmp_path, entry):
 
 def test_another_pack_under_the_name_is_refused(tmp_path):
     with PackWriter(tmp_path / MANIFEST, kind="checkpoint") as pack:
-        pack.add(Item("x", numbers(3)))
+        pack.write([Item("x", numbers(3))])
     before = (tmp_path / MANIFEST).read_bytes()
     for call in (SegmentLog.create_or_open, SegmentLog.read):
         with pytest.raises(errors.UnknownFormat, match="is a 'checkpoint', not a saved replay"):

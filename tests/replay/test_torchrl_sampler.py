@@ -292,7 +292,7 @@ def test_damaged_files_are_refused(tmp_path):
     with pytest.raises(errors.UnknownFormat, match="no saved sampler"):
         sampler.loads(tmp_path)
     with PackWriter(tmp_path / "sampler.pack", kind="replay") as pack:
-        pack.add(Item("priorities", np.zeros(20)))
+        pack.write([Item("priorities", np.zeros(20))])
     with pytest.raises(errors.UnknownFormat, match="not a saved sampler"):
         sampler.loads(tmp_path)
     sampler.update_priority(torch.arange(20), torch.arange(20.0))

@@ -229,7 +229,7 @@ def test_only_our_files_are_removed(tmp_path, batch):
     storage = RolloutStorage(tmp_path, keep_last=2)
     (tmp_path / "rollout_000000.pack").write_text("a file of somebody else")
     with PackWriter(tmp_path / "rollout_000001.pack", kind="replay") as writer:
-        writer.add(Item("x", np.zeros(3)))
+        writer.write([Item("x", np.zeros(3))])
     for number in (2, 3, 4):
         storage.save(batch, number)
     assert storage.iterations() == [0, 1, 3, 4]

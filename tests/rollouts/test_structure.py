@@ -174,7 +174,7 @@ def hostile(path, **changes):
     }
     meta.update(changes)
     with PackWriter(path, kind="rollout", meta=meta) as writer:
-        writer.add(Item("x", np.zeros((2, 3))))
+        writer.write([Item("x", np.zeros((2, 3)))])
 
 
 def nested(depth):

@@ -195,8 +195,9 @@ class RunFolder:
             sweep(self.path)
             newest = latest(self.path)
             saved = read_saved(newest) if newest else None
-            everything = [saved] if saved else self._scan()
-            self._sequence = max((s.sequence for s in everything), default=0)
+            # A crash may have come before `latest` moved: what is newer has its number, too.
+            since_ns = saved.path.stat().st_mtime_ns if saved else 0
+            self._sequence = max((s.sequence for s in self._scan(since_ns)), default=0)
             if saved and saved.run:
                 self._run = saved.run
         self._sequence += 1
@@ -257,8 +258,8 @@ class RunFolder:
         """Let the next writer in."""
         self._lock.release()
 
-    def _scan(self) -> list[Saved]:
-        """Return all checkpoints, reading only the headers that are new."""
+    def _scan(self, since_ns: int = 0) -> list[Saved]:
+        """Return all checkpoints (written since then), reading only the headers that are new."""
         known, self._headers, self._bases = self._headers, {}, []
         with os.scandir(self.path) as entries:
             for entry in entries:
@@ -268,6 +269,8 @@ class RunFolder:
                         self._bases.append(name)
                 elif entry.is_file(follow_symlinks=False):
                     status = entry.stat(follow_symlinks=False)
+                    if status.st_mtime_ns < since_ns:
+                        continue
                     stamp = (status.st_ino, status.st_mtime_ns, status.st_size)
                     before = known.get(name)
                     if before is None or before[0] != stamp:

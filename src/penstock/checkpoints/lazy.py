@@ -31,8 +31,8 @@ import torch
 from penstock.checkpoints.snapshot import (
     CHUNK_BYTES,
     Chunk,
+    LazyTensor,
     Snapshot,
-    StagedTensor,
     chunks,
     memmove,
 )
@@ -78,69 +78,62 @@ class LazyCapture:
 
     Attributes:
         verdict: Whether the copy is that of one moment; None while it is not known.
-        torn: The tensors that were changed under the copy, each with its owner.
+        torn: The tensors that were changed under the copy.
     """
 
     def __init__(self, snapshot: Snapshot, base_address: int) -> None:
         self.snapshot = snapshot
-        self._base_address = base_address
-        self._staged = [staged for staged, _ in snapshot.lazy]
-        self._owners = [owner for _, owner in snapshot.lazy]
-        chance = time.perf_counter_ns() * 2654435761 % 2**32
-        self._sampled = _sampled(self._staged, self._owners, chance)
-        self._samples = [_sample(staged, chance) for staged in self._sampled]
-        self._chance = chance
-        self._lock = threading.Lock()
-        self._copied_at: float | None = None
-        self._lost: set[int] = set()
-        self._live = [staged.live for staged in self._staged]
-        self._versions = [live._version for live in self._live]
         self.verdict: Literal["verified", "torn"] | None = None
-        self.torn: list[tuple[StagedTensor, torch.Tensor]] = []
+        self.torn: list[LazyTensor] = []
+        self._base_address = base_address
+        self._tensors = snapshot.lazy
+        self._begun_s = time.monotonic()
+        self._chance = time.perf_counter_ns() * 2654435761 % 2**32
+        self._sampled = self._choose()
+        self._samples = [self._sample(tensor) for tensor in self._sampled]
+        self._versions = [tensor.live._version for tensor in self._tensors]
+        self._lost: list[LazyTensor] = []
+        self._lock = threading.Lock()
         # Small tensors are one piece each, and cut in no further ones: the training waits here.
-        self._pieces: list[tuple[StagedTensor, Chunk]] = []
-        for staged in self._staged:
-            to, start, nbytes = base_address + staged.offset, staged.address, staged.nbytes
-            if nbytes <= CHUNK_BYTES:
-                self._pieces.append((staged, (to, start, nbytes)))
+        self._pieces: list[tuple[LazyTensor, Chunk]] = []
+        for tensor in self._tensors:
+            staged = tensor.staged
+            whole = (base_address + staged.offset, staged.address, staged.nbytes)
+            if staged.nbytes <= CHUNK_BYTES:
+                self._pieces.append((tensor, whole))
             else:
-                self._pieces += [(staged, chunk) for chunk in chunks(to, start, nbytes)]
+                self._pieces += [(tensor, chunk) for chunk in chunks(*whole)]
         self._todo = deque(self._pieces)
-        self._done: set[Chunk] = set()
         self._busy: set[int] = set()  # the threads that copy
 
     @property
     def finished(self) -> bool:
         """Whether every byte is copied."""
-        return len(self._done) == len(self._pieces)
+        return not self._todo and not self._busy
 
     def help(self) -> None:
         """Copy until nothing is left to begin; any number of threads may."""
         self._busy.add(threading.get_ident())
         with suppress(IndexError):
             while True:
-                self._copy_once(*self._todo.popleft())
+                self._copy(*self._todo.popleft())
         self._busy.discard(threading.get_ident())
 
     def finish(self) -> None:
         """Copy what is left, and wait for the other thread's last chunk."""
         me = threading.get_ident()
-        interrupted = me in self._busy  # by a signal handler, which may not wait for it
-        self.help()
-        if interrupted:
+        if me in self._busy:  # in a signal handler that interrupted it, and cannot wait for it
             for piece in self._pieces:
-                self._copy_once(*piece)
-        while not self.finished or self._busy - {me}:
+                self._copy(*piece)
+        self.help()
+        while self._todo or self._busy - {me}:
             time.sleep(0)
 
-    def _copy_once(self, staged: StagedTensor, chunk: Chunk) -> None:
-        if chunk in self._done:
-            return
-        if staged.has_memory():  # nothing is read from an address without a live size
+    def _copy(self, tensor: LazyTensor, chunk: Chunk) -> None:
+        if tensor.has_memory():  # nothing is read from an address without a live size
             memmove(*chunk)
         else:
-            self._lost.add(id(staged))
-        self._done.add(chunk)
+            self._lost.append(tensor)
 
     def barrier(self) -> None:
         """Copy what is left, then verify; on the training thread, before it changes the tensors."""
@@ -151,65 +144,64 @@ class LazyCapture:
     def settle(self) -> bool:
         """Tell whether there is a verdict; bring it about when no barrier has come for a while.
 
-        In the background.
+        In the background, after `finish`.
         """
-        if self.verdict is None and self.finished:
-            now = time.monotonic()
-            if self._copied_at is None:
-                self._copied_at = now
-            orphaned = not threading.main_thread().is_alive()
-            if orphaned or now - self._copied_at > SETTLE_AFTER_S:
-                self._decide(self._different() | self._changed())
+        orphaned = not threading.main_thread().is_alive()
+        late = time.monotonic() - self._begun_s > SETTLE_AFTER_S
+        if self.verdict is None and (orphaned or late):
+            self._decide(self._different() + self._changed())
         return self.verdict is not None
 
-    def _decide(self, torn: set[int]) -> None:
+    def problem(self) -> str:
+        """Say which tensors were changed under the copy."""
+        self.snapshot.describe()  # gives the tensors their names
+        names = [tensor.staged.name for tensor in self.torn]
+        shown = ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
+        return (
+            f"{shown} changed outside the optimizer's step while being copied; copied at once from "
+            "now on (or save with lazy=False)"
+        )
+
+    def _decide(self, torn: list[LazyTensor]) -> None:
         """Settle the fate of this capture: the first word counts."""
         with self._lock:
             if self.verdict is None:
-                pairs = zip(self._staged, self._owners, strict=True)
-                self.torn = [pair for pair in pairs if id(pair[0]) in torn]
+                self.torn = list({id(tensor): tensor for tensor in torn}.values())
                 self.verdict = "torn" if torn else "verified"
 
-    def _changed(self) -> set[int]:
+    def _changed(self) -> list[LazyTensor]:
         """Return the tensors whose version or sample is another, or whose memory is gone."""
-        changed = set()
-        versions = [live._version for live in self._live]
-        if versions != self._versions:
-            pairs = zip(self._staged, versions, self._versions, strict=True)
-            changed = {id(staged) for staged, now, before in pairs if now != before}
+        versions = zip(self._tensors, self._versions, strict=True)
         samples = zip(self._sampled, self._samples, strict=True)
-        changed |= {id(s) for s, sample in samples if _sample(s, self._chance) != sample}
-        return changed | self._lost
+        changed = [tensor for tensor, before in versions if tensor.live._version != before]
+        changed += [tensor for tensor, before in samples if self._sample(tensor) != before]
+        return changed + self._lost
 
-    def _different(self) -> set[int]:
+    def _different(self) -> list[LazyTensor]:
         """Return the tensors of which any byte is no longer the one that was copied."""
-        different = set()
-        for staged in self._staged:
+        different = []
+        for tensor in self._tensors:
             if self.verdict is not None:
-                return set()  # a barrier decided meanwhile; the live tensors may change again
-            if not staged.has_memory() or _memcmp(
-                self._base_address + staged.offset, staged.address, staged.nbytes
-            ):
-                different.add(id(staged))
+                return []  # a barrier decided meanwhile; the live tensors may change again
+            staged = tensor.staged
+            copy = self._base_address + staged.offset
+            if not tensor.has_memory() or _memcmp(copy, staged.address, staged.nbytes):
+                different.append(tensor)
         return different
 
+    def _choose(self) -> list[LazyTensor]:
+        """Choose a few parameters, others each time. Nobody but its optimizer writes its state."""
+        parameters = [tensor for tensor in self._tensors if tensor.owner.requires_grad]
+        first = self._chance % max(1, len(parameters))
+        return (parameters[first:] + parameters[:first])[:_MOST_SAMPLES]
 
-def _sampled(
-    staged: list[StagedTensor], owners: list[torch.Tensor], chance: int
-) -> list[StagedTensor]:
-    """Choose a few parameters, other ones each time. Nobody but its optimizer writes its state."""
-    parameters = [s for s, owner in zip(staged, owners, strict=True) if owner.requires_grad]
-    if len(parameters) <= _MOST_SAMPLES:
-        return parameters
-    first = chance % len(parameters)
-    return (parameters[first:] + parameters[:first])[:_MOST_SAMPLES]
-
-
-def _sample(staged: StagedTensor, chance: int) -> bytes:
-    if not staged.has_memory():
-        return b""
-    at = chance % max(1, staged.nbytes - _SAMPLE_BYTES + 1)
-    return ctypes.string_at(staged.address + at, min(_SAMPLE_BYTES, staged.nbytes))
+    def _sample(self, tensor: LazyTensor) -> bytes:
+        """Read a few bytes of a tensor, at a place that is another in each capture."""
+        if not tensor.has_memory():
+            return b""
+        staged = tensor.staged
+        at = self._chance % max(1, staged.nbytes - _SAMPLE_BYTES + 1)
+        return ctypes.string_at(staged.address + at, min(_SAMPLE_BYTES, staged.nbytes))
 
 
 class Hook:

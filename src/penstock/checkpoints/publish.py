@@ -93,7 +93,7 @@ class Publisher:
             if job.capture is not None:
                 poll(job.capture.settle, None)
                 if job.capture.torn:
-                    raise SnapshotDiscarded(f"{job.path} was discarded: {what_tore(job.capture)}")
+                    raise SnapshotDiscarded(f"{job.path} was discarded: {job.capture.problem()}")
             begin = time.perf_counter()
             job.target.keep_base(job.path)
             writer.publish()
@@ -152,13 +152,12 @@ class Publisher:
             patient=self._patient,
         )
         try:
-            writer.add_all(
+            writer.write(
                 [
                     Item(staged.name, values, staged.dtype, self._codec(job, staged, deltas))
                     for staged, values in _tensors(job.snapshot)
                 ]
             )
-            writer.sync()
         except BaseException:
             writer.abandon()
             raise
@@ -217,17 +216,6 @@ class Publisher:
         if not job.compress or staged.nbytes < _PLAIN_BYTES:
             return None
         return deltas.get(staged.name) or Planes(level=self._level)
-
-
-def what_tore(capture: LazyCapture) -> str:
-    """Say which tensors were changed under a lazy copy."""
-    capture.snapshot.describe()  # gives the tensors their names
-    names = [staged.name for staged, _ in capture.torn]
-    shown = ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
-    return (
-        f"{shown} changed outside the optimizer's step while being copied; copied at once from now "
-        "on (or save with lazy=False)"
-    )
 
 
 def _tensors(snapshot: Snapshot) -> list[tuple[StagedTensor, NDArray[Any]]]:

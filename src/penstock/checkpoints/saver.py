@@ -32,7 +32,7 @@ from typing_extensions import Self
 from penstock.checkpoints import folder
 from penstock.checkpoints.folder import Direction, RunFolder
 from penstock.checkpoints.lazy import LazyCapture, OwnedTensors, install_hooks
-from penstock.checkpoints.publish import NICE, Job, Publisher, what_tore
+from penstock.checkpoints.publish import NICE, Job, Publisher
 from penstock.checkpoints.snapshot import Snapshot, address_of
 from penstock.core import tree
 from penstock.core.codecs import Planes
@@ -328,9 +328,9 @@ class AsyncCheckpointSaver:
         """Remember torn tensors; return what to say of those that were not named before."""
         if not capture.torn or self._owned is None:
             return None
-        self._owned.exclude(owner for _, owner in capture.torn)
-        problem = what_tore(capture)
-        names = {staged.name for staged, _ in capture.torn}
+        self._owned.exclude(tensor.owner for tensor in capture.torn)
+        problem = capture.problem()
+        names = {tensor.staged.name for tensor in capture.torn}
         if names <= self._eager:
             return None
         self._eager |= names

@@ -11,7 +11,7 @@ from __future__ import annotations
 import ctypes
 import threading
 from collections.abc import Iterator
-from typing import Any, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
 import numpy as np
 import torch
@@ -52,37 +52,41 @@ class StagedTensor:
 
     Attributes:
         kind: "tensor", or "ndarray" for numpy's.
-        live: What to copy; None once that is done.
-        storage: Of a CPU tensor, while it is copied: keeps its memory, and knows how large that is.
-        address: Of `live`, if its bytes can be copied as they lie; else 0.
         offset: Of the copy in the staging memory.
+        address: Of the live tensor, if its bytes can be copied as they lie; else 0.
         name: In the file, once the snapshot is described.
     """
 
-    __slots__ = (
-        *("address", "dtype", "kind", "live", "name", "nbytes", "offset", "shape", "storage"),
-    )
+    __slots__ = ("address", "dtype", "kind", "name", "nbytes", "offset", "shape")
     name: str
-    storage: Any
 
-    def __init__(self, kind: str, live: Any, dtype: str, nbytes: int, offset: int) -> None:
+    def __init__(
+        self, kind: str, dtype: str, shape: tuple[int, ...], nbytes: int, offset: int
+    ) -> None:
         self.kind = kind
-        self.live = live
         self.dtype = dtype
-        self.shape = live.shape
+        self.shape = shape
         self.nbytes = nbytes
         self.offset = offset
         self.address = 0
 
-    def hold(self) -> bool:
-        """Keep the memory of a CPU tensor; False if the elements do not lie there any more."""
-        self.storage = self.live.untyped_storage()
-        return self.has_memory()
+    def lies_in(self, storage: torch.UntypedStorage) -> bool:
+        """Tell whether the elements lie in the memory of a storage: it may have been resized."""
+        before = self.address - storage.data_ptr()
+        return before >= 0 and before + self.nbytes <= storage.nbytes()
+
+
+class LazyTensor(NamedTuple):
+    """A tensor that is left to be copied later; `storage` keeps its memory."""
+
+    staged: StagedTensor
+    live: torch.Tensor
+    storage: torch.UntypedStorage
+    owner: torch.Tensor
 
     def has_memory(self) -> bool:
-        """Tell whether the elements lie in the memory that is held: storages can be resized."""
-        before = self.address - self.storage.data_ptr()
-        return before >= 0 and before + self.nbytes <= self.storage.nbytes()  # type: ignore[no-any-return]
+        """Tell whether the elements still lie in the memory that is kept."""
+        return self.staged.lies_in(self.storage)
 
 
 class Snapshot:
@@ -94,7 +98,7 @@ class Snapshot:
 
     Attributes:
         size_bytes: The staging memory that is needed.
-        lazy: The tensors that were left to be copied later, each with its owner.
+        lazy: The tensors that were left to be copied later.
 
     Raises:
         UnsupportedValue: Something cannot be stored; it is named by its path.
@@ -102,14 +106,14 @@ class Snapshot:
 
     def __init__(self, state: Any, owned: dict[int, torch.Tensor] | None = None) -> None:
         self.size_bytes = 0
-        self.lazy: list[tuple[StagedTensor, torch.Tensor]] = []
-        self._staged: list[StagedTensor] = []
+        self.lazy: list[LazyTensor] = []
+        self._now: list[tuple[StagedTensor, Any]] = []  # with what is copied before `copy` returns
         self._owned = owned or {}
-        self._tensors: dict[int, StagedTensor] = {}  # by address
-        self._views: dict[int, list[StagedTensor]] = {}  # further ones at such an address
-        self._arrays: dict[int, StagedTensor] = {}  # by id: they live on in the state
-        self._memory: NDArray[np.uint8] = np.empty(0, np.uint8)
-        self._devices = DeviceClones()
+        # By address, or by the id of an array: both live on until they are copied.
+        self._known: dict[int, tuple[StagedTensor, Any]] = {}
+        self._views: dict[int, list[tuple[StagedTensor, Any]]] = {}  # further ones at an address
+        self._memory: NDArray[np.uint8]  # once `copy` has begun
+        self._devices: DeviceClones
         self._describing = threading.Lock()
         self._described: tuple[Json, dict[str, StagedTensor]] | None = None
         try:
@@ -122,7 +126,7 @@ class Snapshot:
     @property
     def nbytes(self) -> int:
         """Bytes of all tensors."""
-        return sum(staged.nbytes for staged in self._staged)
+        return sum(staged.nbytes for staged in self.describe()[1].values())
 
     def copy(self, memory: NDArray[np.uint8]) -> None:
         """Copy everything but the lazy tensors, by all the threads that help.
@@ -134,28 +138,23 @@ class Snapshot:
             SnapshotDiscarded: Another thread kept writing a tensor meanwhile.
         """
         self._memory = memory
-        now = self._staged
-        if self.lazy:
-            later = {id(staged) for staged, _ in self.lazy}
-            now = [staged for staged in now if id(staged) not in later]
+        now = [live for _, live in self._now]
         for _ in range(_TRIES):
             before = _versions(now)
-            self._copy_now(now)
+            self._copy_now()
             after = _versions(now)
             if before == after:
                 break
         else:
-            changes = zip(now, before, after, strict=True)
-            changed = next(staged for staged, old, new in changes if old != new)
+            changes = zip(self._now, before, after, strict=True)
+            changed = next(staged for (staged, _), old, new in changes if old != new)
             raise SnapshotDiscarded(
                 f"{self._name(changed)} was written by another thread in each of {_TRIES} copies; "
                 "save where nothing trains, or under a lock"
             )
-        for staged in now:
-            staged.live = staged.storage = None
-        self._tensors.clear()  # addresses mean nothing from here on
+        self._now = []
+        self._known.clear()  # addresses mean nothing from here on
         self._views.clear()
-        self._arrays.clear()
 
     def describe(self) -> tuple[Json, dict[str, StagedTensor]]:
         """Return the state as JSON, and its tensors under the names that stand for them there."""
@@ -180,30 +179,33 @@ class Snapshot:
         self.describe()
         return staged.name
 
-    def _copy_now(self, tensors: list[StagedTensor]) -> None:
+    def _copy_now(self) -> None:
         base = address_of(self._memory)
         self._devices = DeviceClones()
         brief_bytes = _BRIEF_BYTES if self.size_bytes > _SMALL_BYTES else _SMALL_BYTES
         large: list[Chunk] = []
-        for staged in tensors:
-            address, nbytes = staged.address, staged.nbytes
-            if address:
-                if not staged.hold():
-                    self._refuse(staged)
+        storages = []  # keep the memory until it is copied
+        for staged, live in self._now:
+            if staged.address:
+                storage = live.untyped_storage()
+                if not staged.lies_in(storage):
+                    self._refuse(staged, live)
+                to, nbytes = base + staged.offset, staged.nbytes
                 if nbytes <= brief_bytes:
-                    _brief_memmove(base + staged.offset, address, nbytes)
+                    _brief_memmove(to, staged.address, nbytes)
                 else:
-                    large += chunks(base + staged.offset, address, nbytes)
-            elif nbytes:
-                self._copy_elements(staged)
+                    storages.append(storage)
+                    large += chunks(to, staged.address, nbytes)
+            elif staged.nbytes:
+                self._copy_elements(staged, live)
         if large:
             nbytes = sum(chunk[2] for chunk in large)
             parallel_list(lambda chunk: memmove(*chunk), large, name="copy", nbytes=nbytes)
         self._devices.cloned()
 
-    def _refuse(self, staged: StagedTensor) -> NoReturn:
+    def _refuse(self, staged: StagedTensor, live: torch.Tensor) -> NoReturn:
         name = self._name(staged)
-        _check(name, staged.live)  # it may have given its memory up
+        _check(name, live)  # it may have given its memory up
         raise SnapshotDiscarded(
             f"{name} was given other memory by another thread; save where nothing trains, or under "
             "a lock"
@@ -221,9 +223,8 @@ class Snapshot:
     def _target(self, staged: StagedTensor) -> NDArray[np.uint8]:
         return self._memory[staged.offset : staged.offset + staged.nbytes]
 
-    def _copy_elements(self, staged: StagedTensor) -> None:
+    def _copy_elements(self, staged: StagedTensor, live: Any) -> None:
         """Copy what does not lie in CPU memory in its own order."""
-        live = staged.live
         if isinstance(live, np.ndarray):
             self.values(staged)[...] = live
             return
@@ -239,50 +240,54 @@ class Snapshot:
             raise UnsupportedValue(f"a {type(value)}")
         if type(value) is not np.ndarray:
             return value
-        if id(value) not in self._arrays:
-            self._arrays[id(value)] = self._stage("ndarray", value, value.dtype.name, value.nbytes)
-        return self._arrays[id(value)]
+        if id(value) not in self._known:
+            staged = self._stage("ndarray", value, value.dtype.name, value.nbytes)
+            self._known[id(value)] = (staged, value)
+            self._now.append((staged, value))
+        return self._known[id(value)][0]
 
     def _tensor(self, value: torch.Tensor) -> StagedTensor:
-        # Every attribute counts here: the training waits, and the caches are cold.
+        same: StagedTensor
+        # Every attribute and every call counts here: the training waits, and the caches are cold.
         dtype, width = _TYPES.get(value.dtype, _UNKNOWN)
         on_cpu = value.is_cpu
         if not width or value.layout is not _STRIDED or (not on_cpu and value.is_meta):
             raise UnsupportedValue(f"a {value.layout} tensor of {value.dtype}")
         address, nbytes = value.data_ptr(), value.numel() * width
-        known = self._tensors.get(address)
+        known = self._known.get(address)
         if known is not None:
             # Tensors that are one (tied weights) are stored once, and are one again after loading.
-            other: StagedTensor
-            for other in (known, *self._views.get(address, ())):
-                if _same(other.live, value):
-                    return other
+            for same, other in (known, *self._views.get(address, ())):
+                if _same(other, value):
+                    return same
         staged = self._stage("tensor", value, dtype, nbytes)
         if not nbytes:
             return staged
+        pair = (staged, value)
         if known is None:
-            self._tensors[address] = staged
+            self._known[address] = pair
         else:
-            self._views.setdefault(address, []).append(staged)
-        if not on_cpu:
-            return staged
-        as_it_lies = value.is_contiguous() and not value.is_neg() and address
-        if not as_it_lies or (dtype in _COMPLEX and value.is_conj()):
-            _check("", value)
-            return staged
-        staged.address = address
-        owner = self._owned.get(address)
-        if owner is not None and tensor_bytes(owner) == nbytes and not value.is_inference():
-            if not staged.hold():
-                raise UnsupportedValue("a tensor whose memory was given up")
-            self.lazy.append((staged, owner))
+            self._views.setdefault(address, []).append(pair)
+        if on_cpu:
+            as_it_lies = value.is_contiguous() and not value.is_neg() and address
+            if not as_it_lies or (dtype in _COMPLEX and value.is_conj()):
+                _check("", value)
+            else:
+                staged.address = address
+                owner = self._owned.get(address)
+                if owner is not None and tensor_bytes(owner) == nbytes and not value.is_inference():
+                    lazy = LazyTensor(staged, value, value.untyped_storage(), owner)
+                    if not lazy.has_memory():
+                        raise UnsupportedValue("a tensor whose memory was given up")
+                    self.lazy.append(lazy)
+                    return staged
+        self._now.append(pair)
         return staged
 
     def _stage(self, kind: str, live: Any, dtype: str, nbytes: int) -> StagedTensor:
-        staged = StagedTensor(kind, live, dtype, nbytes, self.size_bytes)
-        self._staged.append(staged)
-        self.size_bytes += nbytes + -nbytes % _ALIGNMENT
-        return staged
+        offset = self.size_bytes
+        self.size_bytes = offset + nbytes + -nbytes % _ALIGNMENT
+        return StagedTensor(kind, dtype, live.shape, nbytes, offset)
 
 
 Chunk = tuple[int, int, int]
@@ -301,23 +306,21 @@ def address_of(memory: NDArray[Any]) -> int:
     return address
 
 
-def _versions(tensors: list[StagedTensor]) -> list[int]:
+def _versions(tensors: list[Any]) -> list[int]:
     """Return torch's count of the writes to each tensor; 0 for what it does not count."""
     try:
-        return [staged.live._version for staged in tensors]
+        return [tensor._version for tensor in tensors]
     except (AttributeError, RuntimeError):  # an array, an inference tensor
         return [
-            0
-            if isinstance(staged.live, np.ndarray) or staged.live.is_inference()
-            else staged.live._version
-            for staged in tensors
+            0 if isinstance(tensor, np.ndarray) or tensor.is_inference() else tensor._version
+            for tensor in tensors
         ]
 
 
 def _same(one: torch.Tensor, other: torch.Tensor) -> bool:
     """Tell whether two tensors are the same elements."""
     return (
-        one.data_ptr() == other.data_ptr()
+        isinstance(one, torch.Tensor)
         and one.shape == other.shape
         and one.stride() == other.stride()
         and one.dtype == other.dtype

@@ -22,7 +22,7 @@ import warnings
 import weakref
 from pathlib import Path
 from types import TracebackType
-from typing import BinaryIO
+from typing import BinaryIO, ClassVar
 
 from typing_extensions import Self
 
@@ -262,6 +262,8 @@ class FolderLock:
             ...
     """
 
+    held: ClassVar[weakref.WeakSet[FolderLock]] = weakref.WeakSet()
+
     def __init__(self, folder: Path | str, name: str = ".penstock.lock") -> None:
         self.path = Path(folder) / name
         self._descriptor: int | None = None
@@ -314,9 +316,7 @@ class FolderLock:
         # Also for whoever forgets `release`.
         self._closing = weakref.finalize(self, _unlock, descriptor, os.getpid())
         self._closing.atexit = False  # at exit the kernel lets go, after all work is done
-        # A forked child shares the open file, and would keep the lock after our death.
-        this = weakref.ref(self)
-        os.register_at_fork(after_in_child=lambda: _drop_in_child(this))
+        self.held.add(self)
 
     def release(self) -> None:
         """Give the lock back; safe to call twice."""
@@ -340,10 +340,13 @@ def _unlock(descriptor: int, owner: int) -> None:
     os.close(descriptor)
 
 
-def _drop_in_child(reference: weakref.ref[FolderLock]) -> None:
-    lock = reference()
-    if lock is not None:
+def _release_in_child() -> None:
+    """Close the locked files in a forked child: it would keep the locks after our death."""
+    for lock in list(FolderLock.held):
         lock.release()
+
+
+os.register_at_fork(after_in_child=_release_in_child)
 
 
 def _describe_holder(content: bytes) -> str:

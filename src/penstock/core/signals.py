@@ -10,57 +10,28 @@ import os
 import signal
 import threading
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from types import FrameType
-from typing import Any, TypeVar
+from typing import Any, ClassVar
 
-_SIGNALS = (signal.SIGINT, signal.SIGTERM)
-_RAISING = (*_SIGNALS, *filter(None, [getattr(signal, "SIGALRM", None)]))  # timeouts raise, too
-R = TypeVar("R")
+_ENDING = (signal.SIGINT, signal.SIGTERM)
+_RAISING = (*_ENDING, *filter(None, [getattr(signal, "SIGALRM", None)]))  # timeouts raise, too
 
 
-def undisturbed(call: Callable[[], R]) -> R:
-    """Call something that an exception of a signal handler must not leave half done.
+@contextmanager
+def signals_postponed() -> Iterator[None]:
+    """Keep a block whole that an exception of a signal handler must not leave half done.
 
     Signals that come meanwhile are handled right after it.
     """
-    if threading.current_thread() is not threading.main_thread():
-        return call()  # handlers run on the main thread only
-    postponed = _Postponed()
+    guard = SignalGuard(None, install=False)
     try:
-        postponed.begin()
-        return call()
+        with guard:
+            guard.install(_RAISING)
+            yield
     finally:
-        postponed.end()
-
-
-class _Postponed:
-    """A handler that keeps signals for later; once it has ended, it passes them on."""
-
-    def __init__(self) -> None:
-        self._previous: dict[int, Any] = {}
-        self._came: list[int] = []
-        self._ended = False
-
-    def begin(self) -> None:
-        for number in _RAISING:
-            if callable(previous := signal.getsignal(number)):
-                self._previous[number] = previous
-                signal.signal(number, self)
-
-    def end(self) -> None:
-        self._ended = True  # an interrupt may keep us from putting some handlers back
-        for number, previous in self._previous.items():
-            if signal.getsignal(number) is self:
-                signal.signal(number, previous)
-        while self._came:
-            signal.raise_signal(self._came.pop())
-
-    def __call__(self, number: int, frame: FrameType | None) -> None:
-        if self._ended:
-            self._previous[number](number, frame)
-        else:
-            self._came.append(number)
+        guard.close()
 
 
 class SignalGuard:
@@ -71,11 +42,12 @@ class SignalGuard:
     signal wait for the end of the block.
 
     Args:
-        flush: Finishes the pending work; called on the main thread, must not raise.
-        install: False for a guard that handles nothing.
+        flush: Finishes the pending work; called on the main thread, must not raise. None for a
+            guard that only postpones.
+        install: False for a guard that handles nothing yet.
     """
 
-    def __init__(self, flush: Callable[[], None], *, install: bool = True) -> None:
+    def __init__(self, flush: Callable[[], None] | None, *, install: bool = True) -> None:
         self._flush = flush
         self._pid = os.getpid()
         self._main = threading.main_thread().ident
@@ -86,13 +58,18 @@ class SignalGuard:
         self._handled = self._handled_before = 0
         self._arrivals: _Arrivals | None = None
         if install and threading.current_thread() is threading.main_thread():
-            for number in _SIGNALS:
+            self.install(_ENDING)
+            self._arrivals = _Arrivals()
+
+    def install(self, numbers: Iterable[int]) -> None:
+        """Handle these signals (from the main thread; elsewhere nobody can)."""
+        if threading.current_thread() is threading.main_thread():
+            for number in numbers:
                 current = signal.getsignal(number)
                 # Ignored signals stay ignored; handlers that Python cannot see stay untouched.
                 if current is not None and current is not signal.SIG_IGN:
                     self._previous[number] = current
                     signal.signal(number, self._handle)
-            self._arrivals = _Arrivals()
 
     def nudge(self) -> None:
         """Interrupt the main thread if a signal came that it has not handled yet.
@@ -139,7 +116,7 @@ class SignalGuard:
         if self._depth and os.getpid() == self._pid:  # a forked child has nobody to leave the block
             self._waiting.append((number, frame))
             return
-        if not self._closed and os.getpid() == self._pid:
+        if self._flush is not None and not self._closed and os.getpid() == self._pid:
             self._flush()
         previous = self._previous[number]
         # While the interpreter waits for threads at its exit, an exception would be a traceback.
@@ -158,6 +135,8 @@ class _Arrivals:
     alone, and nothing ever arrives here.
     """
 
+    open: ClassVar[weakref.WeakSet[_Arrivals]] = weakref.WeakSet()
+
     def __init__(self) -> None:
         self._read, self._write = os.pipe()
         os.set_blocking(self._read, False)
@@ -166,9 +145,7 @@ class _Arrivals:
         self._ours = other == -1
         if not self._ours:
             signal.set_wakeup_fd(other)
-        # A forked child must not report its signals to the parent.
-        this = weakref.ref(self)
-        os.register_at_fork(after_in_child=lambda: _close_in_child(this))
+        self.open.add(self)
 
     def take(self) -> set[int]:
         try:
@@ -188,7 +165,11 @@ class _Arrivals:
         self._read = self._write = -1
 
 
-def _close_in_child(reference: weakref.ref[_Arrivals]) -> None:
-    arrivals = reference()
-    if arrivals is not None and threading.current_thread() is threading.main_thread():
-        arrivals.close()
+def _close_in_child() -> None:
+    """Let no forked child report its signals to the parent."""
+    if threading.current_thread() is threading.main_thread():
+        for arrivals in list(_Arrivals.open):
+            arrivals.close()
+
+
+os.register_at_fork(after_in_child=_close_in_child)

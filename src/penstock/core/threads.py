@@ -17,12 +17,12 @@ import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Generator, Iterable, Sequence
+from contextlib import suppress
 from queue import Empty, SimpleQueue
 from typing import Generic, TypeVar
 
-from penstock.core.signals import undisturbed
+from penstock.core.signals import signals_postponed
 
 T = TypeVar("T")
 R = TypeVar("R")
@@ -52,42 +52,13 @@ def lower_priority(nice: int) -> None:
             os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), nice)
 
 
-@contextmanager
-def no_realtime() -> Iterator[None]:
-    """Take the real-time scheduling back that a library gives to threads meanwhile (Linux).
-
-    SVT-AV1, when root runs it, puts the thread that opens it and all of its own before every other
-    program of the machine, for ever; children of the process inherit that.
-    """
-    before = _realtime_threads()
-    try:
-        yield
-    finally:
-        for thread in _realtime_threads() - before:
-            with suppress(OSError):  # it has ended
-                os.sched_setscheduler(thread, os.SCHED_OTHER, os.sched_param(0))
-
-
-def _realtime_threads() -> set[int]:
-    found = set()
-    if sys.platform == "linux":
-        for name in os.listdir("/proc/self/task"):
-            with suppress(OSError):
-                if os.sched_getscheduler(int(name)) in (os.SCHED_FIFO, os.SCHED_RR):
-                    found.add(int(name))
-    return found
-
-
-def _thread(target: Callable[[], None], name: str) -> threading.Thread:
-    return threading.Thread(target=target, name=name, daemon=False)
-
-
 def start(thread: threading.Thread) -> None:
     """Start a thread, whatever signal comes.
 
     An interrupt within `Thread.start` may leave a lock taken for which the new thread waits.
     """
-    undisturbed(thread.start)
+    with signals_postponed():
+        thread.start()
 
 
 def _start(thread: threading.Thread) -> bool:
@@ -137,7 +108,7 @@ class BackgroundThread:
             if self._thread is None or not self._thread.is_alive():
                 self._closing = False
                 # Noted before it starts: an interrupt may come between the two.
-                self._thread = _thread(self._run, self._name)
+                self._thread = threading.Thread(target=self._run, name=self._name)
                 if not _start(self._thread):
                     self._thread = None
             inline = self._thread is None
@@ -269,7 +240,8 @@ def parallel_map(
             del item
             if len(threads) < min(helpers, len(pending) - 1):
                 # Noted before it starts: an interrupt may come between the two.
-                threads.append(_thread(helper, f"penstock-{name}-{len(threads)}"))
+                label = f"penstock-{name}-{len(threads)}"
+                threads.append(threading.Thread(target=helper, name=label))
                 if not _start(threads[-1]):
                     helpers = len(threads)
         while pending:

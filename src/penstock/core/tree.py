@@ -22,6 +22,7 @@ Json = Any
 TAG = "!"
 MAX_DEPTH = 200
 _SEQUENCES: dict[type, str] = {tuple: "tuple", set: "set", frozenset: "frozenset"}
+_CONTAINERS = frozenset({dict, OrderedDict, list, *_SEQUENCES})
 _SCALAR_KINDS = "?bhilqBHILQefdgFD"
 _SCALARS = {np.dtype(kind).str for kind in _SCALAR_KINDS}
 _NONSENSE = (LookupError, ValueError, TypeError, AttributeError, OverflowError, RecursionError)
@@ -58,14 +59,14 @@ def copy_containers(state: Any, keepers: dict[type, Keep], keep: Keep) -> Any:
 
 
 def _copy(value: Any, kind: type, depth: int, keepers: dict[type, Keep], keep: Keep) -> Any:
-    if depth >= MAX_DEPTH:
+    if depth >= MAX_DEPTH and kind in _CONTAINERS:
         raise UnsupportedValue(f"nested deeper than {MAX_DEPTH}")
     if kind is dict or kind is OrderedDict:
         copied: Any = kind()
         for key, child in value.items():
             inner = type(child)
-            if inner in keepers:
-                copied[key] = keepers[inner](child)
+            if (keeper := keepers.get(inner)) is not None:
+                copied[key] = keeper(child)
             elif inner in _IMMUTABLE:
                 copied[key] = child
             else:
@@ -76,7 +77,7 @@ def _copy(value: Any, kind: type, depth: int, keepers: dict[type, Keep], keep: K
         if kind is OrderedDict and hasattr(value, "_metadata"):
             (copied._metadata,) = _copy([value._metadata], list, depth, keepers, keep)
         return copied
-    if kind is list or kind in _SEQUENCES:
+    if kind in _CONTAINERS:
         if _IMMUTABLE.issuperset(map(type, value)):
             return kind(value)
         return kind(
@@ -106,13 +107,13 @@ def _flatten(value: Any, path: str, depth: int, store: Store) -> Json:
         return value if -(2**63) <= value < 2**64 else {TAG: "int", "v": hex(value)}
     if kind is float:
         return value if math.isfinite(value) else {TAG: "float", "v": repr(value)}
-    if depth >= MAX_DEPTH:
+    if depth >= MAX_DEPTH and kind in _CONTAINERS:
         raise UnsupportedValue(
             f"{path[:60]}… is nested deeper than {MAX_DEPTH}, or contains itself; flatten it first"
         )
     if kind is dict or kind is OrderedDict:
         return _flatten_dict(value, path, depth, store)
-    if kind is list or kind in _SEQUENCES:
+    if kind in _CONTAINERS:
         prefix = f"{path}." if path else ""
         if len(value) > 8 and set(map(type, value)) == {int} and _fits(value):
             items = list(value)  # a generator's state is a long tuple of numbers

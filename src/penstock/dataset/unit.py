@@ -626,7 +626,7 @@ def write_stats(path: Path, stats: Mapping[str, AnyStats]) -> None:
             for name, state in stats.items()
             for part, array in state.to_arrays().items()
         ]
-        pack.add_all(items)
+        pack.write(items)
 
 
 def read_stats(path: Path) -> dict[str, AnyStats]:

@@ -7,8 +7,9 @@ number. The same frames give the same bytes: one thread per encoder, no dates in
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Iterator, Mapping
-from contextlib import nullcontext, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from fractions import Fraction
 from pathlib import Path
@@ -22,7 +23,6 @@ from numpy.typing import NDArray
 from typing_extensions import Self
 
 from penstock.core.files import storage_error
-from penstock.core.threads import no_realtime
 from penstock.errors import CorruptFile, DataError, StorageError, UsageError
 from penstock.media.av_versions import (
     ANY_METADATA,
@@ -157,7 +157,7 @@ class VideoWriter:
         prepared.time_base = Fraction(1, self._fps)
         try:
             opens = self._settings.codec == "av1" and not self.frames
-            with no_realtime() if opens else nullcontext():
+            with _no_realtime() if opens else nullcontext():
                 packets = self._stream.encode(prepared)
             for packet in packets:
                 self._container.mux(packet)
@@ -467,3 +467,29 @@ def write_failure(action: str, path: Path, error: BaseException) -> StorageError
     if isinstance(error, OSError) and isinstance(number, int) and 0 < number < 200:
         return storage_error(action, path, OSError(number, os.strerror(number)))
     return DataError(f"cannot {action} {path}: {error}")
+
+
+@contextmanager
+def _no_realtime() -> Iterator[None]:
+    """Take the real-time scheduling back that a library gives to threads meanwhile (Linux).
+
+    SVT-AV1, when root runs it, puts the thread that opens it and all of its own before every other
+    program of the machine, for ever; children of the process inherit that.
+    """
+    before = _realtime_threads()
+    try:
+        yield
+    finally:
+        for thread in _realtime_threads() - before:
+            with suppress(OSError):  # it has ended
+                os.sched_setscheduler(thread, os.SCHED_OTHER, os.sched_param(0))
+
+
+def _realtime_threads() -> set[int]:
+    found = set()
+    if sys.platform == "linux":
+        for name in os.listdir("/proc/self/task"):
+            with suppress(OSError):
+                if os.sched_getscheduler(int(name)) in (os.SCHED_FIFO, os.SCHED_RR):
+                    found.add(int(name))
+    return found

@@ -253,7 +253,7 @@ class SegmentLog:
         name = f"segment_{self._next:06d}.pack"
         self._next += 1
         with PackWriter(self.folder / name, kind=SEGMENT_KIND, meta=meta) as pack:
-            pack.add_all(items)
+            pack.write(items)
         self._appended[name] = pack.index.digest
         return name
 
@@ -285,7 +285,7 @@ class SegmentLog:
             "next": self._next,
         }
         with PackWriter(self.folder / MANIFEST, kind=KIND, meta=meta) as pack:
-            pack.add_all(items)
+            pack.write(items)
         self._digest = pack.index.digest
         self._committed, self._appended = kept, {}
         self._remove_unlisted()

@@ -82,7 +82,7 @@ def write_rollout(
     }
     items = [_item(leaf, axes, level) for leaf in batch.leaves]
     with PackWriter(path, kind=KIND, meta=meta, workers=_WORKERS) as writer:
-        writer.add_all(items)
+        writer.write(items)
     index = writer.index
     raw_bytes = sum(leaf.nbytes for leaf in batch.leaves)
     return {"raw_bytes": raw_bytes, "stored_bytes": index.header_bytes + index.data_bytes}

@@ -4,11 +4,11 @@ A codec works on one block: a contiguous 1-D array in, buffers out; `decode` fil
 caller owns and checks every size before it allocates. All heavy calls release the GIL, and no
 codec keeps state between calls, so that blocks may be coded by several threads.
 
-    raw, lz4, zstd   general.py: the bytes as they are, or a general compressor over them
+    raw, lz4, zstd   base.py: the bytes as they are, or a general compressor over them
     planes           planes.py: the k-th bytes of all elements together
-    series           series.py: zeros as a bitmap, the rest as differences to the one before
-    delta, quantize  nested.py: the difference to a base; floats within an error that the user
+    delta, quantize  planes.py: the difference to a base; floats within an error that the user
                      states; each with an inner codec
+    series           series.py: zeros as a bitmap, the rest as differences to the one before
 
 `Layout` is the temporal layout: a permutation of the axes, so that neighbours in time lie together.
 """
@@ -18,10 +18,18 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from penstock.core.codecs.base import Codec, Layout, as_unsigned, bytes_of, zstd
-from penstock.core.codecs.general import Lz4, Raw, Zstd, unzstd
-from penstock.core.codecs.nested import Delta, Quantize
-from penstock.core.codecs.planes import Planes
+from penstock.core.codecs.base import (
+    Codec,
+    Layout,
+    Lz4,
+    Raw,
+    Zstd,
+    as_unsigned,
+    bytes_of,
+    unzstd,
+    zstd,
+)
+from penstock.core.codecs.planes import Delta, Planes, Quantize
 from penstock.core.codecs.series import Series
 from penstock.errors import CorruptFile, UsageError
 

@@ -20,8 +20,9 @@ from penstock.core.codecs.base import (
     bytes_of,
     check_level,
     expect,
+    unlz4,
+    unzstd,
 )
-from penstock.core.codecs.general import unlz4, unzstd
 from penstock.core.codecs.planes import Planes, join, looks_compressible, split
 from penstock.core.reuse import SCRATCH
 

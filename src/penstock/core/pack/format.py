@@ -12,7 +12,7 @@ import json
 import math
 import os
 import struct
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import accumulate
@@ -21,6 +21,7 @@ from typing import Any
 
 import numpy as np
 from isal import isal_zlib
+from numpy.typing import NDArray
 
 from penstock.core import codecs
 from penstock.core.codecs import Codec, Layout
@@ -154,6 +155,23 @@ class Entry:
         """Byte range of a block in the decoded tensor."""
         start = block * self.block_bytes
         return start, min(start + self.block_bytes, self.nbytes)
+
+    def cut(self, array: NDArray[Any]) -> Iterator[NDArray[Any]]:
+        """Cut an array into one view per block.
+
+        Args:
+            array: Flat, in the order on disk; or in the tensor's own shape (`whole_rows` only), of
+                which the views are rows with the axes as on disk.
+        """
+        if self.layout and array.ndim > 1:
+            stored = array.transpose(self.layout.order)
+            unit = self.nbytes // len(stored)
+        else:
+            stored = array.reshape(-1).view(self.words)
+            unit = self.words.itemsize
+        for block in range(self.blocks):
+            start, stop = self.block_range(block)
+            yield stored[start // unit : stop // unit]
 
     def checksum(self) -> int:
         """CRC-32 over name|dtype|shape| and the original bytes, combined from the blocks' own."""

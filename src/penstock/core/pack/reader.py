@@ -163,7 +163,7 @@ class PackReader:
                 blocks = range(first, min(first + step, entry.blocks))
                 yield partial(self._fill_series, entry.codec, entry, blocks, turn, words)
             return
-        for block, piece in enumerate(_placed(entry, out) if placed else _flat(entry, out)):
+        for block, piece in enumerate(entry.cut(out)):
             yield partial(self._fill, entry, block, piece)
 
     def verify(self) -> Iterator[tuple[str, str]]:
@@ -325,22 +325,3 @@ def _turn(entry: Entry) -> tuple[int, int] | None:
     if entry.layout.order != (0, *range(2, len(shape)), 1):
         return None
     return math.prod(shape[2:]), shape[1]
-
-
-def _flat(entry: Entry, out: NDArray[Any]) -> Iterator[NDArray[Any]]:
-    """Cut an array in disk order into the blocks of an entry."""
-    words = out.reshape(-1).view(entry.words)
-    width = entry.words.itemsize
-    for block in range(entry.blocks):
-        start, stop = entry.block_range(block)
-        yield words[start // width : stop // width]
-
-
-def _placed(entry: Entry, out: NDArray[Any]) -> Iterator[NDArray[Any]]:
-    """Cut an array of the tensor's shape into views, one per block, axes as on disk."""
-    assert entry.layout is not None
-    stored = out.transpose(entry.layout.order)
-    row_bytes = entry.nbytes // len(stored)
-    for block in range(entry.blocks):
-        start, stop = entry.block_range(block)
-        yield stored[start // row_bytes : stop // row_bytes]

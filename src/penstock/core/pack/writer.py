@@ -1,4 +1,4 @@
-"""Write a pack as a stream of blocks: what is in memory is a few blocks, never the file."""
+"""Write a pack as a stream of blocks: what is encoded and not yet written is a few of them."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from penstock.core.threads import INLINE_BYTES, parallel_map
 from penstock.errors import UsageError
 
 DEFAULT_BLOCK_BYTES = 1 << 20
-_COPY_BYTES = 8 << 20
+_PADDING_BYTES = 8 << 20
 _SMALL_BYTES = 1 << 20
 _WRITEBACK_BYTES = 8 << 20
 
@@ -55,10 +55,38 @@ class Item:
 class _Coded(NamedTuple):
     entry: Entry
     buffers: list[Buffer]
-    crc: int | None
+    crc: int
 
 
 _Block = tuple[Entry, NDArray[Any], int]
+
+
+def _header_room(index: Index) -> int:
+    """Return the most that the header may need: it is written last, and before the data."""
+    entries = {
+        name: replace(
+            entry,
+            sizes=[4 * entry.block_bytes + 4096] * entry.blocks,
+            crcs=[2**32 - 1] * entry.blocks,
+        )
+        for name, entry in index.entries.items()
+    }
+    return len(render(replace(index, entries=entries))) + 16 * len(entries)  # for their checksums
+
+
+def _is_odd(entry: Entry) -> bool:
+    """Tell whether a plain tensor leaves what follows it unaligned."""
+    return entry.plain and entry.nbytes % ALIGNMENT != 0
+
+
+def _blocks(entry: Entry, item: Item) -> Iterator[_Block]:
+    """Cut a tensor: flat, or rows with the axes as on disk, put in order when they are encoded."""
+    values = item.values
+    if not entry.layout or not entry.whole_rows:
+        stored = entry.layout.apply(values) if entry.layout else values
+        values = np.ascontiguousarray(stored).reshape(-1)
+    for block, view in enumerate(entry.cut(values)):
+        yield entry, view, block
 
 
 def _grouped(blocks: Iterable[_Block]) -> Iterator[list[_Block]]:
@@ -78,8 +106,8 @@ def _grouped(blocks: Iterable[_Block]) -> Iterator[list[_Block]]:
 class PackWriter:
     """Write tensors into a pack that appears under its name only when it is whole and durable.
 
-    Leaving the `with` block publishes; an exception leaves no trace. `sync` makes everything
-    durable under a temporary name, so that a later `publish` is only a rename.
+    `write` takes all tensors and makes them durable under a temporary name, so that `publish` is
+    only a rename. Leaving the `with` block publishes; an exception leaves no trace.
 
     Args:
         path: Where the pack will appear.
@@ -89,6 +117,10 @@ class PackWriter:
         workers: Threads that encode.
         nice: Added to the priority value of those threads.
         patient: Tells whether the encoding may be left to those threads (`parallel_map`).
+
+    Example:
+        with PackWriter("a.pack", kind="tensors") as pack:
+            pack.write([Item("weights", values)])
     """
 
     def __init__(
@@ -107,89 +139,36 @@ class PackWriter:
         self._workers = workers
         self._nice = nice
         self._patient = patient
-        self._tail: list[tuple[Entry, bytes]] = []
         if base and base.index.base:
             raise UsageError(f"{base.path.name} is a difference itself; give its base")
         link = {"file": base.path.name, "digest": base.index.digest} if base else None
         self.index = Index(kind, meta or {}, {}, link)
         try:
-            self._meta_bytes = len(json.dumps(self.index.meta, allow_nan=False))
+            json.dumps(self.index.meta, allow_nan=False)
         except (TypeError, ValueError) as error:
             raise UsageError(f"{self._path}: its meta is not JSON ({error})") from error
         self._new = NewFile(self._path)
-        self._reserved = 0
         self._pushed = 0
-        self._finished = False
+        self._written = False
 
-    @property
-    def stored_bytes(self) -> int:
-        """Bytes of the file so far."""
-        return self._reserved + self.index.data_bytes
-
-    def add(self, item: Item) -> None:
-        """Write one tensor."""
-        self.add_all([item])
-
-    def add_all(self, items: Iterable[Item]) -> None:
-        """Write tensors, encoding their blocks in parallel; a generator is consumed as it goes."""
+    def write(self, items: Sequence[Item]) -> None:
+        """Write all tensors, encoding their blocks in parallel, and bring them to the disk."""
         self._new.check_open()
-        known = list(items) if isinstance(items, Sequence) else None
-        if not self._reserved:
-            self._reserve(known)
-        total = sum(item.values.nbytes for item in known) if known is not None else None
-        blocks = self._blocks(items if known is None else known)
+        if self._written:
+            raise UsageError(f"{self._path}: give all tensors in one call")
         try:
-            if total is not None and total <= INLINE_BYTES:
-                for block in blocks:
-                    self._write(self._encode(*block))
-                return
-            coded = parallel_map(
-                lambda group: [self._encode(*block) for block in group],
-                _grouped(blocks),
-                name="encode",
-                helpers=self._workers,
-                size=lambda group: 2 * sum(values.nbytes for _, values, _ in group),
-                limit_bytes=4 * self._workers * DEFAULT_BLOCK_BYTES,
-                nice=self._nice,
-                patient=self._patient,
-            )
-            with closing(coded):
-                for group in coded:
-                    for result in group:
-                        self._write(result)
+            self._write(items)
         except BaseException as error:
             self.abandon()  # an entry may be half written: such a pack must never get its name
             if isinstance(error, OSError):
                 raise storage_error("write", self._path, error) from error
             raise
-
-    def sync(self) -> None:
-        """Write the header and bring everything to the disk, still under a temporary name."""
-        self._new.check_open()
-        if self._finished:
-            return
-        try:
-            # Sizes that are no multiple of the alignment come last, wide elements first, so that
-            # every plain tensor starts at a multiple of its element size.
-            for entry, data in sorted(self._tail, key=lambda part: -part[0].words.itemsize):
-                self.index.entries[entry.name] = entry
-                write_all(self._new.file, data)
-            header = render(self.index, self._reserved)
-            if len(header) > self._reserved:
-                self._make_room(header)
-            else:
-                self._new.file.seek(0)
-                write_all(self._new.file, header)
-        except OSError as error:
-            self.abandon()
-            raise storage_error("write", self._path, error) from error
-        self._new.sync()
-        self._finished = True
-        self.index.header_bytes = len(header)
+        self._written = True
 
     def publish(self) -> None:
         """Give the pack its name."""
-        self.sync()
+        if not self._written:
+            self.write([])
         self._new.publish()
 
     def abandon(self) -> None:
@@ -211,45 +190,46 @@ class PackWriter:
         finally:
             self.abandon()
 
-    def _reserve(self, items: list[Item] | None) -> None:
-        """Leave room for the header, which is written last: generous, for it is only spaces."""
-        text = self._meta_bytes * 5 // 4 + 1024
-        if items is None:
-            text += 64 * 1024
-        for item in items or ():
-            blocks = item.values.nbytes // item.block_bytes + 1
-            text += 480 + 5 * len(item.name.encode(errors="replace")) + 24 * blocks
-        self._reserved = text + -text % ALIGNMENT
-        self._new.file.seek(self._reserved)
-
-    def _make_room(self, header: bytes) -> None:
-        """The header outgrew its room: copy the data into a new file behind it."""
-        old, new = self._new, NewFile(self._path)
-        try:
-            write_all(new.file, header)
-            old.file.seek(self._reserved)
-            while chunk := old.file.read(_COPY_BYTES):
-                write_all(new.file, chunk)
-        except BaseException:
-            new.abandon()
-            raise
-        old.abandon()
-        self._new = new
-
-    def _blocks(self, items: Iterable[Item]) -> Iterator[_Block]:
+    def _write(self, items: Sequence[Item]) -> None:
+        started: dict[str, tuple[Entry, Item]] = {}
         for item in items:
-            entry, values = self._start(item)
-            if entry is None:
-                continue
-            # Flat, or rows with the axes as on disk, which are put in order when they are encoded.
-            unit = entry.words.itemsize if values.ndim == 1 else entry.nbytes // len(values)
-            for block in range(entry.blocks):
-                start, stop = entry.block_range(block)
-                yield entry, values[start // unit : stop // unit], block
-            if not entry.blocks:
-                yield entry, values, 0
+            if item.name in started or item.name == "__metadata__":
+                raise UsageError(f"{item.name}: this name is taken in {self._path.name}")
+            started[item.name] = (self._entry(item), item)
+        # Sizes that are no multiple of the alignment come last, wide elements first, so that every
+        # plain tensor starts at a multiple of its element size.
+        ordered = sorted(
+            started.values(), key=lambda pair: -pair[0].words.itemsize if _is_odd(pair[0]) else -99
+        )
+        self.index.entries = {entry.name: entry for entry, _ in ordered}
+        room = _header_room(self.index)
+        self._new.file.seek(room)
+        blocks = (block for entry, item in ordered for block in _blocks(entry, item))
+        if sum(item.values.nbytes for item in items) <= INLINE_BYTES:
+            for one in blocks:
+                self._store(self._encode(*one))
+        else:
+            coded = parallel_map(
+                lambda group: [self._encode(*block) for block in group],
+                _grouped(blocks),
+                name="encode",
+                helpers=self._workers,
+                size=lambda group: 2 * sum(values.nbytes for _, values, _ in group),
+                limit_bytes=4 * self._workers * DEFAULT_BLOCK_BYTES,
+                nice=self._nice,
+                patient=self._patient,
+            )
+            with closing(coded):
+                for group in coded:
+                    for result in group:
+                        self._store(result)
+        header = render(self.index, room)
+        self.index.header_bytes = len(header)
+        self._new.file.seek(0)
+        write_all(self._new.file, header)
+        self._new.sync()
 
-    def _start(self, item: Item) -> tuple[Entry | None, NDArray[Any]]:
+    def _entry(self, item: Item) -> Entry:
         dtype = item.dtype or item.values.dtype.name
         if dtype not in DTYPES or DTYPES[dtype].words != item.values.dtype:
             raise UsageError(f"{item.name}: dtype {dtype} cannot be stored in a pack")
@@ -257,36 +237,25 @@ class PackWriter:
             raise UsageError(f"{item.name}: {item.values.ndim} dimensions, over {MAX_DIMENSIONS}")
         if item.name.encode(errors="replace").decode() != item.name:
             raise UsageError(f"{item.name!r}: a name must be text that UTF-8 can hold")
-        taken = item.name in self.index.entries or item.name == "__metadata__"
-        if taken or any(entry.name == item.name for entry, _ in self._tail):
-            raise UsageError(f"{item.name}: this name is taken in {self._path.name}")
         nbytes, width = item.values.nbytes, item.values.itemsize
         codec = item.codec if item.codec and nbytes else Raw()
-        plain = codec.id == "raw" and DTYPES[dtype].tag is not None
-        odd = nbytes % ALIGNMENT != 0
-        if plain and odd and nbytes > _SMALL_BYTES:
-            plain = False  # as a padded blob it keeps what follows aligned
         entry = Entry(
             name=item.name,
             dtype=dtype,
             shape=tuple(item.values.shape),
             codec=codec,
             block_bytes=max(width, item.block_bytes // width * width),
-            plain=plain,
+            plain=codec.id == "raw" and DTYPES[dtype].tag is not None,
             layout=item.layout,
         )
+        if _is_odd(entry):
+            if nbytes > _SMALL_BYTES:
+                entry.plain = False  # as a padded blob it keeps what follows aligned
+            else:
+                entry.block_bytes = nbytes
         if codec.needs_base:
             entry.block_bytes = self._base_entry(entry).block_bytes
-        if item.layout and entry.whole_rows and not (plain and odd):
-            return entry, item.values.transpose(item.layout.order)
-        stored = item.layout.apply(item.values) if item.layout else item.values
-        flat = np.ascontiguousarray(stored).reshape(-1)
-        if plain and odd:
-            entry.sizes, entry.crcs = [flat.nbytes], [isal_zlib.crc32(flat.view(np.uint8))]
-            entry.block_bytes = -(-flat.nbytes // width) * width
-            self._tail.append((entry, flat.tobytes()))
-            return None, flat
-        return entry, flat
+        return entry
 
     def _base_entry(self, entry: Entry) -> Entry:
         """Return the entry that a difference refers to; refuse what could not be read back."""
@@ -298,8 +267,6 @@ class PackWriter:
         return other
 
     def _encode(self, entry: Entry, values: NDArray[Any], number: int) -> _Coded:
-        if not values.size:
-            return _Coded(entry, [], None)
         if values.ndim > 1:
             flat = SCRATCH.array("stored", values.size, values.dtype)
             if entry.codec.id == "raw":
@@ -327,18 +294,15 @@ class PackWriter:
             os.posix_fadvise(self._new.file.fileno(), self._pushed, length, os.POSIX_FADV_DONTNEED)
             self._pushed = at
 
-    def _write(self, coded: _Coded) -> None:
+    def _store(self, coded: _Coded) -> None:
         entry = coded.entry
-        last = self.index.entries.setdefault(entry.name, entry)
-        assert last is entry
-        if coded.crc is not None:
-            entry.sizes.append(sum(memoryview(buffer).nbytes for buffer in coded.buffers))
-            entry.crcs.append(coded.crc)
-            for buffer in coded.buffers:
-                write_all(self._new.file, buffer)
-            self._start_writeback()
+        entry.sizes.append(sum(memoryview(buffer).nbytes for buffer in coded.buffers))
+        entry.crcs.append(coded.crc)
+        for buffer in coded.buffers:
+            write_all(self._new.file, buffer)
+        self._start_writeback()
         if len(entry.sizes) == entry.blocks:
             entry.stored_bytes = entry.padded_bytes()
             padding = entry.stored_bytes - sum(entry.sizes)
-            for start in range(0, padding, _COPY_BYTES):
-                write_all(self._new.file, bytes(min(_COPY_BYTES, padding - start)))
+            for start in range(0, padding, _PADDING_BYTES):
+                write_all(self._new.file, bytes(min(_PADDING_BYTES, padding - start)))

@@ -215,7 +215,7 @@ class PrioritySampler(PrioritizedSampler):  # type: ignore[misc]
         """Save into a folder, atomically."""
         folder = make_folder(path)
         with PackWriter(folder / _FILE, kind=KIND, meta=self._settings()) as pack:
-            pack.add(Item("priorities", self._priorities()))
+            pack.write([Item("priorities", self._priorities())])
 
     def loads(self, path: str | PathLike[str]) -> None:
         """Load what `dumps` saved.

@@ -132,7 +132,7 @@ def _write_state(
         for key, words in group.items
     ]
     with PackWriter(path, kind="checkpoint", meta=group.meta, base=base) as writer:
-        writer.add_all(items)
+        writer.write(items)
 
 
 def _is_coded(source: Source, key: int) -> bool:
