@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Final
 
@@ -19,7 +20,7 @@ _WINDOW_BYTES: Final = 1 << 20
 _MARK_BYTES: Final = 16
 
 
-class Scanner:
+class Scanner(ABC):
     """Reads a file from its beginning, and adds its chunks to the table of the bag.
 
     Of a damaged chunk the messages before the damage are kept, and the search goes on with the next
@@ -146,21 +147,22 @@ class Scanner:
             at += count
         return not any(len(entries[0]) for entries in named.values())
 
-    def end(self) -> None:
+    def end(self) -> None:  # noqa: B027 - only MCAP has something to finish
         """Finish what is under way."""
 
+    @abstractmethod
     def record(self, pos: int) -> int:
         """Take one record in; return where the next one begins."""
-        raise NotImplementedError
 
+    @abstractmethod
     def follows(self, pos: int) -> bool:
         """Tell whether a record begins at a position, or the file ends there."""
-        raise NotImplementedError
 
+    @abstractmethod
     def index_stop(self, pos: int) -> int:
         """Return where the index records that begin at a position end."""
-        raise NotImplementedError
 
+    @abstractmethod
     def candidates(self, window: bytes, at: int) -> Iterator[int]:
         """Yield the positions at which records seem to begin.
 
@@ -168,4 +170,3 @@ class Scanner:
             window: Bytes of the file.
             at: Where they begin.
         """
-        raise NotImplementedError

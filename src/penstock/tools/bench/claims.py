@@ -1,4 +1,4 @@
-"""Every number that the seeds promise, beside what a run measured.
+"""Every number that the proposal promises, beside what a run measured.
 
 The claims are in claims.yaml. Each names its places, the rows of the benchmark that speak about it,
 and the rule by which it is judged; figures and verdicts come from a run alone.
@@ -58,7 +58,7 @@ class Look:
 
 @dataclass(frozen=True)
 class Claim:
-    """One claim of the seeds.
+    """One claim of the proposal.
 
     Args:
         id: Names it.

@@ -1,7 +1,7 @@
-"""What replay and rollouts are measured on: flights, depth pictures, and the seed's buffer.
+"""What replay and rollouts are measured on: flights, depth pictures, and the proposal's buffer.
 
 All of it is synthetic and seeded. The flights follow the task of NavRL: drones among columns and
-moving obstacles, 36 x 4 rays of 4 m, observations as the seeds name them.
+moving obstacles, 36 x 4 rays of 4 m, observations as the proposal names them.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""LZ4 as the seeds use it, on plain bytes: what each level gains and how fast it is."""
+"""LZ4 as the proposal uses it, on plain bytes: what each level gains and how fast it is."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from penstock.tools.bench.measure import clock, interleave, time_rows
 LEVELS = (0, 6, 9)
 _SAMPLE_BYTES = 6_000_000  # a third of a second at the slowest level
 _TOP_BYTES = 1_000_000
-_TOP = (12, 16)  # the most that LZ4 has, and the most that the seeds name
+_TOP = (12, 16)  # the most that LZ4 has, and the most that the proposal names
 
 
 def measure_lz4(name: str, data: bytes, rounds: int, levels: Sequence[int] = LEVELS) -> list[Row]:
@@ -52,7 +52,7 @@ def measure_lz4(name: str, data: bytes, rounds: int, levels: Sequence[int] = LEV
 
 
 def measure_top_levels(name: str, data: bytes) -> Row:
-    """Say how much the highest level that the seeds name gains over the highest that LZ4 has."""
+    """Say what the highest level that the proposal names gains over the highest of LZ4."""
     sample = _middle(data, _TOP_BYTES)
     sizes = [len(lz4.frame.compress(sample, compression_level=level)) for level in _TOP]
     what = f"LZ4 level {_TOP[1]} against level {_TOP[0]}, {name}"

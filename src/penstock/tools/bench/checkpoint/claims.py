@@ -1,4 +1,4 @@
-"""What the measured checkpoints make of the seed's sums, and LZ4's levels on their bytes."""
+"""What the measured checkpoints make of the proposal's sums, and LZ4's levels on their bytes."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ from penstock.tools.bench.checkpoint.state import tensors
 from penstock.tools.bench.lz4_levels import measure_lz4, measure_top_levels
 from penstock.tools.bench.measure import find_row
 
-_COUNT = 1000  # checkpoints of the seed's example
+_COUNT = 1000  # checkpoints of the proposal's example
 _INTERVAL = 1000
-_ITERATION_S = 1024 * 32 / 10_000  # at the seed's 10,000 frames/s
-_PENDING, _MORE = 3, 5  # lengths of the queue that the seed names
+_ITERATION_S = 1024 * 32 / 10_000  # at the proposal's 10,000 frames/s
+_PENDING, _MORE = 3, 5  # lengths of the queue that the proposal names
 _SHARE = 32  # of each tensor one part in so many: 6 MB of 200
 
 

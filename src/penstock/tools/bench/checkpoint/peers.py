@@ -1,6 +1,6 @@
 """The ways of saving that are compared: each blocks the training thread in its own manner.
 
-The seed's way and Lightning's are written anew here, from their descriptions.
+The proposal's way and Lightning's are written anew here, from their descriptions.
 """
 
 from __future__ import annotations
@@ -93,7 +93,7 @@ class DcpAsync(Method):
 
 
 class SeedQueue(Method):
-    """deepcopy, a bounded queue, and a thread that compresses: the seed's way.
+    """deepcopy, a bounded queue, and a thread that compresses: the proposal's way.
 
     Args:
         work: Where the thread writes; None drops the copies. Whatever the thread does lies outside
@@ -194,7 +194,7 @@ class Penstock(Method):
 
 
 def seed_write(state: Any, path: Path, level: int = SEED_LEVEL) -> None:
-    """Write a state as the seed does: pickle in memory, compress in memory, write."""
+    """Write a state as the proposal does: pickle in memory, compress in memory, write."""
     buffer = io.BytesIO()
     torch.save(state, buffer)
     data = lz4.frame.compress(buffer.getvalue(), compression_level=level)

@@ -1,4 +1,4 @@
-"""Memory of a conversion: all frames at once, as the seed describes it, and penstock's.
+"""Memory of a conversion: all frames at once, as the proposal describes it, and penstock's.
 
 `python -m penstock.tools.bench.convert.memory FRAMES` puts so many frames of three cameras
 together in the old way and prints its peak.
@@ -24,7 +24,7 @@ OURS = "penstock copy"
 _SHAPE, _CAMERAS = (480, 640, 3), 3
 _NUMBERS = len(expected_state(0.0)) + len(expected_action(0.0))
 _MEASURED = (20, 120)  # frames: what the process needs besides them falls out
-_FRAMES = 10_000  # of the seed's 10 GB bag
+_FRAMES = 10_000  # of the proposal's 10 GB bag
 _CHUNKS = (100, 500, 1000, 2000, 5000)
 _SECONDS = (8, 64)  # of the bags whose peaks are compared
 _WINDOWS = (100, 2000)
@@ -32,7 +32,7 @@ _TURNS = 3
 
 
 def measure_whole(bag_bytes_per_frame: float) -> list[Row]:
-    """Measure what a frame costs when all are kept, and scale it to the seed's example.
+    """Measure what a frame costs when all are kept, and scale it to the proposal's example.
 
     Args:
         bag_bytes_per_frame: Of a recording with three cameras.

@@ -24,7 +24,7 @@ _BURST = 5_000
 _WINDOW = 100
 _FULL, _LONG = 10_000, 100_000  # timings of each name: penstock's history, and beyond it
 _MEMORY_BAR_MB = 2.0
-_SAMPLE_MS = (5.23, 45.67)  # data_collection and training in the seed's sample output
+_SAMPLE_MS = (5.23, 45.67)  # data_collection and training in the proposal's sample output
 _FRAMES = 1024 * 32
 
 
@@ -101,7 +101,7 @@ def _timers(settings: Settings) -> list[Row]:
     )
     rows = judge_peers(time_rows("an empty timer", timings, OURS, scale=1e6), {SEED: 1.0})
     rows = [replace(row, cpu_s=None) for row in rows]  # it is of thousands of calls
-    # In the seed's unit, beside its sample output.
+    # In the proposal's unit, beside its sample output.
     found = [Row("an empty timer, in ms", row.who, row.value / 1e3, "ms", row.n) for row in rows]
     return rows + found
 

@@ -137,7 +137,7 @@ def measure_alive(batches: int) -> list[Row]:
 
 
 def compute_gains() -> list[Row]:
-    """Work out the seed's sums: a million frames, and all its gains together."""
+    """Work out the proposal's sums: a million frames, and all its gains together."""
     minutes = "1,000,000 frames at 10,000 frames/s (computed)"
     faster = "100 minutes with more speed (computed)"
     together = "gains of checkpoints, pipeline and compression together (computed)"

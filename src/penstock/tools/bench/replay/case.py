@@ -1,4 +1,4 @@
-"""The case `replay`: sampling compressed pictures, against TorchRL's storages and the seed's."""
+"""The case `replay`: compressed pictures against TorchRL's storages and the proposal's."""
 
 from __future__ import annotations
 
@@ -162,7 +162,7 @@ def _seed(data: TensorDict, rounds: int) -> list[Row]:
         ),
     }
     what = f"DictReplayBuffer, batch of {_BATCH} depth pictures"
-    timings = interleave(turns, rounds, "the seed's buffer")
+    timings = interleave(turns, rounds, "the proposal's buffer")
     rows = _judged(what, timings, {"seed, per episode": 500.0})
     size = "memory per depth picture, DictReplayBuffer"
     count = len(data)

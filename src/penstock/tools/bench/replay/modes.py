@@ -1,4 +1,4 @@
-"""The seed's replay buffer in all its modes: per episode or per frame, threads or none."""
+"""The proposal's replay buffer in all its modes: per episode or per frame, threads or none."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from penstock.tools.bench.measure import burst, clock, interleave, time_rows
 
 OURS = "penstock"
 EPISODE, FRAME = "seed, per episode", "seed, per frame"
-_BATCHES = (256, 64, 32)  # the usual one, and the limits that the seed gives for threads
+_BATCHES = (256, 64, 32)  # the usual one, and the limits that the proposal gives for threads
 _FRAMES = 500  # compressed one by one, for the size
 _MANY = 1_000_000
 _EPISODES = (1_000, 100_000)
@@ -34,7 +34,7 @@ Turn = Callable[[], float]
 
 
 class FrameBuffer:
-    """Every frame an LZ4 frame of level 9: the seed's `compress_epi=False`."""
+    """Every frame an LZ4 frame of level 9: the proposal's `compress_epi=False`."""
 
     def __init__(self, pictures: Pictures) -> None:
         self._shape = pictures.shape[1:]
@@ -56,7 +56,7 @@ class FrameBuffer:
 
 
 def stack(one: Callable[[int], torch.Tensor], indices: NDArray[Any], threads: bool) -> torch.Tensor:
-    """Put a batch together as the seed does: in a pool of threads made for it, or in a loop."""
+    """Put a batch together as the proposal does: in a pool of threads made for it, or in a loop."""
     if not threads:
         return torch.stack([one(index) for index in indices.tolist()])
     with ThreadPoolExecutor() as executor:
@@ -81,7 +81,7 @@ def measure_modes(
             for threads in (False, True):
                 who = f"{name}, {'threads' if threads else 'one thread'}"
                 turns[who] = _turn(one, rng, count, batch, threads)
-        timings = interleave(turns, 2, f"the seed's modes, {batch}")
+        timings = interleave(turns, 2, f"the proposal's modes, {batch}")
         rows += time_rows(f"seed's buffer, batch of {batch}", timings, f"{FRAME}, one thread")
         slower = timings[f"{EPISODE}, threads"].median / timings[f"{FRAME}, one thread"].median
         rows.append(Row(f"per episode against per frame, batch of {batch}", "time", slower, "x"))
@@ -134,7 +134,7 @@ def _sizes(name: str, pictures: Pictures, length: int) -> list[Row]:
 
 
 class SeedPrefixSum:
-    """The seed's index, as it is written there, of episodes that are added already."""
+    """The proposal's index, as it is written there, of episodes that are added already."""
 
     def __init__(self, prefix_sum: NDArray[np.int32]) -> None:
         self.prefix_sum = prefix_sum
@@ -145,7 +145,7 @@ class SeedPrefixSum:
 
 
 def measure_index(settings: Settings) -> list[Row]:
-    """Measure look-ups among few and many episodes, and make the seed's example."""
+    """Measure look-ups among few and many episodes, and make the proposal's example."""
     rng = np.random.default_rng(0)
     rows = []
     found: dict[str, list[float]] = {OURS: [], "seed": []}

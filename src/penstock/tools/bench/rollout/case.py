@@ -28,7 +28,7 @@ OURS = "penstock"
 SEED = "pickle + LZ4-9 (seed)"
 _KEY = ("agents", "observation", "state")
 _EPOCHS, _MINIBATCHES = 4, 16
-_UPDATE_S = (0.05, 0.1)  # what the seed says that training on such a batch takes
+_UPDATE_S = (0.05, 0.1)  # what the proposal says that training on such a batch takes
 _NOISE_M = 0.02
 _LEAST = {"clean": 3.6, "noisy": 3.0}
 

@@ -1,7 +1,7 @@
-"""What the seed says of a batch of experience: its bytes, its keys, LZ4 on it, and what it costs.
+"""What the proposal says of a batch of experience: its bytes, its keys, LZ4 on it, its cost.
 
 Sizes are for 1024 environments x 32 steps, whatever number was measured: each environment takes
-the same. Rows marked (computed) follow from measured ones and from the seed's own numbers.
+the same. Rows marked (computed) follow from measured ones and from the proposal's own numbers.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ ENVS, STEPS, EPOCHS, MINIBATCHES = 1024, 32, 4, 16
 _SEEN = ("agents", "observation")
 _LIDAR = (*_SEEN, "lidar")
 _KEYS = ("lidar", "state", "direction", "dynamic_obstacle")
-_ROLLOUTS, _HELD = 1000, 3  # of the seed's examples
-_ITERATION_S = ENVS * STEPS / 10_000  # at the seed's 10,000 frames/s
-_LIMIT_BYTES = 8e9  # of device memory, below which the seed compresses batches
+_ROLLOUTS, _HELD = 1000, 3  # of the proposal's examples
+_ITERATION_S = ENVS * STEPS / 10_000  # at the proposal's 10,000 frames/s
+_LIMIT_BYTES = 8e9  # of device memory, below which the proposal compresses batches
 
 
 def measure_sizes(data: TensorDict) -> list[Row]:
@@ -84,7 +84,7 @@ def measure_keys(name: str, data: TensorDict, settings: Settings) -> list[Row]:
 
 
 def scale_sizes(name: str, data: TensorDict, ratios: Mapping[str, float]) -> list[Row]:
-    """Say what the measured ratio makes of the seed's examples: an environment, a batch, many."""
+    """Say what the ratio makes of the proposal's examples: an environment, a batch, many."""
     raw = sum(data[0][key].nbytes for key in data[0].keys(True, True))
     batch_mb = raw * ENVS / 1e6
     rows = []
@@ -105,7 +105,7 @@ def scale_sizes(name: str, data: TensorDict, ratios: Mapping[str, float]) -> lis
 
 
 def measure_costs(data: TensorDict, settings: Settings) -> list[Row]:
-    """Measure LZ4 on a batch, and training on it as the seed's compressed collector would."""
+    """Measure LZ4 on a batch, and training on it as the proposal's compressed collector would."""
     arrays = [data[key].numpy() for key in data.keys(True, True)]
     plain = b"".join(array.tobytes() for array in arrays)
     scale = ENVS / len(data)  # to a batch of 1024 environments
@@ -176,7 +176,7 @@ def _break_even(
 
 
 def measure_training(data: TensorDict, ours_s: float, settings: Settings) -> list[Row]:
-    """Time the seed's compressed collector under PPO: lidar per environment, anew per minibatch.
+    """Time the proposal's compressed collector under PPO: lidar per environment and minibatch.
 
     Args:
         data: A batch.
@@ -203,7 +203,7 @@ def measure_training(data: TensorDict, ours_s: float, settings: Settings) -> lis
                 _minibatch(packed, part, lidar.shape[1:])
 
     turns = {"as it is": lambda: clock(plain), SEED_FAST: lambda: clock(seed)}
-    timings = interleave(turns, 2, "the seed's PPO batch", warm_up=False)
+    timings = interleave(turns, 2, "the proposal's PPO batch", warm_up=False)
     lost_s = (timings[SEED_FAST].median - timings["as it is"].median) * scale
     what = "time lost to compressing a PPO batch, its lidar"
     rows = [Row(what, SEED_FAST, lost_s * 1e3, "ms", n=2)]
@@ -231,7 +231,7 @@ def _generator(seed: int) -> torch.Generator:
 
 
 def saving_share(save_s: Mapping[str, float], envs: int) -> list[Row]:
-    """Say what a rollout saved every 100 iterations costs training, at the seed's speed."""
+    """Say what a rollout saved every 100 iterations costs training, at the proposal's speed."""
     what = "training time lost to saving one rollout in 100 (computed)"
     return [
         Row(what, who, 100 * seconds * ENVS / envs / (100 * _ITERATION_S), "%")

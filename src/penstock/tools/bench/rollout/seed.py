@@ -1,4 +1,4 @@
-"""The seed's way to keep a rollout, in a process of its own: penstock never imports pickle."""
+"""The proposal's way to keep a rollout, in a process of its own: penstock never imports pickle."""
 
 from __future__ import annotations
 
@@ -60,7 +60,9 @@ class SeedRollouts:
         self._process.stdin.flush()
         answer = self._process.stdout.readline()
         if not answer:
-            raise PenstockError(f"the seed's process ended ({self._process.wait()}) at {what!r}")
+            raise PenstockError(
+                f"the proposal's process ended ({self._process.wait()}) at {what!r}"
+            )
         return float(answer)
 
     def __enter__(self) -> Self:
