@@ -8,6 +8,7 @@ at most a temporary behind, which `sweep` removes once its owner is dead.
 from __future__ import annotations
 
 import contextlib
+import contextvars
 import errno
 import fcntl
 import itertools
@@ -20,6 +21,7 @@ import sys
 import time
 import warnings
 import weakref
+from collections.abc import Iterator
 from pathlib import Path
 from types import TracebackType
 from typing import BinaryIO, ClassVar
@@ -29,6 +31,7 @@ from typing_extensions import Self
 from penstock.errors import LockHeld, PenstockWarning, StorageError, UsageError
 
 TEMPORARY_PREFIX = ".penstock-tmp-"
+_names_later: contextvars.ContextVar[bool] = contextvars.ContextVar("names_later", default=False)
 _HINTS = {
     errno.ENOSPC: "free some space and try again",
     errno.EDQUOT: "free some space and try again",
@@ -154,6 +157,19 @@ def sweep(folder: Path) -> list[Path]:
     return removed
 
 
+@contextlib.contextmanager
+def names_synced_later() -> Iterator[None]:
+    """Publish files of a folder whose names the caller makes durable at the end, all at once.
+
+    For folders that nobody looks into before they get a name of their own.
+    """
+    token = _names_later.set(True)
+    try:
+        yield
+    finally:
+        _names_later.reset(token)
+
+
 class NewFile:
     """A file that gets its name only when it is whole and on disk.
 
@@ -199,7 +215,8 @@ class NewFile:
             self.file.close()
             os.replace(self.temporary, self.path)
             self._open = False
-            sync_folder(self.path.parent)
+            if not _names_later.get():
+                sync_folder(self.path.parent)
         except OSError as error:
             raise storage_error("write", self.path, error) from error
 

@@ -26,6 +26,7 @@ from numpy.typing import NDArray
 from penstock.core.files import (
     NewFile,
     make_folder,
+    names_synced_later,
     publish_bytes,
     storage_error,
     sync_folder,
@@ -151,7 +152,8 @@ def build(
         new.mkdir()
         shutil.copymode(root, new)
         base = built.base if built else base or Base()
-        result = _Build(root, new, plan, built, units, base, base_stats or {}).run()
+        with names_synced_later():
+            result = _Build(root, new, plan, built, units, base, base_stats or {}).run()
         for folder, _, _ in os.walk(new):
             sync_folder(Path(folder))
         exchange(new, root)

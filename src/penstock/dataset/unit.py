@@ -36,6 +36,7 @@ from typing_extensions import Self
 from penstock.core.codecs import Zstd
 from penstock.core.files import (
     make_folder,
+    names_synced_later,
     publish_bytes,
     storage_error,
     sync_folder,
@@ -347,7 +348,8 @@ class UnitWriter:
         self._check_open()
         target = self._units / self._record.key
         try:
-            unit = self._finish(target)
+            with names_synced_later():
+                unit = self._finish(target)
             sync_folder(self.folder)
             try:
                 os.rename(self.folder, target)
