@@ -249,6 +249,14 @@ def units_of(out: Path) -> list[str]:
     return sorted(found)
 
 
+def begun(case: Case, out: Path) -> bool:
+    """Whether the overwriting has got so far that it can be resumed."""
+    with contextlib.suppress(FileNotFoundError):
+        plan = json.loads((out / ".penstock/plan.json").read_bytes())
+        return plan["version"] == case.version and bool(waiting(out) or not plan["replaces"])
+    return False
+
+
 def waiting(out: Path) -> list[Path]:
     """Return the records of units; a kill may leave their folder with the dataset before."""
     folders = [out, *out.parent.glob(f".{out.name}.penstock-*")]
@@ -341,8 +349,7 @@ class Campaign:
 
     def _mode(self, case: Case, out: Path, acknowledged: int, k: int) -> list[str]:
         """Overwrite until something is committed; apart from that, resume from the second time."""
-        replaced = (out / ".penstock/plan.replaced.json").exists() or waiting(out)
-        if case.overwrite and not (k and (acknowledged or replaced)):
+        if case.overwrite and not (k and begun(case, out)):
             return ["--overwrite"]
         return ["--resume"] if k else []
 
