@@ -163,6 +163,23 @@ def test_the_report_on_a_full_disk_does_not_harm_the_dataset(bags, whole, tmp_pa
         assert list(disk.iterdir()) == []
 
 
+def test_a_killed_command_leaves_nothing_beside_the_dataset_for_long(bags, tmp_path):
+    """A kill while the page is written leaves a temporary there, which the next command sweeps."""
+    child = subprocess.run([sys.executable, "-c", TEMPORARY, str(tmp_path)], capture_output=True)
+    assert child.returncode == 0, child.stderr
+    assert len(list(tmp_path.iterdir())) == 1
+    assert command(bags, tmp_path / "out", "--no-check").returncode == 0
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["out", "out.html"]
+
+
+TEMPORARY = """
+import sys
+from pathlib import Path
+from penstock.core.files import temporary_path
+temporary_path(Path(sys.argv[1])).touch()
+"""
+
+
 # Wrong words.
 
 

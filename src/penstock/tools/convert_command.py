@@ -11,6 +11,7 @@ from penstock.conversion import kuavo
 from penstock.conversion.dry_run import Prediction, predict
 from penstock.conversion.report import Report
 from penstock.conversion.run import Request, carry_out, make_request
+from penstock.core.files import sweep
 from penstock.errors import UsageError
 
 _SETTING = re.compile(r"[+]{0,2}[A-Za-z_][\w.]*=")
@@ -23,6 +24,7 @@ def run(arguments: argparse.Namespace) -> Report | Prediction:
         return predict(request)
     report = carry_out(request)
     page = Path(arguments.report or f"{request.out.absolute()}.html")
+    sweep(page.absolute().parent)  # of a command that was killed while it wrote its page
     report.write_page(page)
     return report
 
