@@ -164,16 +164,6 @@ def test_pictures_known_only_by_their_statistics_are_weighted_in() -> None:
     assert a["count"] == [8]
 
 
-def test_rows_of_a_matrix_can_be_taken_for_one() -> None:
-    rows = np.random.default_rng(4).normal(size=(50, 4, 3)).astype(np.float32)
-    rows[3, 2, 1] = np.nan
-    found, wanted = of(rows.reshape(50, 12)).folded(3), of(rows.reshape(-1, 3))
-    assert found.rows == 50  # frames, as lerobot counts them
-    one, other = (stats.to_json(Feature("float32", (3,))) for stats in (found, wanted))
-    for name in ("min", "max", "mean", "std", *QUANTILES):
-        np.testing.assert_allclose(one[name], other[name], rtol=1e-12)
-
-
 def test_truth_values_have_statistics_of_truth_values() -> None:
     result = of(np.array([[True], [False], [True], [True]])).to_json(Feature("bool", (1,)))
     assert (result["min"], result["max"], result["mean"]) == ([False], [True], [0.75])

@@ -245,7 +245,7 @@ class ProtobufLayout(TreeLayout):
                         _packed(data[a:b], one.kind).astype(np.float64).tobytes()
                     )
             elif (one.kind in _FIXED) == (kind != _VARINT):
-                value = _one_number(data, a, b, one.kind, kind)
+                value = _one_number(data, a, b, one.kind)
                 if value is None:
                     continue
                 if one.repeated:
@@ -262,7 +262,7 @@ def _put(tree: Tree, one: _Field, value: Any) -> None:
         tree[one.name] = value
 
 
-def _one_number(data: memoryview, start: int, stop: int, kind: int, wire: int) -> float | None:
+def _one_number(data: memoryview, start: int, stop: int, kind: int) -> float | None:
     """Return a number; None if it has the width of another type."""
     if kind in _FIXED:
         layout = _FIXED[kind][1]

@@ -115,12 +115,6 @@ def open_parquet(path: Path) -> Iterator[pq.ParquetFile]:
         raise CorruptFile(f"{path} is damaged: {' '.join(str(error).split())[:200]}") from error
 
 
-def read_table(path: Path) -> pa.Table:
-    """Read a small table."""
-    with open_parquet(path) as file:
-        return file.read()
-
-
 def read_rows(
     path: Path, start: int, stop: int, columns: Sequence[str] | None = None, *, most: int = 4096
 ) -> Iterator[pa.Table]:

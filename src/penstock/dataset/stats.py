@@ -137,18 +137,6 @@ class VectorStats:
                 keys, counts = _join(keys >> np.uint32(1), counts)
             self._shift[i], self._keys[i], self._counts[i] = shift, keys, counts
 
-    def folded(self, dim: int) -> VectorStats:
-        """Return those of fewer elements: element i of the result has every dim-th from i on."""
-        result = VectorStats(dim)
-        for first in range(0, self.dim, dim):
-            part, span = VectorStats(dim), slice(first, first + dim)
-            part.count, part.mean, part.m2 = self.count[span], self.mean[span], self.m2[span]
-            part.low, part.high, part._shift = self.low[span], self.high[span], self._shift[span]
-            part._keys, part._counts = self._keys[span], self._counts[span]
-            result.merge(part)
-        result.rows = self.rows
-        return result
-
     def quantile(self, share: float) -> NDArray[np.float64]:
         """Return the quantile of every element, interpolated like numpy's."""
         found = np.zeros(self.dim)

@@ -57,7 +57,6 @@ if _LZ4 is None or _CRC is None:
 
 _W, _I, _U = types.uintp, types.int32, types.uint32
 lz4_unpack = _foreign(_LZ4, "LZ4_decompress_safe", _I(_W, _W, _I, _I))
-lz4_pack = _foreign(_LZ4, "LZ4_compress_default", _I(_W, _W, _I, _I))
 lz4_pack_fast = _foreign(_LZ4, "LZ4_compress_fast", _I(_W, _W, _I, _I, _I))
 lz4_pack_hard = _foreign(_LZ4, "LZ4_compress_HC_extStateHC", _I(_W, _W, _W, _I, _I, _I))
 # The same with memory that the last call left in order: it need not be cleared.
