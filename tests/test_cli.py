@@ -15,6 +15,7 @@ import pytest
 from penstock import cli
 from penstock.core.interrupt import check_stop
 from penstock.errors import SnapshotDiscarded
+from penstock.tools.samples import write_sample
 
 SNAPSHOTS = Path(__file__).parent / "snapshots"
 UPDATE = "PENSTOCK_UPDATE_SNAPSHOTS"  # set it to write the snapshots anew
@@ -195,3 +196,18 @@ def slow_work(number, steps):
     except KeyboardInterrupt:
         steps.append("stopped")
         raise
+
+
+def test_names_from_files_never_command_the_terminal(tmp_path, monkeypatch, capsys):
+    """A task, a bag's name: what they hold is spelled out, in results and in errors."""
+    monkeypatch.setenv("PENSTOCK_PROGRESS", "quiet")
+    monkeypatch.chdir(tmp_path)
+    name = "e\x1b[31mvil.bag"
+    write_sample(Path(name), seconds=1, cameras=1, width=64, height=48, state_hz=50)
+    assert cli.main(["convert", name, "out", "--task", "red\x1b[31m", "--no-check"]) == 0
+    assert cli.main(["info", "out"]) == 0
+    assert cli.main(["build", "out"]) == 0
+    assert cli.main(["info", "none\x1b[31m"]) != 0
+    said = "".join(capsys.readouterr())
+    assert "\x1b" not in said
+    assert "red\\x1b[31m" in said

@@ -17,7 +17,7 @@ from typing import Any, NoReturn, TypeVar
 from penstock.arguments import build_parser
 from penstock.core.interrupt import interruptible
 from penstock.errors import MissingExtra, PenstockError, UsageError
-from penstock.ui.suggestions import did_you_mean
+from penstock.ui.suggestions import did_you_mean, printable
 
 R = TypeVar("R")
 EXIT_FINDING = 1
@@ -96,7 +96,7 @@ def _fail(message: str, code: int, words: list[str]) -> int:
 
         traceback.print_exc()
     # One line, whatever the message holds.
-    print(f"penstock: {' '.join(message.split())}", file=sys.stderr)
+    print(printable(f"penstock: {' '.join(message.split())}"), file=sys.stderr)
     return code
 
 
@@ -109,7 +109,7 @@ def _info(arguments: argparse.Namespace) -> int:
     if arguments.json:
         _print_json(found)
     else:
-        print("\n\n".join(inspect.any_text(facts, arguments.top) for facts in found))
+        _show("\n\n".join(inspect.any_text(facts, arguments.top) for facts in found))
     return 0
 
 
@@ -120,7 +120,7 @@ def _doctor(arguments: argparse.Namespace) -> int:
     if arguments.json:
         _print_json(result.to_json())
     else:
-        print(result.text())
+        _show(result.text())
     return EXIT_FINDING if result.findings else 0
 
 
@@ -131,7 +131,7 @@ def _convert(arguments: argparse.Namespace) -> int:
     if arguments.json:
         _print_json(report.to_json())
     else:
-        print(report.text())
+        _show(report.text())
     return 0 if report.ok else EXIT_FINDING
 
 
@@ -157,7 +157,7 @@ def _build(arguments: argparse.Namespace) -> int:
     if arguments.json:
         _print_json(result.to_json())
     else:
-        print(result.text())
+        _show(result.text())
     return EXIT_FINDING if result.failed else 0
 
 
@@ -174,7 +174,7 @@ def _evaluate(arguments: argparse.Namespace) -> int:
     if arguments.json:
         _print_json(result.to_json())
     else:
-        print(result.text())
+        _show(result.text())
     return 0
 
 
@@ -197,7 +197,7 @@ def _export(arguments: argparse.Namespace) -> int:
     if arguments.json:
         _print_json(report.to_json())
     else:
-        print(report.text())
+        _show(report.text())
     return 0
 
 
@@ -214,7 +214,7 @@ def _advise(arguments: argparse.Namespace) -> int:
     if arguments.json:
         _print_json(advice.to_json())
     else:
-        print(advice.text())
+        _show(advice.text())
     return 0
 
 
@@ -254,6 +254,11 @@ def _demo(arguments: argparse.Namespace) -> int:
     report = demo.run(arguments.out)
     print(f"\nreport: {report}")
     return 0
+
+
+def _show(text: str) -> None:
+    """Print a text; names in it come from files, and may hold what a terminal would obey."""
+    print(printable(text))
 
 
 def _print_json(value: Any) -> None:

@@ -16,6 +16,7 @@ from typing import Any
 
 from penstock.core.files import publish_bytes
 from penstock.ui.plot import Kind, Series, draw
+from penstock.ui.suggestions import printable
 
 _NARROW = 3  # columns that fit a telephone
 
@@ -154,7 +155,7 @@ def text_table(columns: Sequence[str], rows: Sequence[Sequence[Any]]) -> str:
 def _text(value: Any) -> str:
     """Say a cell in one line; control characters of foreign names stay harmless."""
     text = "-" if value is None else str(value)
-    return "".join(char if char.isprintable() else repr(char)[1:-1] for char in text)
+    return printable(text).replace("\n", "\\n")
 
 
 def _numeric(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> list[bool]:
