@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import resource
 import signal
 import subprocess
 import sys
@@ -49,12 +50,18 @@ def test_help_is_one_screen_and_as_it_was(verb, capsys, monkeypatch):
 
 
 def test_help_answers_at_once():
+    """In processor time: what the machine does besides is not the command's fault."""
+
+    def cpu_s():
+        used = resource.getrusage(resource.RUSAGE_CHILDREN)
+        return used.ru_utime + used.ru_stime
+
     def once():
-        begin = time.perf_counter()
+        begin_s = cpu_s()
         subprocess.run(
             [sys.executable, "-m", "penstock", "--help"], check=True, capture_output=True
         )
-        return time.perf_counter() - begin
+        return cpu_s() - begin_s
 
     assert min(once() for _ in range(3)) < 0.3
 
