@@ -62,6 +62,11 @@ class Call:
         """Return a numeric argument."""
         return int(_TEXT.sub("", self.words).split(",")[at])
 
+    def folder(self, at: int) -> int:
+        """Return the descriptor before the n-th path; -1 if there is none."""
+        before = _TEXT.split(self.words)[2 * at].strip(", ").rpartition(" ")[2]
+        return int(before) if before.isdigit() else -1
+
 
 def _parse(log: Path) -> Iterator[Call]:
     begun: dict[str, str] = {}
@@ -81,10 +86,12 @@ def _parse(log: Path) -> Iterator[Call]:
 
 @dataclass(eq=False)
 class _Node:
-    """A file, a link or a folder."""
+    """A file, a link, or a folder with its names: as they are, and as the disk has to keep them."""
 
     content: bytes | str | None
     synced: bytes = b""
+    names: dict[str, _Node] = field(default_factory=dict)
+    durable: dict[str, _Node] = field(default_factory=dict)
 
     @property
     def dirty(self) -> bool:
@@ -93,35 +100,41 @@ class _Node:
 
 @dataclass(frozen=True)
 class _Change:
-    """What happened to the names of a folder: one goes, one comes (both for a rename)."""
+    """What one call did to names, at once: (folder, name, what it is now or None)."""
 
-    folder: str
-    gone: str | None = None
-    come: str | None = None
-    node: _Node | None = None
+    edits: tuple[tuple[_Node, str, _Node | None], ...]
+
+    def apply(self, names: dict[_Node, dict[str, _Node]]) -> None:
+        for folder, name, node in self.edits:
+            own = names.setdefault(folder, dict(folder.durable))
+            if node is None:
+                own.pop(name, None)
+            else:
+                own[name] = node
 
 
 @dataclass
 class _Open:
-    path: str
-    node: _Node | None
+    node: _Node
     at: int = 0
     append: bool = False
 
 
-@dataclass
 class Disk:
     """A disk that starts with one durable, empty folder.
+
+    A name that moves from a folder to another is durable with either of them: file systems with a
+    journal do both or nothing.
 
     Args:
         root: That folder; what happens outside is not looked at.
     """
 
-    root: str
-    _now: dict[str, _Node] = field(default_factory=dict)
-    _durable: dict[str, _Node] = field(default_factory=dict)
-    _pending: list[_Change] = field(default_factory=list)
-    _files: dict[int, _Open] = field(default_factory=dict)
+    def __init__(self, root: str) -> None:
+        self.root = root
+        self._top = _Node(None)
+        self._pending: list[_Change] = []
+        self._files: dict[int, _Open] = {}
 
     def apply(self, call: Call) -> bool:
         """Replay one call; tell whether it changed what the disk may hold."""
@@ -137,50 +150,63 @@ class Disk:
         chosen += [{k} for k in range(count)]  # or only one
         chosen += [set(range(count)) - {k} for k in range(count)]  # or all but one
         for one in chosen:
-            names = dict(self._durable)
+            changed: dict[_Node, dict[str, _Node]] = {}
             for k, change in enumerate(self._pending):
                 if k in one:
-                    _change(names, change)
-            lost = {path for path in names if not self._reachable(path, names)}
-            visible = {path: node for path, node in names.items() if path not in lost}
+                    change.apply(changed)
+            visible = dict(_walk(self._top, changed, ""))
             dirty = any(node.dirty for node in visible.values())
             for survives in (_none, _all, _half, _zeros) if dirty else (_none,):
                 yield {
-                    os.path.relpath(path, self.root): (
-                        survives(node.content, node.synced)
-                        if isinstance(node.content, bytes)
-                        else node.content
-                    )
+                    path: survives(node.content, node.synced)
+                    if isinstance(node.content, bytes)
+                    else node.content
                     for path, node in visible.items()
                 }
 
-    def _reachable(self, path: str, names: dict[str, _Node]) -> bool:
-        parent = os.path.dirname(path)
-        return parent == self.root or (parent in names and self._reachable(parent, names))
+    def _find(self, call: Call, at: int) -> tuple[_Node, str] | None:
+        """Return the folder and the name that a path among the arguments means; None if outside."""
+        path = os.fsdecode(call.texts[at])
+        if path.startswith("/"):
+            path = os.path.normpath(path)
+            if path != self.root and not path.startswith(self.root + "/"):
+                return None
+            folder, path = self._top, os.path.relpath(path, self.root)
+        else:
+            opened = self._files.get(call.folder(at))
+            if opened is None:
+                return None
+            folder = opened.node
+        *parents, name = path.split("/")
+        for parent in parents:
+            folder = folder.names[parent]
+        return folder, name
 
-    def _inside(self, path: bytes) -> str | None:
-        text = os.path.normpath(os.fsdecode(path))
-        return text if text.startswith(self.root + "/") else None
-
-    def _note(self, change: _Change) -> bool:
-        _change(self._now, change)
+    def _note(self, *edits: tuple[_Node, str, _Node | None]) -> bool:
+        change = _Change(edits)
+        for folder, name, node in edits:
+            if node is None:
+                del folder.names[name]
+            else:
+                folder.names[name] = node
         self._pending.append(change)
         return True
 
     def _openat(self, call: Call) -> bool:
-        raw = call.texts[0]
-        path = os.path.normpath(os.fsdecode(raw))
-        if path != self.root and self._inside(raw) is None:
+        found = self._find(call, 0)
+        if found is None:
             self._files.pop(call.result, None)
             return False
-        node = self._now.get(path)
-        made = node is None and "O_CREAT" in call.words
-        if made:
+        folder, name = found
+        node = self._top if name == "." else folder.names.get(name)
+        made = node is None
+        if node is None:
+            assert "O_CREAT" in call.words, call
             node = _Node(b"")
-            self._note(_Change(os.path.dirname(path), come=path, node=node))
-        elif node is not None and "O_TRUNC" in call.words:
+            self._note((folder, name, node))
+        elif "O_TRUNC" in call.words:
             node.content = b""
-        self._files[call.result] = _Open(path, node, append="O_APPEND" in call.words)
+        self._files[call.result] = _Open(node, append="O_APPEND" in call.words)
         return made
 
     _open = _openat
@@ -193,25 +219,23 @@ class Disk:
         assert call.number(0) not in self._files
         return False
 
-    def _write(self, call: Call) -> bool:
-        file = self._files.get(call.number(0))
-        if file is None or file.node is None:
+    def _put(self, file: _Open | None, at: int | None, data: bytes) -> bool:
+        if file is None:
             return False
-        assert isinstance(file.node.content, bytes)
-        if file.append:
-            file.at = len(file.node.content)
-        file.node.content = _written(file.node.content, file.at, call.texts[0][: call.result])
-        file.at += call.result
+        content = file.node.content
+        assert isinstance(content, bytes)
+        if at is None:
+            at = len(content) if file.append else file.at
+            file.at = at + len(data)
+        file.node.content = content[:at].ljust(at, b"\0") + data + content[at + len(data) :]
         return True
+
+    def _write(self, call: Call) -> bool:
+        return self._put(self._files.get(call.number(0)), None, call.texts[0][: call.result])
 
     def _pwrite(self, call: Call) -> bool:
         file = self._files.get(call.number(0))
-        if file is None or file.node is None:
-            return False
-        assert isinstance(file.node.content, bytes)
-        at = call.number(3)
-        file.node.content = _written(file.node.content, at, call.texts[0][: call.result])
-        return True
+        return self._put(file, call.number(3), call.texts[0][: call.result])
 
     def _lseek(self, call: Call) -> bool:
         file = self._files.get(call.number(0))
@@ -221,7 +245,7 @@ class Disk:
 
     def _ftruncate(self, call: Call) -> bool:
         file = self._files.get(call.number(0))
-        if file is None or file.node is None:
+        if file is None:
             return False
         assert isinstance(file.node.content, bytes)
         size = call.number(1)
@@ -232,66 +256,70 @@ class Disk:
         file = self._files.get(call.number(0))
         if file is None:
             return False
-        if file.node is not None and isinstance(file.node.content, bytes):
+        if isinstance(file.node.content, bytes):
             file.node.synced = file.node.content
             return True
-        kept = [change for change in self._pending if change.folder != file.path]
+        kept = []
         for change in self._pending:
-            if change.folder == file.path:
-                _change(self._durable, change)
+            if any(folder is file.node for folder, _, _ in change.edits):
+                now: dict[_Node, dict[str, _Node]] = {}
+                change.apply(now)
+                for folder, names in now.items():
+                    folder.durable = names
+            else:
+                kept.append(change)
         self._pending = kept
         return True
 
     _fdatasync = _fsync
 
     def _rename(self, call: Call) -> bool:
-        old, new = (self._inside(text) for text in call.texts)
+        old, new = self._find(call, 0), self._find(call, 1)
         if old is None and new is None:
             return False
-        assert old and new and os.path.dirname(old) == os.path.dirname(new)
-        return self._note(_Change(os.path.dirname(new), gone=old, come=new, node=self._now[old]))
+        assert old and new, call
+        moved = old[0].names[old[1]]
+        if "RENAME_EXCHANGE" in call.words:
+            return self._note((*old, new[0].names[new[1]]), (*new, moved))
+        return self._note((*old, None), (*new, moved))
+
+    _renameat = _rename
 
     def _link(self, call: Call) -> bool:
-        old, new = (self._inside(text) for text in call.texts)
+        old, new = self._find(call, 0), self._find(call, 1)
         if new is None:
             return False
         assert old
-        return self._note(_Change(os.path.dirname(new), come=new, node=self._now[old]))
+        return self._note((*new, old[0].names[old[1]]))
 
     _linkat = _link
 
     def _symlink(self, call: Call) -> bool:
-        target, raw = call.texts
-        path = self._inside(raw)
-        if path is None:
-            return False
-        node = _Node(os.fsdecode(target))
-        return self._note(_Change(os.path.dirname(path), come=path, node=node))
+        found = self._find(call, 1)
+        return found is not None and self._note((*found, _Node(os.fsdecode(call.texts[0]))))
 
     _symlinkat = _symlink
 
     def _unlink(self, call: Call) -> bool:
-        path = self._inside(call.texts[0])
-        if path is None:
-            return False
-        return self._note(_Change(os.path.dirname(path), gone=path))
+        found = self._find(call, 0)
+        return found is not None and self._note((*found, None))
+
+    _unlinkat = _rmdir = _unlink
 
     def _mkdir(self, call: Call) -> bool:
-        path = self._inside(call.texts[0])
-        if path is None:
-            return False
-        return self._note(_Change(os.path.dirname(path), come=path, node=_Node(None)))
+        found = self._find(call, 0)
+        return found is not None and self._note((*found, _Node(None)))
+
+    _mkdirat = _mkdir
 
 
-def _change(names: dict[str, _Node], change: _Change) -> None:
-    if change.gone is not None:
-        names.pop(change.gone, None)
-    if change.come is not None and change.node is not None:
-        names[change.come] = change.node
-
-
-def _written(content: bytes, at: int, data: bytes) -> bytes:
-    return content[:at].ljust(at, b"\0") + data + content[at + len(data) :]
+def _walk(
+    folder: _Node, changed: dict[_Node, dict[str, _Node]], path: str
+) -> Iterator[tuple[str, _Node]]:
+    for name, node in changed.get(folder, folder.durable).items():
+        yield path + name, node
+        if node.content is None:
+            yield from _walk(node, changed, f"{path}{name}/")
 
 
 def _none(now: bytes, synced: bytes) -> bytes:

@@ -15,6 +15,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
+from functools import cache
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -33,6 +34,7 @@ from penstock.core.files import (
 )
 from penstock.dataset import layout, metadata
 from penstock.dataset.adopt import fitting_table, read_schema
+from penstock.dataset.columns import inside
 from penstock.dataset.episode_stats import counter_stats, counter_totals, to_column
 from penstock.dataset.layout import AUTO_FEATURES, QUANTILES
 from penstock.dataset.parquet import (
@@ -73,7 +75,7 @@ from penstock.dataset.unit import (
     video_name,
     write_stats,
 )
-from penstock.errors import CorruptFile, PenstockError
+from penstock.errors import CorruptFile, PenstockError, UsageError
 from penstock.media.remux import Clip, join
 
 MB = 1 << 20
@@ -197,6 +199,10 @@ class _Build:
         before = built.units if built else []
         self._units = {unit.record.key: unit for unit in units}
         records = [*before, *(unit.record for unit in units)]
+        shown = set(plan.spec.video_keys)
+        for each in records:
+            if any(set(episode.videos) != shown for episode in each.episodes):
+                raise CorruptFile(f"{root}: the record of unit {each.key} names other cameras")
         self._records: list[UnitRecord] = sorted(records, key=lambda record: record.position)
         self._before: list[metadata.EpisodeRecord] = []
         if before or base.episodes:
@@ -251,17 +257,20 @@ class _Build:
         known: dict[str, list[_Source]] = {}
         rows: Counter[str] = Counter()
         index = self._base.episodes
+        find = cache(lambda name: inside(self._root, name))
         for record in before:
             known[record.key] = []
             for episode in record.episodes:
                 now = self._before[index]
                 clips = {
                     camera: Clip(
-                        self._root / span.file, round(span.from_s * self._spec.fps), now.length
+                        find(span.file),
+                        round(span.from_s * self._spec.fps),
+                        now.length,
                     )
                     for camera, span in now.videos.items()
                 }
-                path = self._root / now.data_file
+                path = find(now.data_file)
                 source = _Source(episode, path, rows[now.data_file], clips, {}, index)
                 known[record.key].append(source)
                 rows[now.data_file] += now.length
@@ -294,6 +303,11 @@ class _Build:
             ]
             links = [name for name in folders if (self._root / here / name).is_symlink()]
             folders[:] = [name for name in folders if name not in links]
+            for link in links:
+                if (here / link).parts[0] in ("data", "videos", "meta"):
+                    raise UsageError(
+                        f"{self._root / here / link} is a link: put the folder itself there"
+                    )
             for name in [*names, *links]:
                 path = (here / name).as_posix()
                 own = path.startswith(tuple(f"{part}/" for part in ours))
@@ -617,7 +631,7 @@ class _Build:
         size, more = 0, list[dict[str, AnyStats]]()
         for number, record in enumerate(self._records[done:], done):
             unit = self._units.get(record.key)
-            path = self._root / unit_stats(record.key)
+            path = inside(self._root, unit_stats(record.key))
             if unit is not None:
                 path = unit.folder / UNIT_STATS
             more.append(read_stats(path))
@@ -649,7 +663,7 @@ class _Build:
         return folded
 
     def _read_total(self) -> dict[str, AnyStats]:
-        path = self._root / TOTAL_STATS
+        path = inside(self._root, TOTAL_STATS)
         return read_stats(path) if path.exists() else {}
 
     def _info(self) -> bytes:

@@ -43,11 +43,16 @@ def reading(path: Path, name: str) -> Iterator[None]:
 
 
 def inside(root: Path, name: str) -> Path:
-    """Return the file of that name; refuse one that a link leads out of the folder."""
+    """Return the file of that name; refuse one that a link leads out of the folder, or a device.
+
+    To open a FIFO is to wait for ever.
+    """
     path = root / name
     try:
         if not path.resolve().is_relative_to(root.resolve()):
             raise DataError(f"{name} leads out of {root} by a link; put the file itself there")
+        if path.exists() and not (path.is_file() or path.is_dir()):
+            raise DataError(f"{name} in {root} is no file; put the file itself there")
     except (OSError, RuntimeError, ValueError) as error:  # a loop of links, a null byte
         raise DataError(f"{name!r} in {root} is no usable name") from error
     return path

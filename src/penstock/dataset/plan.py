@@ -24,7 +24,7 @@ from typing_extensions import Self
 from penstock.dataset import layout
 from penstock.dataset.columns import inside
 from penstock.dataset.layout import PRIVATE_FOLDER, Feature, FileLimits, Version
-from penstock.dataset.unit import Digest, UnitRecord
+from penstock.dataset.unit import MALFORMED, Digest, UnitRecord
 from penstock.errors import CorruptFile, DataError, UsageError
 
 LOCK_NAME = ".penstock.lock"
@@ -116,7 +116,7 @@ class Plan:
             bags = [str(each) for each in content.get("bags", [])]
             replaces = bool(content.get("replaces", False))
             return cls(spec, dict(content["settings"]), bags, replaces)
-        except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        except (*MALFORMED, OSError) as error:
             raise CorruptFile(f"{path} is damaged ({error})") from error
         except DataError as error:
             raise CorruptFile(f"{path} is damaged: {error}") from error
@@ -225,7 +225,7 @@ class Built:
             tasks = [str(task) for task in head["tasks"]]
             infos = {str(name): dict(info) for name, info in head["infos"].items()}
             return cls(Base.from_json(head["base"]), units, infos, tasks, folded, files)
-        except (OSError, ValueError, LookupError, TypeError, AttributeError, UsageError) as error:
+        except (*MALFORMED, OSError, UsageError) as error:
             raise CorruptFile(f"{path} is damaged ({error})") from error
 
 

@@ -43,6 +43,7 @@ from penstock.core.files import (
     temporary_path,
 )
 from penstock.core.pack import Item, PackReader, PackWriter
+from penstock.dataset.columns import inside
 from penstock.dataset.episode_stats import EpisodeStats, episode_stats, to_column
 from penstock.dataset.layout import (
     AUTO_FEATURES,
@@ -63,6 +64,8 @@ from penstock.media.video import VideoSettings
 AnyStats = VectorStats | PictureStats
 Digest = tuple[int, int]  # size and CRC-32 of a file
 _FORMAT = 1
+# What Python raises for JSON that is none, is too deep, or has values of the wrong kind.
+MALFORMED = (ValueError, LookupError, TypeError, AttributeError, RecursionError, OverflowError)
 _REMOVE = "remove its folder, and make the unit again"
 # Episodes that fit together into so many rows are summed together; longer ones piece by piece.
 _PIECE_ROWS = 4096
@@ -125,8 +128,8 @@ class UnitRecord:
             Episode(
                 int(each["frames"]),
                 str(each["task"]),
-                each["start_ns"],
-                each["end_ns"],
+                _time(each["start_ns"]),
+                _time(each["end_ns"]),
                 int(each["size_bytes"]),
                 {str(key): (int(size), str(how)) for key, (size, how) in each["videos"].items()},
             )
@@ -134,6 +137,13 @@ class UnitRecord:
         ]
         check_key(value["key"])
         return cls(value["key"], int(value["position"]), dict(value["source"]), episodes)
+
+
+def _time(value: Any) -> int | None:
+    """Return a time in ns; a ValueError if it is none."""
+    if value is not None and not (type(value) is int and 0 <= value < 1 << 63):
+        raise ValueError(f"{str(value)[:40]!r} is no time")
+    return value
 
 
 def check_key(key: str) -> None:
@@ -162,7 +172,7 @@ class Unit:
     @classmethod
     def open(cls, folder: Path) -> Self:
         """Open a unit, of this process or another."""
-        path = folder / RECORD
+        path = inside(folder, RECORD)
         try:
             content = json.loads(path.read_bytes())
             if content["format"] != _FORMAT:
@@ -179,11 +189,21 @@ class Unit:
             )
         except FileNotFoundError as error:
             raise DataError(f"{folder} holds no committed unit") from error
-        except (OSError, ValueError, KeyError, TypeError, AttributeError, UsageError) as error:
+        except (*MALFORMED, OSError, UsageError) as error:
             raise CorruptFile(f"{path} is damaged ({error}): {_REMOVE}") from error
 
     def check(self) -> None:
-        """See that every file has the size that it was committed with."""
+        """See that every file is there, and has the size that it was committed with."""
+        wanted = {EPISODES, UNIT_STATS}
+        wanted |= {ROWS} if any(not f.is_picture for f in self.features.values()) else set()
+        for number in range(len(self.record.episodes)):
+            for name, feature in self.features.items():
+                if feature.is_picture:
+                    images = feature.dtype == "image"
+                    wanted.add((images_name if images else video_name)(name, number))
+        if wanted != set(self.files):
+            odd = min(wanted ^ set(self.files))
+            raise CorruptFile(f"{self.folder / RECORD} is damaged ({odd!r}): {_REMOVE}")
         for name, (size, _) in self.files.items():
             path = self.folder / Path(name).name
             try:
@@ -262,7 +282,7 @@ class UnitWriter:
         self._committed = False
         self._stack = ExitStack()
         try:
-            units.mkdir(parents=True, exist_ok=True)
+            make_folder(units)
             self.folder = temporary_path(units)
             self.folder.mkdir()
         except OSError as error:

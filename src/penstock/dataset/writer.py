@@ -44,6 +44,7 @@ from penstock.dataset.plan import (
     PLAN,
     REPLACED_PLAN,
     REPLACED_UNITS,
+    STATS_FOLDER,
     UNITS,
     Built,
     Plan,
@@ -53,6 +54,7 @@ from penstock.dataset.plan import (
 )
 from penstock.dataset.swap import settle, sibling
 from penstock.dataset.unit import (
+    MALFORMED,
     RECORD,
     Episode,
     Unit,
@@ -69,6 +71,7 @@ from penstock.errors import PenstockError, SaverClosed, StorageError, UsageError
 from penstock.media.video import VideoSettings
 
 Mode = Literal["create", "resume", "append", "overwrite"]
+_FOLDERS = (LOCK_NAME, UNITS, REPLACED_UNITS, STATS_FOLDER)
 
 
 def is_empty(root: Path) -> bool:
@@ -89,7 +92,7 @@ def read_plan(root: Path) -> Plan | None:
     """Read the plan of a dataset, of this version or an earlier one; None if it has none."""
     for name in (PLAN, OLD_SETTINGS):
         if (root / name).is_file():
-            return Plan.read(root / name)
+            return Plan.read(inside(root, name))
     return None
 
 
@@ -223,9 +226,10 @@ class DatasetWriter:
         found = []
         mended = {failure_name(record.key) for record in self.records}
         for path in sorted(self.units.glob(failure_name("*"))):
-            with suppress(OSError, ValueError):
-                if path.name not in mended:
-                    found.append(json.loads(path.read_bytes()))
+            with suppress(OSError, *MALFORMED):
+                if path.name not in mended and path.is_file():
+                    note = json.loads(path.read_bytes())
+                    found.append({"source": dict(note["source"]), "reason": str(note["reason"])})
         return found
 
     @property
@@ -278,10 +282,11 @@ class DatasetWriter:
         self._check_open()
         if self._last is not None and self._last.given_up and self._last.position == self._next - 1:
             self._next -= 1  # its place is free again
-        position, self._next = self._next, self._next + 1
+        position = self._next
         record = UnitRecord(make_key(source, position), position, dict(source), list(episodes))
         spec = self.plan.spec
         self._last = UnitWriter(self.units, record, spec.features, spec.fps, videos)
+        self._next = position + 1
         return self._last
 
     def failed(self, key: str, source: Mapping[str, Any], reason: str) -> None:
@@ -354,6 +359,8 @@ class DatasetWriter:
                 "built beside the old one: give a folder where that can be"
             )
         make_folder(self.root)
+        for name in _FOLDERS:
+            inside(self.root, name)  # what is written or removed below them is ours
         self._lock.acquire()
         settle(self.root, take_over_units)
 
