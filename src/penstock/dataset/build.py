@@ -11,12 +11,13 @@ import json
 import os
 import re
 import shutil
+from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import cache
-from itertools import islice
+from itertools import accumulate, islice
 from pathlib import Path
 from typing import Any
 
@@ -91,7 +92,7 @@ _STATS_BYTES = 16 << 20
 
 
 @dataclass(frozen=True, slots=True)
-class _Source:
+class Source:
     """One episode on its way: where its rows, pictures and statistics lie now.
 
     Attributes:
@@ -113,7 +114,7 @@ class _Source:
 
 
 @dataclass(slots=True)
-class _Place:
+class Place:
     """Where an episode comes to lie: the (chunk, file) of its rows, videos and record."""
 
     data: tuple[int, int] = (0, 0)
@@ -155,9 +156,8 @@ def build(
         shutil.copymode(root, new)
         base = built.base if built else base or Base()
         with names_synced_later():
-            result = _Build(root, new, plan, built, units, base, base_stats or {}).run()
-        for folder, _, _ in os.walk(new):
-            sync_folder(Path(folder))
+            result = _UnitBuild(root, new, plan, built, units, base, base_stats or {}).run()
+        sync_tree(new)
         exchange(new, root)
     except BaseException as error:
         with suppress(PenstockError):
@@ -171,6 +171,12 @@ def build(
     return result
 
 
+def sync_tree(folder: Path) -> None:
+    """Make the names in a folder durable, and in all below it."""
+    for each, _, _ in os.walk(folder):
+        sync_folder(Path(each))
+
+
 def take_over_units(old: Path, root: Path) -> None:
     """Move the units from what was the dataset to what is it now; safe to repeat."""
     try:
@@ -180,38 +186,38 @@ def take_over_units(old: Path, root: Path) -> None:
         raise storage_error("move", old / UNITS, error) from error
 
 
-class _Build:
-    """One build, into a folder of its own."""
+class Build(ABC):
+    """One build, into a folder of its own.
+
+    Args:
+        root: The dataset as it is; its files are linked where they stay as they are.
+        new: The folder to write to.
+        plan: What the dataset is to be.
+        base: Episodes of `root` that stay in front, as they are.
+        before: The records of the episodes of `root`.
+        records: Where the other episodes are from, in their order.
+        sources: Where they lie.
+        digests: Of the files of `root`, as far as they are known.
+        infos: What is known of the videos, by feature.
+    """
 
     def __init__(
         self,
         root: Path,
         new: Path,
         plan: Plan,
-        built: Built | None,
-        units: Sequence[Unit],
         base: Base,
-        base_stats: dict[str, AnyStats],
+        before: Sequence[metadata.EpisodeRecord],
+        records: Sequence[UnitRecord],
+        sources: Sequence[Source],
+        digests: Mapping[str, Digest],
+        infos: dict[str, dict[str, Any]],
     ) -> None:
         self._root, self._new, self._plan, self._spec = root, new, plan, plan.spec
-        self._built, self._base, self._base_stats = built, base, base_stats
+        self._base, self._before, self._digests, self._infos = base, before, digests, infos
+        self._records, self._sources = list(records), list(sources)
         self._v3 = plan.spec.version == "v3.0"
-        before = built.units if built else []
-        self._units = {unit.record.key: unit for unit in units}
-        records = [*before, *(unit.record for unit in units)]
-        shown = set(plan.spec.video_keys)
-        for each in records:
-            if any(set(episode.videos) != shown for episode in each.episodes):
-                raise CorruptFile(f"{root}: the record of unit {each.key} names other cameras")
-        self._records: list[UnitRecord] = sorted(records, key=lambda record: record.position)
-        self._before: list[metadata.EpisodeRecord] = []
-        if before or base.episodes:
-            self._before = list(metadata.read_episodes(root, metadata.read_info(root)))
-            known = [episode.frames for record in before for episode in record.episodes]
-            if known != [record.length for record in self._before[base.episodes :]]:
-                raise CorruptFile(f"{root}: {BUILT} does not fit the records of its episodes")
-        self._sources = self._find_sources(before)
-        self._lengths = np.array([source.episode.frames for source in self._sources], np.int64)
+        self._lengths = np.array([source.episode.frames for source in sources], np.int64)
         firsts = base.frames + np.cumsum(self._lengths) - self._lengths
         self._firsts: NDArray[np.int64] = firsts
         self._tasks = list(base.tasks)
@@ -221,14 +227,11 @@ class _Build:
                 numbers[source.episode.task] = len(self._tasks)
                 self._tasks.append(source.episode.task)
         self._task_of = np.array([numbers[s.episode.task] for s in self._sources], np.int64)
-        self._places = [_Place() for _ in self._sources]
+        self._places = [Place() for _ in self._sources]
         self._in_file = Counter(record.data_file for record in self._before)
         for record in self._before:
             self._in_file.update(span.file for span in record.videos.values())
         self._files: dict[str, Digest] = {}
-        # Of the first unit, whichever was built first.
-        first = self._units.get(self._records[0].key) if self._records else None
-        self._infos = first.infos if first else built.infos if built else {}
 
     def run(self) -> Built:
         """Write everything; info.json is the last."""
@@ -251,33 +254,6 @@ class _Build:
         publish_bytes(self._target(PLAN), replace(self._plan, replaces=False).to_bytes())
         publish_bytes(self._target(layout.INFO_PATH), info)
         return result
-
-    def _find_sources(self, before: Sequence[UnitRecord]) -> list[_Source]:
-        """Return where every episode lies, in the new order."""
-        known: dict[str, list[_Source]] = {}
-        rows: Counter[str] = Counter()
-        index = self._base.episodes
-        find = cache(lambda name: inside(self._root, name))
-        for record in before:
-            known[record.key] = []
-            for episode in record.episodes:
-                now = self._before[index]
-                clips = {
-                    camera: Clip(
-                        find(span.file),
-                        round(span.from_s * self._spec.fps),
-                        now.length,
-                    )
-                    for camera, span in now.videos.items()
-                }
-                path = find(now.data_file)
-                source = _Source(episode, path, rows[now.data_file], clips, {}, index)
-                known[record.key].append(source)
-                rows[now.data_file] += now.length
-                index += 1
-        for key, unit in self._units.items():
-            known[key] = _sources_of(unit)
-        return [source for record in self._records for source in known[record.key]]
 
     def _link_rest(self) -> None:
         """Give every file that stays a second name: those of the base, and what users put there.
@@ -367,10 +343,7 @@ class _Build:
             path = layout.video_path(self._spec.version, camera, *where)
             sources = [self._sources[number] for number in group]
             clips = [source.clips[camera] for source in sources]
-            first = 0
-            for number, clip in zip(group, clips, strict=True):
-                self._places[number].videos[camera] = (*where, first)
-                first += clip.frames
+            firsts = list(accumulate((clip.frames for clip in clips[:-1]), initial=0))
             unit = sources[0].unit
             if len(group) == 1 and unit is not None:
                 place(clips[0].path, self._target(path))
@@ -378,10 +351,12 @@ class _Build:
             elif clips[0].first == 0 and self._is_whole_file(sources, [c.path for c in clips]):
                 self._keep(clips[0].path, path)
             else:
-                join(clips, self._target(path), self._spec.fps)
+                firsts = join(clips, self._target(path), self._spec.fps)
                 self._note(path)
+            for number, first in zip(group, firsts, strict=True):
+                self._places[number].videos[camera] = (*where, first)
 
-    def _is_whole_file(self, sources: Sequence[_Source], paths: Sequence[Path]) -> bool:
+    def _is_whole_file(self, sources: Sequence[Source], paths: Sequence[Path]) -> bool:
         """Whether these are all the episodes of one file of the dataset, and in its order."""
         if any(source.index is None for source in sources) or len(set(paths)) > 1:
             return False
@@ -391,9 +366,9 @@ class _Build:
         return in_order and self._in_file[name] == len(sources)
 
     def _keep(self, path: Path, target: str) -> None:
-        assert self._built is not None
         place(path, self._target(target))
-        self._files[target] = self._built.files[path.relative_to(self._root).as_posix()]
+        known = self._digests.get(path.relative_to(self._root).as_posix())
+        self._files[target] = known or file_digest(path)
 
     def _join_rows(self, group: range, target: Path) -> None:
         """Write a data file: the rows of some episodes, with the five automatic columns."""
@@ -509,29 +484,17 @@ class _Build:
             arrays.append(array)
         return pa.table(arrays, schema)
 
+    @abstractmethod
     def _episode_stats(self) -> Iterator[pa.Table]:
         """Yield the statistics of the episodes in the new order (v3.0)."""
-        schema = stats_schema(self._spec.features)
-        if not schema.names:
-            yield pa.table({"episode": pa.array(range(len(self._sources)), pa.int64())})
-            return
-        old = RowStream(self._old_stats(schema))
-        for record in self._records:
-            unit = self._units.get(record.key)
-            count = len(record.episodes)
-            if unit is None:
-                yield old.take(count)
-            else:
-                yield from read_rows(unit.folder / EPISODES, 0, count, schema.names)
 
-    def _old_stats(self, schema: pa.Schema) -> Iterator[pa.Table]:
-        """Yield the statistics of the episodes that were built before."""
-        ours = self._before[self._base.episodes :]
-        counts = Counter(record.source for record in ours)
-        for name, count in counts.items():
-            tables = read_rows(self._root / name, 0, count, schema.names, most=_RECORDS_AT_ONCE)
-            for table in tables:
-                yield _with_schema(table, schema)
+    @abstractmethod
+    def _stats_lines(self) -> Iterator[dict[str, Any]]:
+        """Yield the statistics of every episode as v2.1 has them: without quantiles."""
+
+    @abstractmethod
+    def _total_stats(self) -> tuple[dict[str, AnyStats], int]:
+        """Return the statistics of all frames (v3.0), and of how many units they are stored."""
 
     def _write_lines(self) -> None:
         """Write the lists of tasks, episodes and statistics of v2.1."""
@@ -566,39 +529,6 @@ class _Build:
             buffer.flush()
         self._note(name)
 
-    def _stats_lines(self) -> Iterator[dict[str, Any]]:
-        """Yield the statistics of every episode as v2.1 has them: without quantiles."""
-        old: Iterator[dict[str, Any]] = iter(())
-        if self._built is not None and self._built.units:
-            old = metadata.read_lines(self._root, layout.EPISODES_STATS_JSONL)
-            for _ in range(self._base.episodes):
-                next(old)
-        number = 0
-        for record in self._records:
-            unit = self._units.get(record.key)
-            if unit is None:
-                own: Iterator[Any] = (next(old)["stats"] for _ in record.episodes)
-            else:
-                own = self._unit_stats(unit)
-            for stats in own:
-                yield {
-                    "episode_index": self._base.episodes + number,
-                    "stats": stats | self._counter_lines(number),
-                }
-                number += 1
-
-    def _unit_stats(self, unit: Unit) -> Iterator[dict[str, Any]]:
-        names = stats_schema(self._spec.features).names
-        count = len(unit.record.episodes)
-        for table in read_rows(unit.folder / EPISODES, 0, count, names or None, most=64):
-            for row in table.to_pylist():
-                nested: dict[str, dict[str, Any]] = {}
-                for column in names:
-                    _, name, stat = column.split("/")
-                    if stat not in QUANTILES:
-                        nested.setdefault(name, {})[stat] = row[column]
-                yield nested
-
     def _counter_lines(self, number: int) -> dict[str, Any]:
         one = slice(number, number + 1)
         counted = counter_stats(
@@ -614,36 +544,11 @@ class _Build:
         }
 
     def _write_stats(self) -> int:
-        """Sum the statistics of the units up, in their order; return how many are in one file.
-
-        Those behind a gap keep files of their own: what fills the gap comes before them.
-        """
+        """Write stats.json (v3.0); return how many units are summed up in one file."""
         if not self._v3:
             return 0
         make_folder(self._new / STATS_FOLDER)
-        folded = 0
-        while folded < len(self._records) and self._records[folded].position == folded:
-            folded += 1
-        done = self._built.folded if self._built else 0
-        total = self._base_stats if self._built is None else self._read_total()
-        if folded == done and total:
-            write_stats(self._new / TOTAL_STATS, total)
-        size, more = 0, list[dict[str, AnyStats]]()
-        for number, record in enumerate(self._records[done:], done):
-            unit = self._units.get(record.key)
-            path = inside(self._root, unit_stats(record.key))
-            if unit is not None:
-                path = unit.folder / UNIT_STATS
-            more.append(read_stats(path))
-            size += sum(stats.nbytes for stats in more[-1].values())
-            if number == folded - 1 or size > _STATS_BYTES:
-                _merge(total, more)
-                size = 0
-            if number == folded - 1:
-                write_stats(self._new / TOTAL_STATS, total)
-            elif number >= folded:
-                place(path, self._target(unit_stats(record.key)))
-        _merge(total, more)
+        total, folded = self._total_stats()
         complete = layout.all_features(self._spec.features)
         lengths = np.array([record.length for record in self._before[: self._base.episodes]])
         lengths = np.concatenate([lengths.astype(np.int64), self._lengths])
@@ -661,10 +566,6 @@ class _Build:
         publish_bytes(self._target(layout.STATS_PATH), stats)
         self._files[layout.STATS_PATH] = json_digest(stats)
         return folded
-
-    def _read_total(self) -> dict[str, AnyStats]:
-        path = inside(self._root, TOTAL_STATS)
-        return read_stats(path) if path.exists() else {}
 
     def _info(self) -> bytes:
         features = {
@@ -698,7 +599,156 @@ class _Build:
         self._files[path] = file_digest(self._new / path)
 
 
-def _sources_of(unit: Unit) -> list[_Source]:
+class _UnitBuild(Build):
+    """Puts new units into a dataset."""
+
+    def __init__(
+        self,
+        root: Path,
+        new: Path,
+        plan: Plan,
+        built: Built | None,
+        units: Sequence[Unit],
+        base: Base,
+        base_stats: dict[str, AnyStats],
+    ) -> None:
+        self._built, self._base_stats = built, base_stats
+        self._units = {unit.record.key: unit for unit in units}
+        old = built.units if built else []
+        records = [*old, *(unit.record for unit in units)]
+        records.sort(key=lambda record: record.position)
+        shown = set(plan.spec.video_keys)
+        for record in records:
+            if any(set(episode.videos) != shown for episode in record.episodes):
+                raise CorruptFile(f"{root}: the record of unit {record.key} names other cameras")
+        before: list[metadata.EpisodeRecord] = []
+        if old or base.episodes:
+            before = list(metadata.read_episodes(root, metadata.read_info(root)))
+            known = [episode.frames for record in old for episode in record.episodes]
+            if known != [record.length for record in before[base.episodes :]]:
+                raise CorruptFile(f"{root}: {BUILT} does not fit the records of its episodes")
+        episodes = [episode for record in old for episode in record.episodes]
+        lying = sources_in(root, plan.spec.fps, before, episodes, base.episodes)
+        known_sources = {record.key: list(islice(lying, len(record.episodes))) for record in old}
+        known_sources |= {key: _sources_of(unit) for key, unit in self._units.items()}
+        sources = [source for record in records for source in known_sources[record.key]]
+        # Of the first unit, whichever was built first.
+        first = self._units.get(records[0].key) if records else None
+        infos = first.infos if first else built.infos if built else {}
+        digests = built.files if built else {}
+        super().__init__(root, new, plan, base, before, records, sources, digests, infos)
+
+    def _episode_stats(self) -> Iterator[pa.Table]:
+        """Yield the statistics of the episodes in the new order (v3.0)."""
+        schema = stats_schema(self._spec.features)
+        if not schema.names:
+            yield pa.table({"episode": pa.array(range(len(self._sources)), pa.int64())})
+            return
+        old = RowStream(self._old_stats(schema))
+        for record in self._records:
+            unit = self._units.get(record.key)
+            count = len(record.episodes)
+            if unit is None:
+                yield old.take(count)
+            else:
+                yield from read_rows(unit.folder / EPISODES, 0, count, schema.names)
+
+    def _old_stats(self, schema: pa.Schema) -> Iterator[pa.Table]:
+        """Yield the statistics of the episodes that were built before."""
+        ours = self._before[self._base.episodes :]
+        counts = Counter(record.source for record in ours)
+        for name, count in counts.items():
+            tables = read_rows(self._root / name, 0, count, schema.names, most=_RECORDS_AT_ONCE)
+            for table in tables:
+                yield _with_schema(table, schema)
+
+    def _stats_lines(self) -> Iterator[dict[str, Any]]:
+        old: Iterator[dict[str, Any]] = iter(())
+        if self._built is not None and self._built.units:
+            old = metadata.read_lines(self._root, layout.EPISODES_STATS_JSONL)
+            for _ in range(self._base.episodes):
+                next(old)
+        number = 0
+        for record in self._records:
+            unit = self._units.get(record.key)
+            if unit is None:
+                own: Iterator[Any] = (next(old)["stats"] for _ in record.episodes)
+            else:
+                own = self._unit_stats(unit)
+            for stats in own:
+                yield {
+                    "episode_index": self._base.episodes + number,
+                    "stats": stats | self._counter_lines(number),
+                }
+                number += 1
+
+    def _unit_stats(self, unit: Unit) -> Iterator[dict[str, Any]]:
+        names = stats_schema(self._spec.features).names
+        count = len(unit.record.episodes)
+        for table in read_rows(unit.folder / EPISODES, 0, count, names or None, most=64):
+            for row in table.to_pylist():
+                nested: dict[str, dict[str, Any]] = {}
+                for column in names:
+                    _, name, stat = column.split("/")
+                    if stat not in QUANTILES:
+                        nested.setdefault(name, {})[stat] = row[column]
+                yield nested
+
+    def _total_stats(self) -> tuple[dict[str, AnyStats], int]:
+        """Sum the statistics of the units up, in their order.
+
+        Those behind a gap keep files of their own: what fills the gap comes before them.
+        """
+        folded = 0
+        while folded < len(self._records) and self._records[folded].position == folded:
+            folded += 1
+        done = self._built.folded if self._built else 0
+        total = self._base_stats if self._built is None else self._read_total()
+        if folded == done and total:
+            write_stats(self._new / TOTAL_STATS, total)
+        size, more = 0, list[dict[str, AnyStats]]()
+        for number, record in enumerate(self._records[done:], done):
+            unit = self._units.get(record.key)
+            path = inside(self._root, unit_stats(record.key))
+            if unit is not None:
+                path = unit.folder / UNIT_STATS
+            more.append(read_stats(path))
+            size += sum(stats.nbytes for stats in more[-1].values())
+            if number == folded - 1 or size > _STATS_BYTES:
+                _merge(total, more)
+                size = 0
+            if number == folded - 1:
+                write_stats(self._new / TOTAL_STATS, total)
+            elif number >= folded:
+                place(path, self._target(unit_stats(record.key)))
+        _merge(total, more)
+        return total, folded
+
+    def _read_total(self) -> dict[str, AnyStats]:
+        path = inside(self._root, TOTAL_STATS)
+        return read_stats(path) if path.exists() else {}
+
+
+def sources_in(
+    root: Path,
+    fps: int,
+    before: Sequence[metadata.EpisodeRecord],
+    episodes: Sequence[Episode],
+    first: int = 0,
+) -> Iterator[Source]:
+    """Yield where the episodes of a dataset lie, from the first on."""
+    rows: Counter[str] = Counter()
+    find = cache(lambda name: inside(root, name))
+    for index, (now, episode) in enumerate(zip(before[first:], episodes, strict=True), first):
+        clips = {
+            camera: Clip(find(span.file), round(span.from_s * fps), now.length)
+            for camera, span in now.videos.items()
+        }
+        yield Source(episode, find(now.data_file), rows[now.data_file], clips, {}, index)
+        rows[now.data_file] += now.length
+
+
+def _sources_of(unit: Unit) -> list[Source]:
     """Return the episodes of a unit, and where they lie."""
     found, first = [], 0
     for number, episode in enumerate(unit.record.episodes):
@@ -708,13 +758,13 @@ def _sources_of(unit: Unit) -> list[_Source]:
                 clips[name] = Clip(unit.folder / video_name(name, number), 0, episode.frames)
             elif feature.dtype == "image":
                 images[name] = unit.folder / images_name(name, number)
-        found.append(_Source(episode, unit.folder / ROWS, first, clips, images, None, unit))
+        found.append(Source(episode, unit.folder / ROWS, first, clips, images, None, unit))
         first += episode.frames
     return found
 
 
 def _rows(
-    sources: Sequence[_Source], columns: Sequence[str], pictures: Sequence[str]
+    sources: Sequence[Source], columns: Sequence[str], pictures: Sequence[str]
 ) -> Iterator[pa.Table]:
     """Yield the rows of episodes, those that lie behind each other in one pass."""
     start = 0
@@ -737,7 +787,7 @@ def _rows(
 
 
 def _rows_and_pictures(
-    source: _Source, columns: Sequence[str], pictures: Sequence[str]
+    source: Source, columns: Sequence[str], pictures: Sequence[str]
 ) -> Iterator[pa.Table]:
     """Yield the rows of an episode of a unit, joined with its PNGs."""
     numbers = [name for name in columns if name not in pictures]

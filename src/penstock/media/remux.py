@@ -19,7 +19,7 @@ from penstock.media.video import TICKS, mp4_options, open_video, write_failure
 
 @dataclass(frozen=True, slots=True)
 class Clip:
-    """Frames of a video file, the first of which stands alone (a key frame)."""
+    """Frames of a video file."""
 
     path: Path
     first: int
@@ -36,8 +36,14 @@ def coding(path: Path | str) -> str:
         return hashlib.blake2b(repr(facts).encode(), digest_size=6).hexdigest()
 
 
-def join(clips: Sequence[Clip], out: Path | str, fps: int) -> None:
+def join(clips: Sequence[Clip], out: Path | str, fps: int) -> list[int]:
     """Join clips of equal coding by copying their packets; frame n gets the time n / fps.
+
+    A clip that does not begin with a key frame brings along the frames from the key frame on, and
+    at its end those that its last frames need: they are in the file, and belong to nobody.
+
+    Returns:
+        The number of each clip's first frame in the new file.
 
     Raises:
         CorruptFile: A clip is not in its file.
@@ -52,22 +58,25 @@ def join(clips: Sequence[Clip], out: Path | str, fps: int) -> None:
         raise write_failure("write", target, error) from error
     try:
         copy: Any = None
-        done = 0
+        done, firsts = 0, []
         for clip in clips:
             with open_video(clip.path) as (container, stream):
                 if copy is None:
                     copy = output.add_stream_from_template(stream, opaque=True)
                     copy.time_base = base
-                for packet in _packets(container, stream, clip, fps):
-                    shift, scale = (done - clip.first) * TICKS, packet.time_base / base
-                    packet.pts = shift + round(packet.pts * scale)
-                    packet.dts = shift + round(packet.dts * scale)
+                low, high, scale = -1, -1, stream.time_base * fps * TICKS
+                for number, packet in _packets(container, stream, clip, fps):
+                    low, high = number if low < 0 else low, max(high, number)
+                    shift = (done - low) * TICKS
+                    packet.pts = shift + number * TICKS
+                    packet.dts = shift + _scaled(packet.dts, scale)
                     packet.time_base, packet.duration, packet.stream = base, TICKS, copy
                     try:
                         output.mux(packet)
                     except (av.FFmpegError, OSError, ValueError) as error:
                         raise write_failure("write", target, error) from error
-            done += clip.frames
+            firsts.append(done + clip.first - low)
+            done += high - low + 1
         output.close()
         with open(target, "rb") as file:
             os.fsync(file.fileno())
@@ -79,22 +88,36 @@ def join(clips: Sequence[Clip], out: Path | str, fps: int) -> None:
         if isinstance(error, av.FFmpegError | OSError | ValueError):
             raise write_failure("write", target, error) from error
         raise
+    return firsts
 
 
-def _packets(container: Any, stream: Any, clip: Clip, fps: int) -> Iterator[Any]:
-    """Yield the packets of a clip, in the order of decoding."""
+def _scaled(value: int, scale: Fraction) -> int:
+    """Return the nearest whole number, without the cost of a Fraction per packet."""
+    return (2 * value * scale.numerator + scale.denominator) // (2 * scale.denominator)
+
+
+def _packets(container: Any, stream: Any, clip: Clip, fps: int) -> Iterator[tuple[int, Any]]:
+    """Yield (frame number, packet) of a clip and of what it needs, in the order of decoding."""
     if clip.first:
         container.seek(round(Fraction(clip.first, fps) / stream.time_base), stream=stream)
-    count = 0
+    scale = stream.time_base * fps
+    stop = clip.first + clip.frames
+    low = high = -1
+    wanted = count = 0
     for packet in container.demux(stream):
         if packet.size == 0 or packet.pts is None or packet.dts is None:
             continue
-        if clip.first <= round(packet.pts * packet.time_base * fps) < clip.first + clip.frames:
-            count += 1
-            yield packet
-            if count == clip.frames:
-                return
+        number = _scaled(packet.pts, scale)
+        low = number if low < 0 else low
+        if number < low:
+            continue  # shown before the key frame, and not whole without the one before
+        high = max(high, number)
+        wanted += clip.first <= number < stop
+        count += 1
+        yield number, packet
+        # Behind the last wanted frame in the order of decoding there may be gaps to fill.
+        if wanted == clip.frames and count == high - low + 1:
+            return
     raise CorruptFile(
-        f"{clip.path} is damaged: of its frames {clip.first} to {clip.first + clip.frames - 1} "
-        f"only {count} are there"
+        f"{clip.path} is damaged: of its frames {clip.first} to {stop - 1} only {wanted} are there"
     )
