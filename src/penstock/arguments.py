@@ -97,6 +97,29 @@ def build_parser() -> argparse.ArgumentParser:
     build.add_argument("out", metavar="OUT", help="the folder of the dataset")
     build.add_argument("--json", action="store_true", help="one JSON document on stdout")
 
+    edit = _verb(
+        verbs,
+        "edit",
+        "remove, shorten, split, relabel or merge the episodes of a dataset",
+        "EDIT is one of\n"
+        "  delete 3 7 10-20         keep 0-46               relabel 'pick a cup' 3 4\n"
+        "  trim 5=10:200            split 5=100,150         drop observation.wrench\n"
+        "  rename OLD=NEW           reencode h264           merge OTHER... --out OUT\n"
+        "  apply marks.yaml         undo\n"
+        "Frames that stay are not touched: rows and video packets are copied. The result is made\n"
+        "beside the dataset and exchanged in one step; undo puts the last one back.",
+        "penstock edit dataset delete 3 7 10-20",
+    )
+    edit.usage = "penstock edit [options] DATASET EDIT ..."
+    edit.add_argument("path", metavar="DATASET", help="a LeRobot dataset of any making")
+    edit.add_argument("operation", metavar="EDIT", help="what to do, as above")
+    edit.add_argument("words", nargs="*", metavar="...", help="with which episodes or features")
+    edit.add_argument("--out", metavar="OUT", help="a new dataset; DATASET stays as it is")
+    edit.add_argument(
+        "--dry-run", action="store_true", help="say what would be left; write nothing"
+    )
+    edit.add_argument("--json", action="store_true", help="one JSON document on stdout")
+
     train = _verb(
         verbs,
         "train",

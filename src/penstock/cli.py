@@ -161,6 +161,20 @@ def _build(arguments: argparse.Namespace) -> int:
     return EXIT_FINDING if result.failed else 0
 
 
+def _edit(arguments: argparse.Namespace) -> int:
+    from penstock.tools import edit_command
+
+    a = arguments
+    report = _until_stopped(
+        lambda: edit_command.run(a.path, a.operation, a.words, a.out, a.dry_run)
+    )
+    if arguments.json:
+        _print_json(edit_command.to_json(report))
+    else:
+        _show(edit_command.text(report))
+    return 0
+
+
 def _train(arguments: argparse.Namespace) -> int:
     from penstock.tools import train_command
 
@@ -272,6 +286,7 @@ _VERBS: dict[str, Callable[[argparse.Namespace], int]] = {
     "doctor": _doctor,
     "convert": _convert,
     "build": _build,
+    "edit": _edit,
     "train": _train,
     "evaluate": _evaluate,
     "export": _export,

@@ -100,7 +100,8 @@ class Source:
         rows: The file of its rows, and `first_row` among them.
         clips: Its videos.
         images: Its PNGs, where they are not among the rows yet.
-        index: Its number in the dataset as it is; None for an episode of a new unit.
+        index: Its number in the dataset as it is; None where it is to be written anew.
+        rows_stay: Whether its rows are in the dataset as they are to be, but for their numbers.
         unit: The new unit that it is from.
     """
 
@@ -111,6 +112,7 @@ class Source:
     images: dict[str, Path] = field(default_factory=dict)
     index: int | None = None
     unit: Unit | None = None
+    rows_stay: bool = True
 
 
 @dataclass(slots=True)
@@ -166,6 +168,7 @@ def build(
             raise storage_error("build", root, error) from error
         raise
     settle(root, take_over_units)
+    shutil.rmtree(sibling(root, "undo"), ignore_errors=True)  # of an edit before this
     for unit in units:
         remove_unit(root / UNITS / unit.record.key)
     return result
@@ -324,15 +327,18 @@ class Build(ABC):
                 self._places[number].data = where
             sources = [self._sources[number] for number in group]
             # The rows hold the numbers of episode and frame: only where these stay, the file does.
-            stays = all(
-                source.index == self._base.episodes + number
-                for source, number in zip(sources, group, strict=True)
-            )
+            stays = all(map(self._rows_stay, sources, group))
             if stays and self._is_whole_file(sources, [source.rows for source in sources]):
                 self._keep(sources[0].rows, path)
             else:
                 self._join_rows(group, self._target(path))
                 self._note(path)
+
+    def _rows_stay(self, source: Source, number: int) -> bool:
+        """Whether the rows of an episode are in the dataset just as they are to be."""
+        if not source.rows_stay or source.index != self._base.episodes + number:
+            return False
+        return self._before[source.index].from_index == int(self._firsts[number])
 
     def _write_videos(self, camera: str) -> None:
         limit = self._spec.limits.video_mb * MB
@@ -348,8 +354,9 @@ class Build(ABC):
             if len(group) == 1 and unit is not None:
                 place(clips[0].path, self._target(path))
                 self._files[path] = unit.files[clips[0].path.name]
-            elif clips[0].first == 0 and self._is_whole_file(sources, [c.path for c in clips]):
+            elif self._is_whole_file(sources, [clip.path for clip in clips]):
                 self._keep(clips[0].path, path)
+                firsts = [clip.first for clip in clips]
             else:
                 firsts = join(clips, self._target(path), self._spec.fps)
                 self._note(path)
@@ -376,7 +383,8 @@ class Build(ABC):
         lengths = self._lengths[group.start : group.stop]
         columns = [n for n in schema.names if n not in AUTO_FEATURES]
         pictures = [n for n, f in self._spec.features.items() if f.dtype == "image"]
-        stream = RowStream(_rows(self._sources[group.start : group.stop], columns, pictures))
+        sources = self._sources[group.start : group.stop]
+        stream = RowStream(_rows(sources, [self._column_of(n) for n in columns], pictures))
         row_bytes = max(
             1,
             sum(s.episode.size_bytes for s in self._sources[group.start : group.stop])
@@ -388,9 +396,16 @@ class Build(ABC):
                 counted = self._counters(group, start, stop)
                 own = stream.take(stop - start) if columns else pa.table({})
                 arrays = [
-                    counted[name] if name in counted else own.column(name) for name in schema.names
+                    counted[each.name]
+                    if each.name in counted
+                    else own.column(self._column_of(each.name)).cast(each.type)
+                    for each in schema
                 ]
                 writer.write_table(pa.table(arrays, schema), row_group_size=stop - start)
+
+    def _column_of(self, name: str) -> str:
+        """Return what a feature is called where its rows lie."""
+        return name
 
     def _counters(self, group: range, start: int, stop: int) -> dict[str, pa.Array]:
         """Return the automatic columns of rows start to stop of a data file."""
@@ -649,7 +664,8 @@ class _UnitBuild(Build):
             unit = self._units.get(record.key)
             count = len(record.episodes)
             if unit is None:
-                yield old.take(count)
+                if count:  # an edit may have removed all
+                    yield old.take(count)
             else:
                 yield from read_rows(unit.folder / EPISODES, 0, count, schema.names)
 
@@ -767,23 +783,26 @@ def _rows(
     sources: Sequence[Source], columns: Sequence[str], pictures: Sequence[str]
 ) -> Iterator[pa.Table]:
     """Yield the rows of episodes, those that lie behind each other in one pass."""
-    start = 0
-    while start < len(sources):
-        stop = start + 1
-        first = sources[start]
-        row = first.first_row + first.episode.frames
-        alone = bool(first.images)
-        while not alone and stop < len(sources) and sources[stop].rows == first.rows:
-            if sources[stop].first_row != row:
-                break
-            row += sources[stop].episode.frames
-            stop += 1
-        if alone:
+    for first, stop in runs(sources):
+        if first.images:
             yield from _rows_and_pictures(first, columns, pictures)
         else:
             most = _PICTURE_ROWS if pictures else 4096
-            yield from read_rows(first.rows, first.first_row, row, columns, most=most)
-        start = stop
+            yield from read_rows(first.rows, first.first_row, stop, columns, most=most)
+
+
+def runs(sources: Sequence[Source]) -> Iterator[tuple[Source, int]]:
+    """Yield the first of episodes whose rows lie behind each other, and the row behind them."""
+    first, stop = None, 0
+    for source in sources:
+        if first and not first.images and (source.rows, source.first_row) == (first.rows, stop):
+            stop += source.episode.frames
+            continue
+        if first:
+            yield first, stop
+        first, stop = source, source.first_row + source.episode.frames
+    if first:
+        yield first, stop
 
 
 def _rows_and_pictures(

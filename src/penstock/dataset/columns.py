@@ -162,10 +162,12 @@ class Table:
                 f"{self.name} in {self.root} ends after {position} rows; {stop} are needed"
             )
 
-    def rows_of(self, columns: Sequence[str], prefix: str, rows: int) -> Iterator[dict[str, Any]]:
+    def rows_of(
+        self, columns: Sequence[str], prefixes: tuple[str, ...], rows: int
+    ) -> Iterator[dict[str, Any]]:
         """Read named columns, and those whose name begins so, as plain values row by row."""
         self._need(columns)
-        chosen = [*columns, *(name for name in self.schema.names if name.startswith(prefix))]
+        chosen = [*columns, *(name for name in self.schema.names if name.startswith(prefixes))]
         with reading(self.root, self.name):
             for piece in self._file.iter_batches(rows, columns=chosen, use_threads=False):
                 yield from piece.to_pylist()

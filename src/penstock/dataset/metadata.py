@@ -292,8 +292,11 @@ def read_stats(root: Path) -> Stats:
     return parse_stats(read_json(root, layout.STATS_PATH), f"{layout.STATS_PATH} in {root}")
 
 
-def read_episode_stats(root: Path, info: Info) -> Iterator[tuple[int, Stats]]:
-    """Read (episode, statistics) of every episode, a few at a time."""
+def read_episode_stats(
+    root: Path, info: Info, names: Sequence[str] | None = None
+) -> Iterator[tuple[int, Stats]]:
+    """Read (episode, statistics) of every episode, a few at a time; of some features, or of all."""
+    prefixes = ("stats/",) if names is None else tuple(f"stats/{name}/" for name in names)
     if info.version == "v2.1":
         for line in read_lines(root, layout.EPISODES_STATS_JSONL):
             where = f"{layout.EPISODES_STATS_JSONL} in {root}"
@@ -302,7 +305,7 @@ def read_episode_stats(root: Path, info: Info) -> Iterator[tuple[int, Stats]]:
         return
     for name in episode_files(root):
         with Table(root, name) as table:
-            for row in table.rows_of(["episode_index"], prefix="stats/", rows=_STATS_BATCH):
+            for row in table.rows_of(["episode_index"], prefixes, rows=_STATS_BATCH):
                 nested: dict[str, dict[str, Any]] = {}
                 for column, value in row.items():
                     if column.startswith("stats/"):

@@ -24,7 +24,7 @@ from typing_extensions import Self
 from penstock.dataset import layout
 from penstock.dataset.columns import inside
 from penstock.dataset.layout import PRIVATE_FOLDER, Feature, FileLimits, Version
-from penstock.dataset.unit import MALFORMED, Digest, UnitRecord
+from penstock.dataset.unit import MALFORMED, Digest, UnitRecord, parse_json
 from penstock.errors import CorruptFile, DataError, UsageError
 
 LOCK_NAME = ".penstock.lock"
@@ -102,7 +102,7 @@ class Plan:
     def read(cls, path: Path) -> Self:
         """Read plan.json, or settings.json of earlier versions."""
         try:
-            content = json.loads(path.read_bytes())
+            content = parse_json(path.read_bytes())
             features = {n: Feature.from_json(n, f) for n, f in content["features"].items()}
             if content["version"] not in layout.VERSIONS or type(content["fps"]) is not int:
                 raise ValueError(f"version {content['version']!r}, fps {content['fps']!r}")
@@ -239,7 +239,7 @@ def parse_line(line: bytes) -> Any:
     crc, _, text = line.rstrip(b"\n").partition(b" ")
     if crc != b"%08x" % isal_zlib.crc32(text) or not line.endswith(b"\n"):
         raise ValueError("a line fails its checksum")
-    return json.loads(text)
+    return parse_json(text)
 
 
 def check_same(root: Path, stored: Plan, given: Plan) -> None:

@@ -267,7 +267,7 @@ class PictureStats:
         result: Stats = {k: _shaped(np.asarray(v) * scale, shape) for k, v in found.items()}
         result["count"] = [self.pictures]
         if self.prior is not None:
-            result = _with_prior(result, self.prior)
+            result = join_stats(result, self.prior)
         return {name: result[name] for name in ("min", "max", "mean", "std", "count", *QUANTILES)}
 
     def to_arrays(self) -> dict[str, NDArray[Any]]:
@@ -311,7 +311,7 @@ def new_stats(feature: Feature) -> VectorStats | PictureStats:
     return VectorStats(math.prod(feature.shape))
 
 
-def _with_prior(own: Stats, prior: Stats) -> Stats:
+def join_stats(own: Stats, prior: Stats) -> Stats:
     """Join exact statistics with those of pictures that are only known by theirs.
 
     Mean, std, min and max are those of all pictures; quantiles are weighted means, which is an

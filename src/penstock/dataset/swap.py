@@ -2,6 +2,7 @@
 
 Siblings of the dataset, by names that nothing else uses or sweeps:
 `.<name>.penstock-new`       a folder being built, or after the exchange the old content
+`.<name>.penstock-undo`      the content before the last edit
 `.<name>.penstock-old`       the old content between two renames, where exchanging is not possible
 """
 

@@ -136,7 +136,19 @@ class UnitRecord:
             for each in value["episodes"]
         ]
         check_key(value["key"])
-        return cls(value["key"], int(value["position"]), dict(value["source"]), episodes)
+        source = dict(value["source"])
+        if any(not isinstance(source.get(name, ""), str) for name in ("bag", "fingerprint")):
+            raise ValueError("its source is no text")
+        return cls(value["key"], int(value["position"]), source, episodes)
+
+
+def parse_json(data: bytes) -> Any:
+    """Read JSON of our own: NaN and Infinity are none."""
+
+    def refuse(name: str) -> None:
+        raise ValueError(f"{name} is no JSON")
+
+    return json.loads(data, parse_constant=refuse)
 
 
 def _time(value: Any) -> int | None:
@@ -174,7 +186,7 @@ class Unit:
         """Open a unit, of this process or another."""
         path = inside(folder, RECORD)
         try:
-            content = json.loads(path.read_bytes())
+            content = parse_json(path.read_bytes())
             if content["format"] != _FORMAT:
                 raise ValueError(f"format {content['format']}")
             if content["record"]["key"] != folder.name:
@@ -184,7 +196,7 @@ class Unit:
                 UnitRecord.from_json(content["record"]),
                 int(content["fps"]),
                 {n: Feature.from_json(n, f) for n, f in content["features"].items()},
-                dict(content["infos"]),
+                {str(name): dict(info) for name, info in content["infos"].items()},
                 {str(name): (int(a), int(b)) for name, (a, b) in content["files"].items()},
             )
         except FileNotFoundError as error:
@@ -270,7 +282,7 @@ class UnitWriter:
             raise UsageError("a unit needs at least one episode, each of at least one frame")
         self._units, self._record, self._fps = units, record, fps
         lengths = np.array([episode.frames for episode in record.episodes], np.int64)
-        self._numbers = _NumberColumns(
+        self._numbers = NumberColumns(
             {n: f for n, f in self._features.items() if not f.is_picture}, lengths
         )
         self._pictures = {n: PictureTotals(f) for n, f in self._features.items() if f.is_picture}
@@ -482,7 +494,7 @@ def stats_schema(features: Mapping[str, Feature]) -> pa.Schema:
     return pa.schema([f for f in episodes_schema(features) if f.name.startswith(wanted)])
 
 
-class _NumberColumns:
+class NumberColumns:
     """Collects rows, cuts them into pieces, and takes the statistics of every episode."""
 
     def __init__(self, features: Mapping[str, Feature], lengths: NDArray[np.int64]) -> None:

@@ -56,6 +56,8 @@ def _origin(path: Path) -> list[Facts]:
     found: list[Facts] = []
     first = built.base.episodes if built else 0
     for unit in built.units if built else ():
+        if not unit.episodes:
+            continue  # all were removed
         start_ns, end_ns = unit.episodes[0].start_ns, unit.episodes[-1].end_ns
         found.append(
             {
