@@ -53,6 +53,7 @@ from penstock.errors import DataError, PenstockError, UsageError
 from penstock.media.remux import Clip, coding
 from penstock.media.video import VideoSettings, open_video
 
+_SPARE = 600  # frames that a clip may bring along: two of the longest groups
 _SCRATCH = f"{layout.PRIVATE_FOLDER}/scratch"
 
 
@@ -332,7 +333,9 @@ class _EditBuild(Build):
                 for name, was in work.names.items()
                 if was in old.clips
             }
-            clips = {n: replace(c, frames=piece.stop - piece.start) for n, c in clips.items()}
+            for name, clip in clips.items():
+                spare = _SPARE if not whole or given.has_spare(clip.path) else 0
+                clips[name] = replace(clip, frames=piece.stop - piece.start, spare=spare)
             shown = {
                 name: (int(old.episode.videos[was][0] * share), old.episode.videos[was][1])
                 for name, was in work.names.items()
@@ -573,6 +576,13 @@ class _Input:
             for span in record.videos.values():
                 counts[span.file] += record.length
         return counts
+
+    @cache  # noqa: B019 - as long as the edit
+    def has_spare(self, path: Path) -> bool:
+        """Whether a video has frames that belong to nobody: then others may need them."""
+        with open_video(path) as (_, stream):
+            name = path.relative_to(self.dataset.path).as_posix()
+            return bool(stream.frames != self._in_file[name])
 
     @cache  # noqa: B019 - as long as the edit
     def _file(self, name: str) -> tuple[int, int, str]:

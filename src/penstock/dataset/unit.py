@@ -126,12 +126,12 @@ class UnitRecord:
         """Read it; a value of the wrong kind raises what Python raises for it."""
         episodes = [
             Episode(
-                int(each["frames"]),
+                _count(each["frames"]),
                 str(each["task"]),
                 _time(each["start_ns"]),
                 _time(each["end_ns"]),
-                int(each["size_bytes"]),
-                {str(key): (int(size), str(how)) for key, (size, how) in each["videos"].items()},
+                _count(each["size_bytes"]),
+                {str(key): (_count(size), str(how)) for key, (size, how) in each["videos"].items()},
             )
             for each in value["episodes"]
         ]
@@ -139,7 +139,7 @@ class UnitRecord:
         source = dict(value["source"])
         if any(not isinstance(source.get(name, ""), str) for name in ("bag", "fingerprint")):
             raise ValueError("its source is no text")
-        return cls(value["key"], int(value["position"]), source, episodes)
+        return cls(value["key"], _count(value["position"]), source, episodes)
 
 
 def parse_json(data: bytes) -> Any:
@@ -149,6 +149,13 @@ def parse_json(data: bytes) -> Any:
         raise ValueError(f"{name} is no JSON")
 
     return json.loads(data, parse_constant=refuse)
+
+
+def _count(value: Any) -> int:
+    """Return a number of things; a ValueError if it is none."""
+    if type(value) is not int or not 0 <= value < 1 << 48:
+        raise ValueError(f"{str(value)[:40]!r} is no count")
+    return value
 
 
 def _time(value: Any) -> int | None:

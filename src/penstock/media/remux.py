@@ -8,6 +8,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from fractions import Fraction
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -19,11 +20,19 @@ from penstock.media.video import TICKS, mp4_options, open_video, write_failure
 
 @dataclass(frozen=True, slots=True)
 class Clip:
-    """Frames of a video file."""
+    """Frames of a video file.
+
+    Attributes:
+        path: The file.
+        first: The number of the first frame.
+        frames: How many.
+        spare: How many others may have to come along, which these need.
+    """
 
     path: Path
     first: int
     frames: int
+    spare: int = 0
 
 
 def coding(path: Path | str) -> str:
@@ -51,7 +60,7 @@ def join(clips: Sequence[Clip], out: Path | str, fps: int) -> list[int]:
     """
     target = Path(out)
     base = Fraction(1, fps * TICKS)
-    options = mp4_options(sum(clip.frames for clip in clips))
+    options = mp4_options(sum(clip.frames + clip.spare for clip in clips))
     try:
         output: Any = av.open(str(target), "w", format="mp4", container_options=options)
     except (av.FFmpegError, OSError, ValueError) as error:
@@ -59,24 +68,27 @@ def join(clips: Sequence[Clip], out: Path | str, fps: int) -> list[int]:
     try:
         copy: Any = None
         done, firsts = 0, []
-        for clip in clips:
-            with open_video(clip.path) as (container, stream):
+        for path, own in groupby(clips, lambda clip: clip.path):
+            with open_video(path) as (container, stream):
                 if copy is None:
                     copy = output.add_stream_from_template(stream, opaque=True)
                     copy.time_base = base
-                low, high, scale = -1, -1, stream.time_base * fps * TICKS
-                for number, packet in _packets(container, stream, clip, fps):
-                    low, high = number if low < 0 else low, max(high, number)
-                    shift = (done - low) * TICKS
-                    packet.pts = shift + number * TICKS
-                    packet.dts = shift + _scaled(packet.dts, scale)
-                    packet.time_base, packet.duration, packet.stream = base, TICKS, copy
-                    try:
-                        output.mux(packet)
-                    except (av.FFmpegError, OSError, ValueError) as error:
-                        raise write_failure("write", target, error) from error
-            firsts.append(done + clip.first - low)
-            done += high - low + 1
+                scale = stream.time_base * fps * TICKS
+                above, below = scale.numerator, scale.denominator
+                for clip in own:
+                    low = high = -1
+                    for number, packet in _packets(container, stream, clip, fps):
+                        low, high = number if low < 0 else low, max(high, number)
+                        shift = (done - low) * TICKS
+                        packet.pts = shift + number * TICKS
+                        packet.dts = shift + _divided(packet.dts * above, below)
+                        packet.time_base, packet.duration, packet.stream = base, TICKS, copy
+                        try:
+                            output.mux(packet)
+                        except (av.FFmpegError, OSError, ValueError) as error:
+                            raise write_failure("write", target, error) from error
+                    firsts.append(done + clip.first - low)
+                    done += high - low + 1
         output.close()
         with open(target, "rb") as file:
             os.fsync(file.fileno())
@@ -91,23 +103,23 @@ def join(clips: Sequence[Clip], out: Path | str, fps: int) -> list[int]:
     return firsts
 
 
-def _scaled(value: int, scale: Fraction) -> int:
-    """Return the nearest whole number, without the cost of a Fraction per packet."""
-    return (2 * value * scale.numerator + scale.denominator) // (2 * scale.denominator)
+def _divided(value: int, by: int) -> int:
+    """Return the nearest whole number."""
+    return (2 * value + by) // (2 * by)
 
 
 def _packets(container: Any, stream: Any, clip: Clip, fps: int) -> Iterator[tuple[int, Any]]:
     """Yield (frame number, packet) of a clip and of what it needs, in the order of decoding."""
-    if clip.first:
-        container.seek(round(Fraction(clip.first, fps) / stream.time_base), stream=stream)
+    container.seek(round(Fraction(clip.first, fps) / stream.time_base), stream=stream)
     scale = stream.time_base * fps
+    above, below = scale.numerator, scale.denominator
     stop = clip.first + clip.frames
     low = high = -1
     wanted = count = 0
     for packet in container.demux(stream):
         if packet.size == 0 or packet.pts is None or packet.dts is None:
             continue
-        number = _scaled(packet.pts, scale)
+        number = _divided(packet.pts * above, below)
         low = number if low < 0 else low
         if number < low:
             continue  # shown before the key frame, and not whole without the one before
