@@ -32,7 +32,7 @@ def checkpoint(tmp_path):
         return saver.save_async(state, "a.pt", metadata={"note": "first"}).wait()
 
 
-VERBS = ["", "info", "doctor", "convert", "train", "evaluate", "bench", "demo"]
+VERBS = ["", "info", "doctor", "convert", "edit", "train", "evaluate", "bench", "demo"]
 
 
 @pytest.mark.parametrize("verb", VERBS)
@@ -102,7 +102,7 @@ def test_no_verb_shows_help(capsys):
         (
             ["xyzzy"],
             2,
-            "use one of info, doctor, convert, build, train, evaluate, export, advise, bench, demo",
+            "use one of info, doctor, convert, build, edit, train, evaluate, export, advise, ",
         ),
         (["info"], 2, "PATH"),
         (["info", "--wrong", "x"], 2, "--wrong"),

@@ -102,12 +102,13 @@ def build_parser() -> argparse.ArgumentParser:
         "edit",
         "remove, shorten, split, relabel or merge the episodes of a dataset",
         "EDIT is one of\n"
-        "  delete 3 7 10-20         keep 0-46               relabel 'pick a cup' 3 4\n"
-        "  trim 5=10:200            split 5=100,150         drop observation.wrench\n"
-        "  rename OLD=NEW           reencode h264           merge OTHER... --out OUT\n"
-        "  apply marks.yaml         undo\n"
-        "Frames that stay are not touched: rows and video packets are copied. The result is made\n"
-        "beside the dataset and exchanged in one step; undo puts the last one back.",
+        "  delete 3 7 10-20     keep 0-46           relabel 'pick a cup' 3 4\n"
+        "  trim 5=10:200        split 5=100,150     drop observation.wrench\n"
+        "  rename OLD=NEW       reencode h264       merge OTHER... --out OUT\n"
+        "  apply marks.yaml     undo\n"
+        "Frames that stay are not touched: rows and video packets are copied. The\n"
+        "result is made beside the dataset and exchanged in one step; undo puts the\n"
+        "last one back.",
         "penstock edit dataset delete 3 7 10-20",
     )
     edit.usage = "penstock edit [options] DATASET EDIT ..."

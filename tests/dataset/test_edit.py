@@ -3,7 +3,12 @@
 from __future__ import annotations
 
 import hashlib
+import json
+import os
 import runpy
+import shutil
+import subprocess
+import sys
 from fractions import Fraction
 from pathlib import Path
 from types import SimpleNamespace
@@ -15,12 +20,17 @@ import pytest
 from penstock.cli import main as penstock
 from penstock.dataset import doctor
 from penstock.dataset.edit import Edits, edit, undo
+from penstock.dataset.layout import AUTO_FEATURES
 from penstock.dataset.plan import Built
 from penstock.dataset.reader import Dataset
 from penstock.dataset.swap import sibling
+from penstock.dataset.writer import DatasetWriter
 from penstock.errors import PenstockError, UsageError
+from powerloss import has_strace
 
-s = SimpleNamespace(**runpy.run_path(str(Path(__file__).with_name("staging.py"))))
+HERE = Path(__file__).parent
+s = SimpleNamespace(**runpy.run_path(str(HERE / "staging.py")))
+hand = SimpleNamespace(**runpy.run_path(str(HERE / "handmade.py")))
 VERSIONS = ["v3.0", "v2.1"]
 COUNT = 6
 
@@ -286,3 +296,73 @@ def test_the_command(dataset, capsys, tmp_path):
     marks.write_text("remove: [5]\n")
     assert penstock(["edit", path, "apply", str(marks)]) == 2
     assert "'rename'" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("version", VERSIONS)
+def test_datasets_of_other_making(tmp_path, version):
+    """Matrices, texts, PNGs in the rows, two cameras, two tasks: nothing of it by our writer."""
+    path = tmp_path / "theirs"
+    hand.make_dataset(path, version)
+    info = json.loads((path / "meta" / "info.json").read_bytes())
+    info["extra"] = {"kept": True}
+    (path / "meta" / "info.json").write_text(json.dumps(info))
+    before = [list(Dataset(path).episode(k).frames()) for k in range(3)]
+    edit(path, Edits(delete=[1], split={2: [9]}, rename={hand.WRIST: "observation.images.hand"}))
+    after = [list(Dataset(path).episode(k).frames()) for k in range(3)]
+    expected = [before[0], before[2][:9], before[2][9:]]
+    encoded = {hand.TOP, hand.SIDE} if version == "v2.1" else set()
+    for old, new in zip(expected, after, strict=True):
+        for a, b in zip(old, new, strict=True):
+            for name in set(a) - {*AUTO_FEATURES, *encoded}:
+                other = "observation.images.hand" if name == hand.WRIST else name
+                np.testing.assert_array_equal(a[name], b[other])
+    assert [e.tasks for e in Dataset(path).episodes] == [("pick the cup",)] * 3
+    assert Dataset(path).info["extra"] == {"kept": True}
+    errors = [text for text in check(path) if text.startswith("error")]
+    assert errors == []
+
+
+PROGRAM = """
+import sys
+from penstock.dataset.edit import Edits, edit
+edit(sys.argv[1], Edits(delete=[1], trim={2: (1, 4)}))
+"""
+
+
+@pytest.mark.stress
+@pytest.mark.timeout(3000)
+@pytest.mark.skipif(not has_strace(), reason="needs strace (apt-get install strace) and ptrace")
+@pytest.mark.parametrize("version", VERSIONS)
+def test_killed_at_every_third_call_it_is_the_old_or_the_new(tmp_path, version):
+    first, done = tmp_path / "first", tmp_path / "done"
+    s.write_dataset(first, 4, version=version)
+    shutil.copytree(first, done)
+    edit(done, Edits(delete=[1], trim={2: (1, 4)}))
+    old, new = s.files_of(first), s.files_of(done)
+    kills = 0
+    for call in (
+        "mkdir",
+        "rename",
+        "renameat2",
+        "link",
+        "linkat",
+        "unlink",
+        "rmdir",
+        "fsync",
+        "write",
+    ):
+        for number in range(1, 10_000, 3):
+            out = tmp_path / f"{call}{number}" / "out"
+            shutil.copytree(first, out)
+            command = ["strace", "-f", "--seccomp-bpf", "-o", os.devnull]
+            command += ["-e", f"inject={call}:signal=KILL:when={number}"]
+            command += [sys.executable, "-c", PROGRAM, str(out)]
+            ended = subprocess.run(command, capture_output=True, timeout=300, check=False)
+            assert s.files_of(out) in (old, new)
+            if ended.returncode == 0:
+                break
+            kills += 1
+            DatasetWriter.reopen(out).close()  # settles what the kill left
+            assert {path.name for path in out.parent.iterdir()} <= {"out", ".out.penstock-undo"}
+            shutil.rmtree(out.parent)
+    assert kills > 30

@@ -108,19 +108,17 @@ def read_marks(path: str) -> Edits:
 
 def text(report: EditReport) -> str:
     """Lay out what an edit did."""
-    verb = "would have" if report.dry_run else "has"
     lines = [
         f"dataset        {report.out}",
-        f"episodes       {report.episodes} of {report.episodes_before}, {report.frames} frames of "
-        f"{report.frames_before}"
-        if not report.dry_run
-        else f"episodes       it {verb} {report.episodes} of {report.episodes_before}, "
-        f"{report.frames} frames of {report.frames_before}; nothing was written",
+        f"episodes       {report.episodes} of {report.episodes_before}",
+        f"frames         {report.frames} of {report.frames_before}",
     ]
     if report.files:
         lines.append(f"files          {report.files}, {report.kept_files} of them as they were")
     if report.encoded:
         lines.append(f"encoded        {report.encoded} videos of episodes were encoded again")
+    if report.dry_run:
+        lines.append("dry run        nothing was written")
     return "\n".join(lines)
 
 
