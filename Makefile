@@ -35,7 +35,7 @@ lint: setup
 	$(BIN)/lint-imports
 
 bench: setup
-	$(BIN)/penstock bench
+	$(BIN)/python -m benchmarks
 
 stress: setup
 	$(BIN)/python -m pytest -m stress --timeout 3000
@@ -78,7 +78,7 @@ test-peers: setup peers beside integrations
 	$(BIN)/python -m pytest -m peers --timeout 1200
 
 bench-peers: setup peers
-	$(BIN)/penstock bench convert
+	$(BIN)/python -m benchmarks convert
 
 format: setup
 	$(BIN)/ruff format .

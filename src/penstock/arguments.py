@@ -190,29 +190,6 @@ def build_parser() -> argparse.ArgumentParser:
     advise.add_argument("--device-memory", metavar="SIZE", help="memory of the GPU for it")
     advise.add_argument("--json", action="store_true", help="one JSON document on stdout")
 
-    measure = _verb(
-        verbs,
-        "bench",
-        "measure penstock and its peers side by side on this machine",
-        "Each case states the claim it checks. Without a name, all cases run (about 20 min).\n"
-        "A run can be kept (--save), shown again (--from) and compared with an older one.",
-        "penstock bench checkpoint --quick --html bench.html",
-    )
-    from penstock.tools import bench
-
-    measure.add_argument("cases", nargs="*", metavar="CASE", help=", ".join(bench.NAMES))
-    measure.add_argument("--quick", action="store_true", help="fewer repetitions, expect noise")
-    measure.add_argument("--json", action="store_true", help="one JSON document on stdout")
-    measure.add_argument("--html", metavar="FILE", help="also write a report")
-    measure.add_argument("--save", metavar="FILE", help="also keep the run, as JSON")
-    measure.add_argument(
-        "--from", dest="stored", metavar="FILE", help="show a kept run; nothing is measured"
-    )
-    measure.add_argument("--compare", metavar="FILE", help="compare with an older run")
-    measure.add_argument(
-        "--claims", metavar="FILE", help="also write every claim and its verdict, as Markdown"
-    )
-
     demo = _verb(
         verbs,
         "demo",

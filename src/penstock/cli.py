@@ -71,6 +71,8 @@ def _run(words: list[str]) -> int:
     parser = build_parser()
     verbs = parser.get_default("verbs")
     chosen = next((word for word in words if not word.startswith("-")), None)
+    if chosen == "bench":
+        raise UsageError("bench is no verb any more: in the source tree, python -m benchmarks")
     if chosen is not None and chosen not in verbs:
         raise UsageError(f"unknown verb {chosen!r}: {did_you_mean(chosen, verbs)}")
     arguments, rest = parser.parse_known_args(words)
@@ -232,36 +234,6 @@ def _advise(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def _bench(arguments: argparse.Namespace) -> int:
-    from penstock.core.files import publish_bytes
-    from penstock.tools.bench import claims, runner
-
-    older = runner.load(arguments.compare) if arguments.compare else None
-    if arguments.stored and (arguments.cases or arguments.quick):
-        raise UsageError("--from shows a run that was kept: give no cases and no --quick with it")
-    if arguments.stored:
-        result = runner.load(arguments.stored)
-    else:
-        result = runner.run(arguments.cases, quick=arguments.quick)
-    if arguments.json:
-        _print_json(result)
-    else:
-        print(runner.text_report(result))
-    if older is not None:
-        text = runner.compare_text(older, result)
-        print(f"\n{text}", file=sys.stderr if arguments.json else sys.stdout)
-    if arguments.save:  # files last: a folder that is missing must not cost minutes of measuring
-        runner.save(result, arguments.save)
-    if arguments.html:
-        runner.html_report(result).write(arguments.html)
-    if arguments.claims:
-        publish_bytes(arguments.claims, claims.page(result).encode())
-    failed = result.get("failed", {})
-    if "interrupted" in failed.values():
-        return EXIT_INTERRUPTED
-    return EXIT_FINDING if failed else 0
-
-
 def _demo(arguments: argparse.Namespace) -> int:
     from penstock.tools import demo
 
@@ -291,6 +263,5 @@ _VERBS: dict[str, Callable[[argparse.Namespace], int]] = {
     "evaluate": _evaluate,
     "export": _export,
     "advise": _advise,
-    "bench": _bench,
     "demo": _demo,
 }

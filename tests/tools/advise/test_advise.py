@@ -8,10 +8,10 @@ import torch
 from tensordict import TensorDict
 
 import penstock
+from benchmarks.experience import depth_pictures, flights
 from penstock.errors import PenstockError, UnsupportedValue, UsageError
 from penstock.tools.advise import Advice, Limits, advise, decide
 from penstock.tools.advise.machine import measure_machine
-from penstock.tools.bench.experience import depth_pictures, flights
 
 SECONDS = 0.5
 NAMES = ("DictReplayBuffer", "RolloutStorage", "CompressedDataCollector")

@@ -15,6 +15,7 @@ from tensordict import TensorDict
 from torchrl.data import LazyTensorStorage, TensorDictReplayBuffer
 
 import penstock
+from benchmarks.experience import depth_pictures, flights
 from penstock.errors import (
     CorruptFile,
     DataError,
@@ -24,7 +25,6 @@ from penstock.errors import (
     UsageError,
 )
 from penstock.tools.advise import advise
-from penstock.tools.bench.experience import depth_pictures, flights
 from penstock.tools.inspect import describe
 from penstock.tools.samples import write_sample
 

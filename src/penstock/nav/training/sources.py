@@ -124,7 +124,7 @@ class SyncSource:
 class CompressedSource(SyncSource):
     """Keeps the batch compressed between collection and update.
 
-    A measured loss where a batch is used once: see `penstock bench rollout`.
+    A measured loss where a batch is used once: see `python -m benchmarks rollout`.
     """
 
     def __init__(self, collector: Flyer, policy: Policy) -> None:

@@ -1,0 +1,255 @@
+"""The case `nav`: the simulator, training on it, and what the data path costs training."""
+
+from __future__ import annotations
+
+import os
+import statistics
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+
+import torch
+
+from benchmarks import Case, Row, Settings
+from benchmarks.measure import Timing, clock, interleave, time_rows, torch_threads
+from benchmarks.nav.pipeline import measure_pipeline
+from benchmarks.nav.plain_torchrl import PlainLoop
+from benchmarks.nav.saving import measure_saving
+from benchmarks.nav.train import Training, measure_resume, measure_training
+from penstock.nav.simulation.simulator import Simulator
+from penstock.nav.simulation.task import Settings as Task
+from penstock.nav.training.config import load_config
+from penstock.nav.training.group import Group
+from penstock.nav.training.loop import Trainer
+from penstock.nav.training.stopping import Stop
+
+NUMBA = "penstock, numba, 2 threads"
+EAGER, EAGER_ALL = "eager torch, 1 thread", "eager torch, a thread per core"
+ALONE = "penstock, 1 process"
+TOGETHER = "penstock train, a process per core"
+PEER = "TorchRL, 1 thread"
+PEER_ALL = "TorchRL, a thread per core"
+_ENV_BAR, _EAGER_BAR, _PEER_BAR = 500_000, 8.0, 1.5
+_DRONES = ("fast", "hummingbird")  # that of `penstock train`, and NavRL's own
+_FORWARD = 0.35  # of the speed range, added to random actions: drones cross the field
+_UNDER_WAY = 128  # decisions until they are all over it
+_FEW = 4  # repeats below which everything is done as briefly as possible
+
+
+def run(settings: Settings) -> list[Row]:
+    """Measure everything about navigation."""
+    brief = settings.repeats < _FEW
+    envs = settings.envs
+    few = max(64, envs // 4)  # where a ratio is measured and time is short
+    work = settings.work / "nav"
+    work.mkdir()
+    skip = 1 if brief else 3
+    fast = measure_training(work / "fast", "fast", 3 if brief else 12, envs=envs, skip=skip)
+    navrl = measure_training(work / "navrl", "navrl", 1 if brief else 5, envs=envs, skip=skip)
+    saving = measure_saving(
+        work / "saving",
+        envs=few if brief else envs,
+        blocks=2 if brief else 6,
+        length=2 if brief else 3,
+    )
+    return [
+        *measure_environment(envs, settings.repeats * 2, _DRONES[:1] if brief else _DRONES),
+        *fast.table(),
+        *navrl.table(),
+        *measure_peer(envs, 1 if brief else 4, fast, 1 if brief else _cores()),
+        *saving.table(judged=not brief),
+        measure_resume(work / "resume", envs=min(envs, 64), words=["processes=1"]),
+        *measure_pipeline(
+            envs=few if brief else envs,
+            slow_envs=few,
+            rounds=2 if brief else 3,
+            length=2 if brief else 3,
+        ),
+    ]
+
+
+def _cores() -> int:
+    return os.cpu_count() or 1
+
+
+# ---------------------------------------------------------------------- the environment
+
+
+def measure_environment(
+    envs: int, rounds: int, drones: Sequence[str] = _DRONES, steps: int = 80
+) -> list[Row]:
+    """Step both back ends from one state, drones all over the field; maps stay.
+
+    Args:
+        envs: Drones.
+        rounds: Turns of each back end.
+        drones: Kinds of drones; the first one is judged.
+        steps: Of a turn of numba; the eager one takes a twentieth.
+    """
+    rows: list[Row] = []
+    for drone in drones:
+        words = [f"env.num_envs={envs}", f"env.drone={drone}", "env.new_map_every=0"]
+        task = load_config(words).settings
+        what = f"environment, {envs} drones ({drone}), {task.num_obstacles} + "
+        what += f"{task.dynamic_obstacles} obstacles"
+        rows += _step_both(what, task, rounds, steps, judged=drone == drones[0])
+    return rows
+
+
+def _step_both(what: str, task: Task, rounds: int, steps: int, *, judged: bool) -> list[Row]:
+    cores = _cores()
+    actions = torch.rand(steps, task.num_envs, 3, generator=torch.Generator().manual_seed(0))
+    actions[..., 0] = (actions[..., 0] + _FORWARD).clamp_(max=1.0)
+    few = max(1, steps // 20)
+    with Simulator(task, 0, "numba", 2) as numba, Simulator(task, 0, "torch") as eager:
+        numba.reset()
+        for number in range(_UNDER_WAY):
+            numba.step(actions[number % steps])
+        eager.load_state_dict(numba.state_dict())
+
+        def turn(simulator: Simulator, count: int, threads: int) -> Callable[[], float]:
+            def fly() -> None:
+                for number in range(count):
+                    simulator.step(actions[number])
+
+            def measured() -> float:
+                with torch_threads(threads):
+                    return clock(fly) / (count * task.num_envs)
+
+            return measured
+
+        turns = {NUMBA: (numba, steps, 1), EAGER: (eager, few, 1)}
+        if cores > 1:  # more threads are not always faster: the faster one counts
+            turns[EAGER_ALL] = (eager, few, cores)
+        timings = interleave({name: turn(*turns[name]) for name in turns}, rounds, "environment")
+    speed = {name: 1.0 / timing.median for name, timing in timings.items()}
+    rows = [
+        Row(
+            what,
+            name,
+            speed[name],
+            "steps/s",
+            n=rounds,
+            ratio=speed[name] / speed[NUMBA],
+            # Of a million steps: turns differ in length.
+            cpu_s=statistics.median(timing.cpu_s) / (turns[name][1] * task.num_envs) * 1e6,
+        )
+        for name, timing in timings.items()
+    ]
+    if not judged:
+        return rows
+    rows[0] = replace(rows[0], bar=f">= {_ENV_BAR:,} steps/s", met=speed[NUMBA] >= _ENV_BAR)
+    gain = speed[NUMBA] / max(value for name, value in speed.items() if name != NUMBA)
+    against = "environment, numba against the faster of eager torch"
+    bar = f">= {_EAGER_BAR:g}"
+    judgement = Row(against, NUMBA, gain, "x eager", n=rounds, bar=bar, met=gain >= _EAGER_BAR)
+    return [*rows, judgement]
+
+
+# ---------------------------------------------------------------------- against TorchRL
+
+
+def measure_peer(
+    envs: int, rounds: int, train: Training | None = None, cores: int = 1
+) -> list[Row]:
+    """Time iterations of penstock and of a plain TorchRL loop: the same task, network and settings.
+
+    Args:
+        envs: Drones.
+        rounds: Iterations of each.
+        train: `penstock train` as users run it, to be listed beside them.
+        cores: If there are several, TorchRL is measured with as many threads, too.
+    """
+    config = load_config([f"env.num_envs={envs}", "processes=1", "env_dyn.curriculum=0"])
+    with torch.random.fork_rng(devices=[]):  # TorchRL draws from the global generator
+        torch.manual_seed(0)
+        loops = {PEER: PlainLoop(config.settings, config.steps, config.ppo)}
+        if cores > 1:
+            loops[PEER_ALL] = PlainLoop(config.settings, config.steps, config.ppo, threads=cores)
+        trainer = Trainer(config, Group(), Stop())
+        trainer.source.updated(trainer.dynamic_active)
+
+        def ours() -> None:
+            batch = trainer.source.next()
+            stats = trainer.ppo.update(batch, trainer.order, trainer.progress)
+            trainer.advance(stats)
+            trainer.source.updated(trainer.dynamic_active)
+
+        def turn(action: Callable[[], object], threads: int) -> Callable[[], float]:
+            def measured() -> float:
+                with torch_threads(threads):
+                    return clock(action)
+
+            return measured
+
+        turns = {ALONE: turn(ours, 1)}
+        turns |= {name: turn(loop.iteration, loop.threads) for name, loop in loops.items()}
+        try:
+            timings = interleave(turns, rounds, "TorchRL")
+        finally:
+            for loop in loops.values():
+                loop.close()
+            trainer.source.close()
+    return _peer_rows(config.frames_per_iteration, timings, train)
+
+
+def _peer_rows(frames: int, timings: dict[str, Timing], train: Training | None) -> list[Row]:
+    what = f"training iteration of {frames:,} frames, algo=fast"
+    rows = time_rows(what, timings, ALONE)
+    alone = rows[0].value
+    rounds = rows[0].n
+    pairs = zip(timings[PEER].seconds, timings[ALONE].seconds, strict=True)
+    gain = statistics.median(theirs / ours for theirs, ours in pairs)
+    against = "against a plain TorchRL loop"
+    verdict = [
+        Row(
+            f"{against}, one process and one thread each",
+            ALONE,
+            gain,
+            "x TorchRL",
+            n=rounds,
+            bar=f">= {_PEER_BAR}",
+            met=gain >= _PEER_BAR,
+        )
+    ]
+    if train is not None:
+        seconds = frames / train.frames_per_s
+        rows.append(
+            Row(
+                what,
+                TOGETHER,
+                seconds * 1e3,
+                "ms",
+                n=len(train.rows),
+                ratio=seconds * 1e3 / alone,
+                cpu_s=train.cpu_s,
+            )
+        )
+        for peer in (PEER, PEER_ALL):
+            if peer in timings:
+                verdict.append(
+                    Row(
+                        f"{against} ({peer.partition(', ')[2]})",
+                        TOGETHER,
+                        timings[peer].median / seconds,
+                        "x TorchRL",
+                        n=len(train.rows),
+                        bar="reported",
+                    )
+                )
+    return rows + verdict
+
+
+CASE = Case(
+    name="nav",
+    claim="003_be2ecd7b42ab1d79.txt: about 10,000 frames/s on a GPU, checkpoints that hold "
+    "training up for less than 1 ms; 002_264a9765fbfbcad6.txt: collecting ahead is 5-15 % faster",
+    peers=(
+        "the simulator's own eager torch back end",
+        "TorchRL Collector + GAE + ClipPPOLoss + Adam, same environment and network",
+        "no checkpoints",
+        "collect, then train",
+    ),
+    data="{envs} drones among 350 boxes and 80 moving obstacles, 32 decisions each per iteration; "
+    "training in processes of its own, its first iterations left out",
+    run=run,
+)
