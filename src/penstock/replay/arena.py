@@ -40,11 +40,7 @@ class _Chunk:
 
 
 class Parts:
-    """A piece of bytes that comes in parts: each is given up when it has been copied.
-
-    Args:
-        parts: In order.
-    """
+    """A piece of bytes that comes in parts: each is given up when it has been copied."""
 
     def __init__(self, parts: Iterable[Bytes]) -> None:
         self._parts = deque(parts)
@@ -106,12 +102,7 @@ class Arena:
         return location
 
     def put_many(self, data: Bytes, lengths: Longs) -> Longs:
-        """Copy consecutive pieces in and return their locations.
-
-        Args:
-            data: All pieces, one behind the other.
-            lengths: Bytes of each.
-        """
+        """Copy consecutive pieces in and return their locations."""
         locations = np.empty(lengths.size, np.int64)
         ends = np.cumsum(lengths)
         first = 0
@@ -171,10 +162,6 @@ class Arena:
 
     def compact(self, locations: Longs, lengths: Longs) -> Longs | None:
         """Move what still lives in mostly dead chunks, so that these can go.
-
-        Args:
-            locations: Of all pieces that live: the caller's whole table.
-            lengths: Bytes of each.
 
         Returns:
             The new table, or None if there was nothing to do.

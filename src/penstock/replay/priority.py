@@ -162,16 +162,7 @@ def _whole(indices: ArrayLike) -> Ints:
 
 
 def importance_weights(priorities: ArrayLike, smallest: float, beta: float) -> Floats:
-    """Return the weights that undo the bias of prioritised draws, the largest possible one is 1.
-
-    Args:
-        priorities: Of the entries drawn.
-        smallest: The smallest priority that could have been drawn: `SumTree.min`.
-        beta: 0 undoes nothing, 1 undoes all.
-
-    Raises:
-        UsageError: beta is not a number from 0.
-    """
+    """Return the weights that undo the bias of prioritised draws, the largest possible one is 1."""
     if not (np.isfinite(beta) and beta >= 0):
         raise UsageError(f"beta is {beta}; give a number from 0, usually up to 1")
     weights: Floats = (np.asarray(priorities, np.float64) / smallest) ** -beta

@@ -29,9 +29,6 @@ class EpisodeIndex:
     the end and shrinks at the front, in amortised O(1) per episode; columns beyond the index's own
     travel with the rows, for whoever keeps something per episode.
 
-    Args:
-        extra_columns: How many numbers of its own the caller keeps per episode.
-
     Attributes:
         next_id: Id that the next episode will get.
         next_frame: Frame id that the next episode will start with.
@@ -99,12 +96,7 @@ class EpisodeIndex:
         return self._table[number, self._head : self._tail]
 
     def append(self, length: int, extra: Sequence[int] = ()) -> int:
-        """Add an episode; return its id.
-
-        Args:
-            length: Its frames, at least 1.
-            extra: The caller's columns.
-        """
+        """Add an episode; return its id."""
         if length < 1:
             raise UsageError(f"an episode has at least 1 frame, not {length}")
         if self.next_frame + length > np.iinfo(np.int64).max:
@@ -164,11 +156,7 @@ class EpisodeIndex:
         return row if row < len(self) and int(self.ids[row]) == episode_id else None
 
     def find(self, positions: ArrayLike) -> tuple[Ints, Ints]:
-        """Return rows and steps of a batch of positions.
-
-        Raises:
-            UsageError: A position is not in [0, frames).
-        """
+        """Return rows and steps of a batch of positions."""
         wanted = np.asarray(positions, np.int64)
         frames = self.frames
         if wanted.size and (int(wanted.min()) < 0 or int(wanted.max()) >= frames):

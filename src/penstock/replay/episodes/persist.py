@@ -105,11 +105,7 @@ class BufferState:
 
 
 def load(folder: Path, spill_dir: str | os.PathLike[str] | None) -> tuple[BufferState, Saved]:
-    """Return what was saved, every byte verified.
-
-    Raises:
-        CorruptFile: The folder is damaged.
-    """
+    """Return what was saved, every byte verified."""
     with SegmentLog.read(folder, HOLDER) as log:
         try:
             return _load(log, spill_dir)

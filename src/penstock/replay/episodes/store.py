@@ -45,12 +45,7 @@ _SPARE_CHUNKS = 3  # the oldest is partly dead, the newest partly empty, and so 
 
 
 class Column:
-    """How one key is stored.
-
-    Args:
-        field: The key.
-        codec: For its frames.
-    """
+    """How one key is stored."""
 
     def __init__(self, field: Field, codec: FrameCodec) -> None:
         self.field = field
@@ -61,16 +56,7 @@ class Column:
 
     @classmethod
     def choose(cls, field: Field, frames: NDArray[Any], codec: str) -> Column:
-        """Choose a codec from the first episode.
-
-        Args:
-            field: The key.
-            frames: The episode's frames [T, *shape].
-            codec: A name of `frames.CODEC_NAMES`.
-
-        Raises:
-            UsageError: There is no such codec, or it cannot hold these frames.
-        """
+        """Choose a codec from the first episode."""
         return cls(field, choose_codec(frames, codec, show(field.path)))
 
     def config(self) -> dict[str, Any]:
@@ -106,11 +92,7 @@ class Column:
         return self._old is not None
 
     def encode(self, frames: NDArray[Any]) -> Bytes:
-        """Return the record of an episode's frames [T, *shape]; perhaps a view of them.
-
-        Raises:
-            UsageError: The record would be larger than its table can say.
-        """
+        """Return the record of an episode's frames [T, *shape]; perhaps a view of them."""
         if self.plain:
             return frames.reshape(-1).view(np.uint8)
         self.check_size(len(frames), len(frames) * self.field.size)
@@ -123,11 +105,7 @@ class Column:
         return self.codec.encode(rows.reshape(len(frames), self.field.size))
 
     def check_size(self, length: int, nbytes: int) -> None:
-        """Refuse an episode whose record is larger than its table can say.
-
-        Raises:
-            UsageError: It is.
-        """
+        """Refuse an episode whose record is larger than its table can say."""
         if _ENTRY.itemsize * (length + 1) + nbytes > _LARGEST_RECORD:
             raise UsageError(
                 f"{show(self.field.path)}: an episode of {length} frames is too large for "
@@ -135,11 +113,7 @@ class Column:
             )
 
     def from_file(self, record: Bytes, length: int) -> Bytes:
-        """Return a record that comes from a file as it is kept in memory.
-
-        Raises:
-            CorruptFile: It would lead outside of itself.
-        """
+        """Return a record that comes from a file as it is kept in memory."""
         if self._old is not None:
             return self.encode(self._split(record, length, self._old))
         if self.plain:
@@ -166,13 +140,7 @@ class Column:
         return out.reshape(-1, self.field.size)[:length]  # the last block was filled up
 
     def gather(self, records: Addresses, steps: Ints, out: Bytes) -> None:
-        """Fill the rows of `out` [n, size] with frames.
-
-        Args:
-            records: Where the record of each frame's episode lies.
-            steps: Which of its frames is wanted.
-            out: Takes the frames.
-        """
+        """Fill the rows of `out` [n, size] with frames."""
         if self.plain:
             if len(self._sizes) != len(out):  # kept, since batches are mostly alike
                 self._sizes = np.full(len(out), self.field.size)
@@ -188,11 +156,7 @@ class Column:
 
 
 class RecordWriter:
-    """Makes the record of an episode that comes in parts: no more than its bytes are held.
-
-    Args:
-        column: How the key is stored.
-    """
+    """Makes the record of an episode that comes in parts: no more than its bytes are held."""
 
     def __init__(self, column: Column) -> None:
         self._column = column
@@ -202,16 +166,7 @@ class RecordWriter:
         self.size = 0
 
     def add(self, frames: NDArray[Any], *, copied: bool = True) -> None:
-        """Add frames [n, *shape].
-
-        Args:
-            frames: Encoded here, or kept as they are.
-            copied: Whether to keep a copy: what a codec returns is a view of memory for the worst
-                case, and plain frames may change.
-
-        Raises:
-            UsageError: The record would be larger than its table can say.
-        """
+        """Add frames [n, *shape]; unless `copied`, the caller leaves them alone until `finish`."""
         self._frames += len(frames)
         if self._column.plain:
             data = frames.reshape(-1).view(np.uint8)
@@ -255,14 +210,7 @@ def _moved(addresses: Addresses, by: Ints) -> Addresses:
 
 
 class EpisodeStore:
-    """Whole episodes, each key of each in one record.
-
-    Args:
-        columns: How each key is stored.
-        settings: What the buffer was told: frames, bytes, who goes first, priorities.
-        spill_dir: Where records beyond `max_bytes` go, instead of being evicted.
-        as_tensordict: Whether batches are TensorDicts.
-    """
+    """Whole episodes, each key of each in one record."""
 
     def __init__(
         self,
@@ -326,11 +274,7 @@ class EpisodeStore:
         return self.index.column(_OFFSET)
 
     def check_fields(self, fields: Sequence[Field]) -> None:
-        """Refuse an episode that looks other than the first one.
-
-        Raises:
-            UsageError: It does.
-        """
+        """Refuse an episode that looks other than the first one."""
         for column, field in zip(self.columns, fields, strict=True):
             if column.field != field:
                 raise UsageError(
@@ -339,11 +283,7 @@ class EpisodeStore:
                 )
 
     def check_fits(self, length: int, records: Iterable[Parts | RecordWriter]) -> None:
-        """Refuse an episode that could not be held even alone.
-
-        Raises:
-            UsageError: It could not.
-        """
+        """Refuse an episode that could not be held even alone."""
         if self._max_frames is not None and length > self._max_frames:
             raise UsageError(
                 f"an episode of {length} frames does not fit max_size={self._max_frames}; "
@@ -432,13 +372,7 @@ class EpisodeStore:
         return self._arena.addresses(self._locations()[:, rows])
 
     def gather(self, column: int, records: NDArray[np.uint64], steps: Ints) -> Bytes:
-        """Return frames [n, size] of one key, in memory that is used again.
-
-        Args:
-            column: The number of the key.
-            records: Where its records lie, one per frame: a row of `addresses`.
-            steps: Of the frames.
-        """
+        """Return frames [n, size] of one key, in memory that is used again."""
         out = self._memory.array((len(steps), self.columns[column].field.size), np.uint8)
         if len(steps):
             self.columns[column].gather(records, steps, out)
@@ -460,15 +394,7 @@ class EpisodeStore:
     def restore(
         self, ids: Ints, starts: Ints, lengths: Ints, extra: Ints, next_ids: Sequence[int]
     ) -> None:
-        """Fill an empty store whose records are in already.
-
-        Args:
-            ids: Of the episodes, in order.
-            starts: Frame ids of their first frames.
-            lengths: Their frames.
-            extra: By row: when used, where its priorities start, locations and sizes of records.
-            next_ids: The next episode id and the next frame id.
-        """
+        """Fill an empty store whose records are in already."""
         rows = zip(ids.tolist(), starts.tolist(), lengths.tolist(), extra.T.tolist(), strict=True)
         self.index.restore(list(rows), next_ids)
 

@@ -71,9 +71,6 @@ def place(
     Returns:
         The slots, in the shape in which the data covers them; the cursor and the data, without what
         would be overwritten at once because a place is named again later.
-
-    Raises:
-        UsageError: The data does not fit there.
     """
     single = isinstance(cursor, int | np.integer)
     if isinstance(cursor, range | list | np.ndarray):

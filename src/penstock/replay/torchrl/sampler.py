@@ -309,13 +309,7 @@ class PrioritySliceSampler(PrioritizedSliceSampler):  # type: ignore[misc]
 
 
 class SegmentTree:
-    """A SumTree as the samplers of TorchRL use theirs.
-
-    Args:
-        tree: The tree.
-        dtype: In which entries are answered.
-        query: Which property of the tree answers `query`.
-    """
+    """A SumTree as the samplers of TorchRL use theirs."""
 
     def __init__(self, tree: SumTree, dtype: torch.dtype, query: str) -> None:
         self._tree = tree

@@ -46,10 +46,6 @@ class SlotTracker:
     Attributes:
         written: Per slot, whether it holds something.
         versions: Per block, the value of the clock at its last write.
-
-    Args:
-        slots: How many.
-        clock: Counts writes; goes on from one tracker of a storage to the next.
     """
 
     def __init__(self, slots: int, clock: int = 0) -> None:
@@ -83,10 +79,6 @@ class SegmentCheckpointer(StorageCheckpointerBase):  # type: ignore[misc]
         Other threads may go on using the storage meanwhile; saved is its state at the end. Of
         `ReplayBuffer.dumps`, which calls this, only this part is crash-safe: TorchRL writes the
         cursor of the writer into a file of its own, after it.
-
-        Raises:
-            UsageError: Nothing was ever written, or the folder holds something else.
-            StorageError: The disk refuses; what was saved before stays.
         """
         self._refuse_hooks()
         if not storage.initialized:
@@ -96,12 +88,7 @@ class SegmentCheckpointer(StorageCheckpointerBase):  # type: ignore[misc]
             storage._saved = save_blocks(content, storage._lock, path, HOLDER, storage._saved)
 
     def loads(self, storage: CompressedStorage, path: str | PathLike[str]) -> None:
-        """Load; the storage must be as large as the one that was saved.
-
-        Raises:
-            UsageError: It is of another size.
-            DataError: The folder holds no such thing, or is damaged; the storage is unchanged.
-        """
+        """Load; the storage must be as large as the one that was saved."""
         self._refuse_hooks()
         with storage._lock, SegmentLog.read(str(path), HOLDER) as log:
             _load(storage, log)
@@ -328,17 +315,7 @@ def describe(storage: CompressedStorage) -> dict[str, Any]:
 
 
 def install(storage: CompressedStorage, state: Any, parts: Iterable[Part]) -> None:
-    """Build everything anew, and only when it is whole put it in place of what is there.
-
-    Args:
-        storage: Takes it over.
-        state: From `describe`.
-        parts: Of different slots; plain keys as elements of their type.
-
-    Raises:
-        UsageError: It is of a storage of another size.
-        CorruptFile: It makes no sense.
-    """
+    """Build everything anew, and only when it is whole put it in place of what is there."""
     try:
         dims = tuple(int(n) for n in state["dims"])
         _check_dims(storage, dims)

@@ -35,12 +35,6 @@ class CompressedColumns:
 
     Not for several threads at once: whoever owns it locks.
 
-    Args:
-        slots: How many.
-        codecs: By the number of the column: any numbers.
-        memory_bytes: Compressed bytes kept in memory; None for all of them.
-        spill_dir: Where the rest goes.
-
     Example:
         columns = CompressedColumns(1000, {0: codec})
         columns.store(np.arange(8), {0: columns.encode(0, frames)})
@@ -115,12 +109,7 @@ class CompressedColumns:
         self._compact()
 
     def decode(self, column: int, slots: Ints, out: Bytes) -> None:
-        """Decode the frames of slots into `out` of shape [n, size].
-
-        Raises:
-            UsageError: A slot was never written.
-            CorruptFile: The bytes of a frame are not what the codec wrote.
-        """
+        """Decode the frames of slots into `out` of shape [n, size]."""
         row = self._row[column]
         locations = self._locations[row][slots]
         if locations.size and int(locations.min()) < 0:

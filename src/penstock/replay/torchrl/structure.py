@@ -41,11 +41,7 @@ class Form:
 
     @classmethod
     def of(cls, data: Any) -> Form:
-        """Return the form of some data.
-
-        Raises:
-            UnsupportedValue: A storage cannot hold it.
-        """
+        """Return the form of some data."""
         if is_tensor_collection(data):
             return cls(type(data)) if is_tensorclass(data) else cls()
         leaves, spec = pytree.tree_flatten(data, is_leaf=is_tensor_collection)
@@ -75,11 +71,7 @@ class Form:
         return cls(structure=structure)
 
     def to_json(self) -> Json:
-        """Describe it for a file; None for a TensorDict, and for a tensorclass, which is code.
-
-        Raises:
-            UnsupportedValue: Its containers are of classes that a file cannot name.
-        """
+        """Describe it for a file; None for a TensorDict, and for a tensorclass, which is code."""
         return None if self.structure is None else tree.flatten([self.structure], lambda *_: None)
 
     @property
@@ -88,16 +80,7 @@ class Form:
         return isinstance(self.structure, int)
 
     def wrap(self, data: Any, lead: int) -> TensorDictBase:
-        """Return data of this form as one dense TensorDict.
-
-        Args:
-            data: What the user gives.
-            lead: Leading dimensions that count as slots.
-
-        Raises:
-            UsageError: It has another form, or its parts do not fit together.
-            UnsupportedValue: It holds something that is not a tensor.
-        """
+        """Return data of this form as one dense TensorDict."""
         if self.structure is not None:
             data = _in_order_of(self.structure, data)
         if Form.of(data) != self:
@@ -141,11 +124,7 @@ def _in_order_of(structure: Any, data: Any) -> Any:
 
 
 def stack_items(items: list[Any]) -> Any:
-    """Stack what a list holds one by one, as TorchRL does.
-
-    Raises:
-        UsageError: The items do not fit together.
-    """
+    """Stack what a list holds one by one, as TorchRL does."""
     try:
         if all(is_tensor_collection(item) for item in items):
             return torch.stack(items)
@@ -206,14 +185,7 @@ class KeyTree:
         device: torch.device | None,
         names: Sequence[str | None] | None = None,
     ) -> TensorDict:
-        """Build the TensorDict of an answer.
-
-        Args:
-            tensors: By the number of their key; keys left out are left out of the answer.
-            batch: The leading dimensions of all of them.
-            device: Where they are.
-            names: Of all batch dimensions.
-        """
+        """Build the TensorDict of an answer."""
         size = torch.Size((*batch, *self._root.extra))
         answer = self._build(self._root, tensors, batch, size, device)
         if names is not None:
@@ -242,11 +214,7 @@ class KeyTree:
 
 
 def leaves_of(data: TensorDictBase, path: KeyPath = ()) -> Iterator[tuple[KeyPath, torch.Tensor]]:
-    """Yield every tensor of a tree with its path; refuse what is not a tensor.
-
-    Raises:
-        UnsupportedValue: Something in it cannot be stored.
-    """
+    """Yield every tensor of a tree with its path; refuse what is not a tensor."""
     for name, value in data.items():
         here = (*path, name)
         if is_non_tensor(value):
