@@ -263,7 +263,6 @@ class CompressedStorage(LazyTensorStorage):  # type: ignore[misc]
             if flat.size:
                 self._columns.store(flat, encoded)
                 self._tracker.touch(flat)
-            self._bump_mutation_revision()
 
     def flatten(self) -> Any:
         """Return a storage of one dimension with the same content, decoded."""
@@ -444,7 +443,8 @@ class CompressedStorage(LazyTensorStorage):  # type: ignore[misc]
         if slots is None:
             slots = slots_at((self._len_along_dim0, *self._dims[1:]), index)
         if big:
-            content = content.copy()  # it may be the storage's own
+            if view:
+                content = content.copy()  # it may be the storage's own
             for k in big:
                 content.set(self._keys.fields[k].path, self._decode(k, slots))
             content = content.select(*self._order, strict=False)
