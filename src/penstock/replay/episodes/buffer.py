@@ -176,13 +176,13 @@ class DictReplayBuffer:
     def stored_bytes(self) -> int:
         """Bytes of the episodes as they are stored: what `max_bytes` limits."""
         with self._lock:
-            return self._state.store.live_bytes if self._state.store else 0
+            return self._state.store.arena.live_bytes if self._state.store else 0
 
     @property
     def spilled_bytes(self) -> int:
         """Bytes that lie in `spill_dir`."""
         with self._lock:
-            return self._state.store.spilled_bytes if self._state.store else 0
+            return self._state.store.arena.spilled_bytes if self._state.store else 0
 
     @property
     def codecs(self) -> dict[Key, str]:
@@ -482,8 +482,6 @@ class EpisodeInParts:
         store, buffer = self._store, self._buffer
         if store is None:
             raise UsageError("the episode has no frames; extend it by at least one")
-        records = [writer.finish() for writer in self._writers]
-        store.check_fits(self._length, records)
         with buffer._lock:
             if buffer._state.store is None:
                 buffer._state.store = store
@@ -495,4 +493,4 @@ class EpisodeInParts:
                     "another thread added the first episode meanwhile, and it has other types, "
                     "shapes or codecs; add this one again"
                 )
-            self.id = buffer._state.store.put(self._length, records)
+            self.id = buffer._state.store.put(self._length, self._writers)

@@ -10,7 +10,7 @@ Not thread-safe: the buffer that owns it holds a lock.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from penstock.core.memory import format_bytes
 from penstock.core.reuse import ReusedMemory
 from penstock.errors import CorruptFile, UsageError
-from penstock.replay.arena import Arena, Parts
+from penstock.replay.arena import Arena
 from penstock.replay.episodes.frame_priority import FramePriorities
 from penstock.replay.episodes.index import EpisodeIndex
 from penstock.replay.episodes.schema import Settings
@@ -163,7 +163,12 @@ class RecordWriter:
         self._parts: list[Bytes] = []
         self._lengths: list[Ints] = []
         self._frames = 0
-        self.size = 0
+        self._nbytes = 0
+
+    @property
+    def size(self) -> int:
+        """Bytes of the record so far."""
+        return self._nbytes + (0 if self._column.plain else _ENTRY.itemsize * (self._frames + 1))
 
     def add(self, frames: NDArray[Any], *, copied: bool = True) -> None:
         """Add frames [n, *shape]; unless `copied`, the caller leaves them alone until `finish`."""
@@ -173,16 +178,16 @@ class RecordWriter:
         else:
             data, lengths = self._column.encode_frames(frames)
             self._lengths.append(lengths)
-            self._column.check_size(self._frames, self.size + data.size)
+            self._column.check_size(self._frames, self._nbytes + data.size)
         self._parts.append(data.copy() if copied else data)
-        self.size += data.size
+        self._nbytes += data.size
 
-    def finish(self) -> Parts:
-        """Return the record; the writer is of no use after that."""
-        parts, self._parts = self._parts, []
+    def take(self) -> Iterator[Bytes]:
+        """Hand the record over, part by part, each of which is then given up; once only."""
         if not self._column.plain:
-            parts = [_table(np.concatenate(self._lengths)), *parts]
-        return Parts(parts)
+            yield _table(np.concatenate(self._lengths))
+        while self._parts:
+            yield self._parts.pop(0)
 
 
 def _table(lengths: Ints) -> Bytes:
@@ -229,7 +234,7 @@ class EpisodeStore:
         chunk = min(_CHUNK_BYTES, max(_LEAST_CHUNK_BYTES, (max_bytes or _CHUNK_BYTES << 5) >> 5))
         self._chunk_bytes = chunk
         memory_bytes = max_bytes if spill_dir is not None else None
-        self._arena = Arena(chunk, memory_bytes=memory_bytes, spill_dir=spill_dir)
+        self.arena = Arena(chunk, memory_bytes=memory_bytes, spill_dir=spill_dir)
         self.index = EpisodeIndex(_FIRST + 2 * len(self.columns))
         self.priorities = FramePriorities(settings.alpha) if settings.alpha is not None else None
         self.clock = 0
@@ -251,17 +256,7 @@ class EpisodeStore:
     def nbytes(self) -> int:
         """Memory held: records, alive or not yet given back, and tables."""
         tree = self.priorities.tree.nbytes if self.priorities else 0
-        return self._arena.nbytes + self.index.nbytes + tree
-
-    @property
-    def live_bytes(self) -> int:
-        """Bytes of the records held, in memory or on disk."""
-        return self._arena.live_bytes
-
-    @property
-    def spilled_bytes(self) -> int:
-        """Bytes on disk."""
-        return self._arena.spilled_bytes
+        return self.arena.nbytes + self.index.nbytes + tree
 
     @property
     def used(self) -> Ints:
@@ -282,7 +277,7 @@ class EpisodeStore:
                     "use a buffer of its own"
                 )
 
-    def check_fits(self, length: int, records: Iterable[Parts | RecordWriter]) -> None:
+    def check_fits(self, length: int, records: Iterable[RecordWriter]) -> None:
         """Refuse an episode that could not be held even alone."""
         if self._max_frames is not None and length > self._max_frames:
             raise UsageError(
@@ -296,7 +291,7 @@ class EpisodeStore:
                 "cut it, or make the buffer larger"
             )
 
-    def put(self, length: int, records: Sequence[Parts]) -> int:
+    def put(self, length: int, records: Sequence[RecordWriter]) -> int:
         """Store an episode that was checked, forgetting others to make room; return its id."""
         for gone in self.index.ids[self._victims(length, records)].tolist():
             row = self.index.row_of(gone)
@@ -309,10 +304,10 @@ class EpisodeStore:
         locations: list[int] = []
         try:
             for record in records:
-                locations.append(self._arena.put(record))
+                locations.append(self.arena.put(record.take(), record.size))
         except BaseException:  # a full disk
             freed = np.array(sizes[: len(locations)], np.int64)
-            self._arena.free(np.array(locations, np.int64), freed)
+            self.arena.free(np.array(locations, np.int64), freed)
             if self.priorities is not None:
                 self.priorities.remove(offset, length)
             raise
@@ -322,9 +317,9 @@ class EpisodeStore:
             self.remove(excess)
         return episode_id
 
-    def _victims(self, length: int, records: Sequence[Parts]) -> Ints:
+    def _victims(self, length: int, records: Sequence[RecordWriter]) -> Ints:
         """Return the rows that must go before an episode can come, in the order of their going."""
-        frames, nbytes = self.index.frames + length, self.live_bytes
+        frames, nbytes = self.index.frames + length, self.arena.live_bytes
         nbytes += sum(record.size for record in records)
         rows: list[int] = []
         order = np.argsort(self.used, kind="stable") if self._lru else range(len(self.index))
@@ -340,7 +335,7 @@ class EpisodeStore:
     def _excess(self) -> int | None:
         """Return the row that must go since dead bytes take too much memory; None if none must."""
         over = self._max_bytes is not None and (
-            self._arena.nbytes
+            self.arena.nbytes
             > self._max_bytes + self._max_bytes // _SLACK + _SPARE_CHUNKS * self._chunk_bytes
         )
         if not over or len(self.index) < 2:
@@ -354,11 +349,11 @@ class EpisodeStore:
             self.priorities.remove(int(self.priority_offsets[row]), int(self.index.lengths[row]))
         locations, sizes = self._locations()[:, row].copy(), self._sizes()[:, row].copy()
         self.index.remove(row)
-        self._arena.free(locations, sizes)
-        dead = self._arena.nbytes + self._arena.spilled_bytes - self._arena.live_bytes
-        if dead > max(2 * self._chunk_bytes, self._arena.live_bytes // _SLACK):
+        self.arena.free(locations, sizes)
+        dead = self.arena.nbytes + self.arena.spilled_bytes - self.arena.live_bytes
+        if dead > max(2 * self._chunk_bytes, self.arena.live_bytes // _SLACK):
             table = self._locations()
-            moved = self._arena.compact(table.reshape(-1), self._sizes().reshape(-1))
+            moved = self.arena.compact(table.reshape(-1), self._sizes().reshape(-1))
             if moved is not None:
                 table[:] = moved.reshape(table.shape)
 
@@ -369,7 +364,7 @@ class EpisodeStore:
 
     def addresses(self, rows: Ints) -> NDArray[np.uint64]:
         """Return where the records of episodes lie, [keys, rows]; valid until a change."""
-        return self._arena.addresses(self._locations()[:, rows])
+        return self.arena.addresses(self._locations()[:, rows])
 
     def gather(self, column: int, records: NDArray[np.uint64], steps: Ints) -> Bytes:
         """Return frames [n, size] of one key, in memory that is used again."""
@@ -385,18 +380,7 @@ class EpisodeStore:
     def records(self, column: int, rows: Ints) -> tuple[Bytes, Ints]:
         """Copy records out, one behind the other; return them and their sizes."""
         sizes = self._sizes()[column][rows]
-        return self._arena.gather(self._locations()[column][rows], sizes), sizes
-
-    def put_record(self, record: Bytes) -> int:
-        """Put a record in without an episode, and return its location; `restore` gives it one."""
-        return self._arena.put(record)
-
-    def restore(
-        self, ids: Ints, starts: Ints, lengths: Ints, extra: Ints, next_ids: Sequence[int]
-    ) -> None:
-        """Fill an empty store whose records are in already."""
-        rows = zip(ids.tolist(), starts.tolist(), lengths.tolist(), extra.T.tolist(), strict=True)
-        self.index.restore(list(rows), next_ids)
+        return self.arena.gather(self._locations()[column][rows], sizes), sizes
 
     def _locations(self) -> Ints:
         return self.index.columns(_FIRST, _FIRST + len(self.columns))
