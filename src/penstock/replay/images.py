@@ -28,9 +28,6 @@ def compress_image(img: ArrayLike, level: int = 9) -> bytes:
 
     Returns:
         An LZ4 frame that states its size. Shape and type are not in it: keep them.
-
-    Raises:
-        UsageError: The level is not one of LZ4's, or `img` is no array of numbers.
     """
     return _compress(_numbers("the picture", img), level)
 

@@ -78,11 +78,7 @@ class CompressedDataCollector:
             yield self.compress(data)
 
     def compress(self, data: TensorDictBase) -> CompressedBatch:
-        """Compress one batch.
-
-        Raises:
-            UsageError: It is not a TensorDict, has no batch size, or has no such key.
-        """
+        """Compress one batch."""
         if not isinstance(data, TensorDictBase):
             raise UsageError(f"the collector yields {type(data).__name__}, not TensorDicts")
         shape = tuple(data.batch_size)
@@ -199,9 +195,6 @@ class CompressedBatch:
                 end), or one boolean for each.
             of: What they count: "steps" of all environments, as in `data.reshape(-1)`, or whole
                 "envs".
-
-        Raises:
-            UsageError: An index is out of range.
         """
         if of not in ("steps", "envs"):
             raise UsageError(f'of={of!r}: use "steps" or "envs"')

@@ -61,9 +61,6 @@ class DictReplayBuffer:
         seed: Makes the draws reproducible.
         spill_dir: A folder on a fast disk for what exceeds `max_bytes`, instead of evicting it.
 
-    Raises:
-        UsageError: An argument is not as above.
-
     Example:
         buffer = DictReplayBuffer(100_000, ["obs", "action", "reward", "done"],
                                   img_compressed=True, next_keys=["obs"], seed=0)
@@ -230,11 +227,7 @@ class DictReplayBuffer:
         return EpisodeInParts(self)
 
     def remove(self, episode_id: int) -> None:
-        """Forget one episode.
-
-        Raises:
-            UsageError: It is not held.
-        """
+        """Forget one episode."""
         with self._lock:
             store = self._state.store
             row = store.index.row_of(natural("episode_id", episode_id, 0)) if store else None
@@ -313,11 +306,7 @@ class DictReplayBuffer:
         return batches.finished(leaves, drawn.rows.shape, self._device, store.as_tensordict)
 
     def sample_indices(self, batch_size: int) -> Ints:
-        """Draw frames as `sample` does, and return only their ids, for `get`.
-
-        Raises:
-            UsageError: The buffer is empty, or `batch_size` is not a positive whole number.
-        """
+        """Draw frames as `sample` does, and return only their ids, for `get`."""
         count = natural("batch_size", batch_size)
         with self._lock:
             store = self._filled()
@@ -328,9 +317,6 @@ class DictReplayBuffer:
         """Return the frames with these ids, as `sample` would, in the order given.
 
         A frame's id counts all frames ever added. Draws nothing, and counts as no use for "lru".
-
-        Raises:
-            UsageError: One of them is not held any more, or never was.
         """
         ids = whole_numbers("a frame", indices)
         with self._lock:
@@ -442,9 +428,6 @@ class EpisodeInParts:
 
         Args:
             part: As for `DictReplayBuffer.add`; it is copied.
-
-        Raises:
-            UsageError: It is not as for `add`, or the episode would not fit the buffer any more.
         """
         if self.id >= 0:
             raise UsageError("this episode is in the buffer already; begin another")

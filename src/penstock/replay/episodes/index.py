@@ -193,9 +193,6 @@ class PrefixSum:
     Args:
         max_len: The most frames to hold.
 
-    Raises:
-        UsageError: `max_len` is not a positive whole number.
-
     Example:
         sums = PrefixSum(max_len=1000)
         for length in (10, 20, 15):
@@ -228,11 +225,7 @@ class PrefixSum:
         return self._index.reallocations
 
     def add(self, val: int) -> None:
-        """Add an episode of `val` frames, forgetting the oldest ones that no longer fit.
-
-        Raises:
-            UsageError: `val` is not a whole number from 1 to `max_len`; nothing is changed.
-        """
+        """Add an episode of `val` frames, forgetting the oldest ones that no longer fit."""
         length = natural("the length of an episode", val)
         if length > self.max_len:
             raise UsageError(f"an episode of {length} frames; at least 1, at most {self.max_len}")
@@ -245,11 +238,7 @@ class PrefixSum:
     @overload
     def get_range_idx(self, idx: ArrayLike) -> Ints: ...
     def get_range_idx(self, idx: Any) -> Any:
-        """Return the number, in `ar`, of the episode that holds a frame, or each of an array.
-
-        Raises:
-            UsageError: A frame is not held.
-        """
+        """Return the number, in `ar`, of the episode that holds a frame, or each of an array."""
         positions = whole_numbers("a frame", idx)
         rows, _ = self._index.find(positions)
         return rows if positions.ndim else int(rows)
@@ -259,11 +248,7 @@ class PrefixSum:
     @overload
     def get_range_relative_idx(self, idx: ArrayLike, range_idx: ArrayLike) -> Ints: ...
     def get_range_relative_idx(self, idx: Any, range_idx: Any) -> Any:
-        """Return the step of a frame inside its episode, or of each of an array.
-
-        Raises:
-            UsageError: A frame does not lie in the episode it is said to lie in.
-        """
+        """Return the step of a frame inside its episode, or of each of an array."""
         positions, given = whole_numbers("a frame", idx), whole_numbers("an episode", range_idx)
         rows, steps = self._index.find(positions)
         wrong = rows != given

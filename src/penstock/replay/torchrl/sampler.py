@@ -62,9 +62,6 @@ class PrioritySampler(PrioritizedSampler):  # type: ignore[misc]
             next update, as in TorchRL.
         seed: Of its own random numbers; `buffer.set_rng` takes precedence.
 
-    Raises:
-        UsageError: A setting makes no sense.
-
     Example:
         buffer = TensorDictReplayBuffer(
             storage=CompressedStorage(1_000_000),
@@ -119,11 +116,7 @@ class PrioritySampler(PrioritizedSampler):  # type: ignore[misc]
         self._max_priority: Any = None  # a property of the parent: None reads as (None, None)
 
     def sample(self, storage: Storage, batch_size: int) -> tuple[Any, dict[str, Any]]:
-        """Draw slots, with replacement; called by the buffer.
-
-        Raises:
-            UsageError: The storage is empty, or is not the one that this sampler was told about.
-        """
+        """Draw slots, with replacement; called by the buffer."""
         length = len(storage)
         if length == 0:
             raise EmptyStorage("cannot sample from an empty storage; add something first")

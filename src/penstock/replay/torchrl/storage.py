@@ -9,8 +9,7 @@ from __future__ import annotations
 
 import sys
 import threading
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from multiprocessing.context import get_spawning_popen
 from os import PathLike
 from typing import Any
@@ -91,9 +90,6 @@ class CompressedStorage(LazyTensorStorage):  # type: ignore[misc]
         memory_bytes: Compressed bytes to keep in memory, such as "4GB"; needs `spill_dir`.
         spill_dir: Where the rest goes, in files without a name. Large keys that do not compress
             are then kept there too.
-
-    Raises:
-        UsageError: A setting makes no sense.
 
     Example:
         buffer = TensorDictReplayBuffer(storage=CompressedStorage(1_000_000), batch_size=256)
@@ -237,16 +233,15 @@ class CompressedStorage(LazyTensorStorage):  # type: ignore[misc]
             return slots_at(self._dims, cursor).ndim if self._dims else int(self.ndim)
         return int(self.ndim)
 
-    @contextmanager
-    def changing(self, slots: Slots, changes: Mapping[KeyPath, Any]) -> Iterator[None]:
-        """Write compressed keys of slots; the plain ones are written within.
+    def write_keys(
+        self, slots: Slots, changes: Mapping[KeyPath, Any], write_plain: Callable[[], object]
+    ) -> None:
+        """Write compressed keys of slots, and the plain ones by the call; what fails, fails before.
 
         Args:
             slots: Which, in any shape; of one that is named twice, the last value counts.
             changes: By key: anything that torch would take for `tensor[slots] = value`.
-
-        Raises:
-            RuntimeError: A value has no such shape; nothing was written.
+            write_plain: Writes the plain keys.
         """
         with self._lock:
             assert self._columns is not None
@@ -259,7 +254,7 @@ class CompressedStorage(LazyTensorStorage):  # type: ignore[misc]
                 target = torch.empty((*slots.shape, *key.shape), dtype=key.torch_dtype)
                 target[...] = value
                 encoded[k] = self._columns.encode(k, as_rows(target, slots.ndim)[kept])
-            yield
+            write_plain()
             if flat.size:
                 self._columns.store(flat, encoded)
                 self._tracker.touch(flat)
