@@ -150,6 +150,17 @@ def _whole(indices: ArrayLike) -> Ints:
     return array.astype(np.int64, copy=False)
 
 
+def checked_priorities(priorities: ArrayLike) -> Floats:
+    """Return priorities as an array, and refuse what is negative or not finite."""
+    values = np.asarray(priorities, np.float64)
+    good = (values >= 0) & np.isfinite(values)
+    if not good.all():
+        raise UsageError(
+            f"priority {values[~good].flat[0]} is not a number from 0; give its absolute value"
+        )
+    return values
+
+
 def importance_weights(priorities: ArrayLike, smallest: float, beta: float) -> Floats:
     """Return the weights that undo the bias of prioritised draws, the largest possible one is 1."""
     if not (np.isfinite(beta) and beta >= 0):

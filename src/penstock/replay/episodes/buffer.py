@@ -24,7 +24,7 @@ from penstock.replay.episodes.schema import (
     read_episode,
     whole_numbers,
 )
-from penstock.replay.episodes.store import EpisodeStore, RecordWriter
+from penstock.replay.episodes.store import Column, EpisodeStore, RecordWriter
 from penstock.replay.keys import Codecs, Key, as_key, as_path
 from penstock.replay.segments import Saved, save_blocks
 
@@ -438,9 +438,13 @@ class EpisodeInParts:
         fields, arrays, length = read_episode(part, buffer._state.settings.paths)
         if self._store is None:
             with buffer._lock:
-                self._store = buffer._state.store or EpisodeStore.choose(
-                    fields, arrays, buffer._state.settings, buffer._spill_dir, is_tensordict(part)
-                )
+                self._store = buffer._state.store
+                if self._store is None:  # the first episode decides about the codecs
+                    settings = buffer._state.settings
+                    columns = list(map(Column.choose, fields, arrays, settings.codecs))
+                    self._store = EpisodeStore(
+                        columns, settings, buffer._spill_dir, is_tensordict(part)
+                    )
             self._writers = [RecordWriter(column) for column in self._store.columns]
         self._store.check_fields(fields)
         for writer, array in zip(self._writers, arrays, strict=True):

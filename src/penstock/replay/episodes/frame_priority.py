@@ -10,7 +10,7 @@ from numpy.typing import ArrayLike, NDArray
 
 from penstock.errors import UsageError
 from penstock.replay.episodes.index import EpisodeIndex
-from penstock.replay.priority import SumTree, importance_weights
+from penstock.replay.priority import SumTree, checked_priorities, importance_weights
 
 Ints = NDArray[np.int64]
 Bools = NDArray[np.bool_]
@@ -56,11 +56,7 @@ class FramePriorities:
 
     def raised(self, priorities: ArrayLike) -> Floats:
         """Return priorities as the tree holds them."""
-        values = np.asarray(priorities, np.float64)
-        if values.size and not (values.min() >= 0 and values.max() < math.inf):
-            bad = values[~((values >= 0) & (values < math.inf))].flat[0]
-            raise UsageError(f"priority {bad} is not a number from 0; use for example |TD error|")
-        return np.asarray((values + _EPSILON) ** self.alpha)
+        return np.asarray((checked_priorities(priorities) + _EPSILON) ** self.alpha)
 
     def draw(
         self, count: int, rng: np.random.Generator, offsets: Ints, good: Bools | None

@@ -239,19 +239,6 @@ class EpisodeStore:
         self.priorities = FramePriorities(settings.alpha) if settings.alpha is not None else None
         self.clock = 0
 
-    @classmethod
-    def choose(
-        cls,
-        fields: Sequence[Field],
-        arrays: Sequence[NDArray[Any]],
-        settings: Settings,
-        spill_dir: str | os.PathLike[str] | None,
-        as_tensordict: bool,
-    ) -> EpisodeStore:
-        """Make an empty store, with codecs chosen from the first episode."""
-        columns = map(Column.choose, fields, arrays, settings.codecs)
-        return cls(list(columns), settings, spill_dir, as_tensordict)
-
     @property
     def nbytes(self) -> int:
         """Memory held: records, alive or not yet given back, and tables."""
