@@ -8,7 +8,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tensordict import NonTensorData, NonTensorStack, TensorDict
+from tensordict import NonTensorData, NonTensorStack, TensorDict, lazy_stack
 
 from penstock import errors
 from penstock.rollouts.collect import PipelinedDataCollector
@@ -210,6 +210,14 @@ def test_wrong_settings(options, message):
     [
         (TensorDict({"x": torch.zeros(3)}), "cannot be compressed by environment"),
         (TensorDict({"x": torch.zeros(0, 3)}, batch_size=[0, 3]), "cannot be compressed"),
+        (
+            TensorDict({"x": torch.zeros(3, 2).to_sparse()}, batch_size=[3]),
+            "x is a torch.sparse",
+        ),
+        (
+            lazy_stack([TensorDict({"x": torch.zeros(n)}) for n in (2, 3)]),
+            "a stack of unequal parts",
+        ),
         ({"x": torch.zeros(3)}, "yields dict, not TensorDicts"),
         (None, "yields NoneType"),
     ],

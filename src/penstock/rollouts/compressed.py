@@ -18,8 +18,8 @@ from penstock.core.threads import parallel_list
 from penstock.errors import UsageError
 from penstock.rollouts.file import check_level, codec_for
 from penstock.rollouts.structure import Key, Leaf, Picked, choose, whole_number
-from penstock.rollouts.tensordicts import TensorDict, TensorDictBase
-from penstock.tensors import DTYPE_NAMES, empty_tensor, flat_words, tensor_bytes
+from penstock.rollouts.tensordicts import MemoryMappedTensor, TensorDict, TensorDictBase
+from penstock.tensors import DTYPE_NAMES, check_storable, empty_tensor, flat_words, tensor_bytes
 from penstock.ui.suggestions import did_you_mean
 
 Keys = Literal["auto"] | Sequence[Any]
@@ -81,6 +81,11 @@ class CompressedDataCollector:
         """Compress one batch."""
         if not isinstance(data, TensorDictBase):
             raise UsageError(f"the collector yields {type(data).__name__}, not TensorDicts")
+        if type(data) is not TensorDict:
+            try:
+                data = data.contiguous()  # a lazy stack, most often
+            except RuntimeError as error:
+                raise UsageError(f"the batch is a stack of unequal parts ({error})") from error
         shape = tuple(data.batch_size)
         if self._num_envs is not None and len(shape) == 1:
             if shape[0] % self._num_envs:
@@ -135,7 +140,11 @@ class CompressedBatch:
     ) -> None:
         leaves: dict[Key, torch.Tensor] = {}
         for key, value in data.items(include_nested=True, leaves_only=True):
-            leaves[key if isinstance(key, tuple) else (key,)] = value
+            path = key if isinstance(key, tuple) else (key,)
+            if isinstance(value, MemoryMappedTensor):
+                value = value.as_subclass(torch.Tensor)
+            check_storable(".".join(path), value)
+            leaves[path] = value
         chosen = None if isinstance(keys, str) else choose(leaves, keys)
         self.batch_size = torch.Size(shape)
         self.raw_bytes = sum(value.nbytes for value in leaves.values())
