@@ -44,7 +44,7 @@ def test_pieces_are_found_whatever_happens(tmp_path_factory, operations, spill):
     for number, (what, value) in enumerate(operations):
         if what == "put":
             content = piece(number, 1 + value % 6000)
-            held.append((arena.put(content), content))
+            held.append((arena.put([content], content.size), content))
         elif what == "many":
             contents = [piece(number * 100 + k, 1 + (value >> k) % 300) for k in range(20)]
             lengths = np.array([content.size for content in contents])
@@ -74,7 +74,7 @@ def test_first_in_first_out_keeps_the_memory_close_to_what_lives():
     held = []
     for number in range(3000):
         content = np.full(5000, number % 256, np.uint8)
-        held.append((arena.put(content), content))
+        held.append((arena.put([content], content.size), content))
         if len(held) > 1000:
             where, content = held.pop(0)
             arena.free(np.array([where]), np.array([content.size]))
@@ -101,7 +101,7 @@ def test_scattered_holes_are_closed_by_compact():
 def test_spilled_chunks_leave_no_file_and_little_memory(tmp_path):
     arena = Arena(1 << 16, memory_bytes=1 << 18, spill_dir=tmp_path / "new")
     contents = [piece(k, 4000) for k in range(500)]
-    held = [(arena.put(content), content) for content in contents]
+    held = [(arena.put([content], content.size), content) for content in contents]
     assert arena.nbytes <= 1 << 18
     assert arena.spilled_bytes > 1_700_000
     assert list((tmp_path / "new").iterdir()) == []

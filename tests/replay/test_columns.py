@@ -51,7 +51,7 @@ def test_slots_hold_what_was_put_there_last():
     with pytest.raises(errors.UsageError, match="slot 7 was never written"):
         read(columns, 0, [0, 7])
     columns.clear()
-    assert columns.live_bytes == 0
+    assert columns.arena.live_bytes == 0
     with pytest.raises(errors.UsageError, match="slot 0 was never written"):
         read(columns, 0, [0])
 
@@ -85,7 +85,7 @@ def test_a_column_that_does_not_fit_leaves_all_as_they_are(tmp_path, monkeypatch
     columns = make(10)
     content = frames(10, 6)
     put(columns, range(10), content)
-    before = columns.live_bytes
+    before = columns.arena.live_bytes
     encoded = {column: columns.encode(column, frames(3, 8)) for column in (0, 1)}
     original, calls = Arena.put_many, []
 
@@ -99,7 +99,7 @@ def test_a_column_that_does_not_fit_leaves_all_as_they_are(tmp_path, monkeypatch
         patch.setattr(Arena, "put_many", full)
         with pytest.raises(errors.StorageError):
             columns.store(np.arange(3), encoded)
-    assert columns.live_bytes == before
+    assert columns.arena.live_bytes == before
     for column in (0, 1):
         np.testing.assert_array_equal(read(columns, column, range(10)), content)
 
@@ -127,7 +127,7 @@ def test_any_run_of_writes(data, tmp_path_factory):
                     read(columns, column, rows), np.stack(list(truth.values()))
                 )
         lengths = [columns.gather(column, np.array(rows)).lengths.sum() for column in (0, 1)]
-        assert columns.live_bytes == sum(lengths)
+        assert columns.arena.live_bytes == sum(lengths)
 
 
 def test_random_overwriting_does_not_grow(monkeypatch):
@@ -138,7 +138,7 @@ def test_random_overwriting_does_not_grow(monkeypatch):
     put(columns, range(500), frames(500, 199))
     for turn in range(300):
         put(columns, random.choice(500, 20, replace=False), frames(20, 150 + turn % 50))
-    assert columns.nbytes < 3 * columns.live_bytes
+    assert columns.nbytes < 3 * columns.arena.live_bytes
 
 
 def test_empty_frames():

@@ -45,7 +45,7 @@ def test_any_frame_comes_back(case: tuple[Column, list[np.ndarray[Any, Any]]], s
     for episode in episodes:
         record = column.encode(episode)
         assert column.from_file(record, len(episode)) is record
-        locations.append(arena.put(record))
+        locations.append(arena.put([record], record.size))
     rng = np.random.default_rng(seed)
     rows = rng.integers(0, len(episodes), 25)
     lengths = np.array([len(episode) for episode in episodes])[rows]

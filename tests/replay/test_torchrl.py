@@ -175,12 +175,12 @@ def test_a_ring_gives_its_bytes_back():
         buffer.extend(data)
         if turn == 10:
             first = storage.nbytes
-    assert storage._columns.live_bytes <= 500 * 4000
+    assert storage._columns.arena.live_bytes <= 500 * 4000
     assert storage.nbytes <= max(first, 500 * 4000 + (24 << 20))
     assert torch.equal(storage.get(torch.arange(400, 500))["x"], data["x"])  # 60 turns: 12 rounds
     buffer.empty()
     assert len(buffer) == 0
-    assert storage._columns.live_bytes == 0
+    assert storage._columns.arena.live_bytes == 0
     buffer.extend(data)
     assert torch.equal(buffer[:]["x"], data["x"])
 
@@ -241,7 +241,7 @@ def test_beyond_memory(tmp_path):
     noise = torch.randint(0, 256, (4000, 8000), dtype=torch.uint8)
     for part in TensorDict({"x": noise}, batch_size=[4000]).split(200):
         buffer.extend(part)
-    assert storage._columns.spilled_bytes > 16 << 20
+    assert storage._columns.arena.spilled_bytes > 16 << 20
     assert storage.nbytes < 20 << 20
     assert list(tmp_path.iterdir()) == []  # the files have no names
     rows = torch.randint(0, 4000, (300,))

@@ -358,3 +358,27 @@ def test_two_dimensions_are_written_as_by_torchrl(write):
     assert storage.compressed_keys.keys() == {("pixels",), ("next", "pixels")}
     for key in ("pixels", "action", ("next", "pixels"), ("next", "reward")):
         assert torch.equal(found[key], wanted[key]), key
+
+
+@pytest.mark.parametrize("ndim", [1, 2])
+def test_each_write_counts_once_as_in_torchrl(ndim):
+    """Samplers that keep something about the storage look at this number."""
+
+    def run(storage):
+        buffer = TensorDictReplayBuffer(storage=storage)
+        data = TensorDict({"n": torch.arange(4), "pixels": torch.zeros(4, 300)}, [4])
+        buffer.extend(data if ndim == 1 else data.reshape(2, 2))
+        revisions = [storage._mutation_revision]
+        for write in (
+            lambda: buffer.set_at_("pixels", torch.ones(300), 1 if ndim == 1 else (1, 0)),
+            lambda: buffer.set_("pixels", buffer[:]["pixels"] + 1),
+            lambda: buffer.update_(buffer[:].clone()),
+            lambda: buffer.__setitem__(slice(0, 1), buffer[1:2].clone()),
+            lambda: buffer.load_state_dict(buffer.state_dict()),
+            lambda: buffer.empty(),
+        ):
+            write()
+            revisions.append(storage._mutation_revision)
+        return revisions
+
+    assert run(CompressedStorage(4, ndim=ndim)) == run(LazyTensorStorage(4, ndim=ndim))

@@ -10,8 +10,7 @@ import contextlib
 import mmap
 import os
 import tempfile
-from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -37,23 +36,6 @@ class _Chunk:
     used: int = 0
     live: int = 0
     map: mmap.mmap | None = None  # set when the chunk lies on disk
-
-
-class Parts:
-    """A piece of bytes that comes in parts: each is given up when it has been copied.
-
-    Args:
-        parts: In order.
-    """
-
-    def __init__(self, parts: Iterable[Bytes]) -> None:
-        self._parts = deque(parts)
-        self.size = sum(part.size for part in self._parts)
-
-    def take(self) -> Iterator[Bytes]:
-        """Hand the parts over, one by one; once only."""
-        while self._parts:
-            yield self._parts.popleft()
 
 
 class Arena:
@@ -92,26 +74,19 @@ class Arena:
         self.nbytes = 0
         self.spilled_bytes = 0
 
-    def put(self, data: Bytes | Parts) -> int:
-        """Copy a piece in and return its location."""
-        if isinstance(data, np.ndarray):
-            return int(self.put_many(data, np.array([data.size], np.int64))[0])
-        number, chunk = self._room_for(data.size)
+    def put(self, parts: Iterable[Bytes], size: int) -> int:
+        """Copy a piece of so many bytes in, part by part, and return its location."""
+        number, chunk = self._room_for(size)
         location = chunk.used + (number << _OFFSET_BITS)
-        for part in data.take():
+        for part in parts:
             chunk.content[chunk.used : chunk.used + part.size] = part
             chunk.used += part.size
-        chunk.live += data.size
-        self.live_bytes += data.size
+        chunk.live += size
+        self.live_bytes += size
         return location
 
     def put_many(self, data: Bytes, lengths: Longs) -> Longs:
-        """Copy consecutive pieces in and return their locations.
-
-        Args:
-            data: All pieces, one behind the other.
-            lengths: Bytes of each.
-        """
+        """Copy consecutive pieces in and return their locations."""
         locations = np.empty(lengths.size, np.int64)
         ends = np.cumsum(lengths)
         first = 0
@@ -172,10 +147,6 @@ class Arena:
     def compact(self, locations: Longs, lengths: Longs) -> Longs | None:
         """Move what still lives in mostly dead chunks, so that these can go.
 
-        Args:
-            locations: Of all pieces that live: the caller's whole table.
-            lengths: Bytes of each.
-
         Returns:
             The new table, or None if there was nothing to do.
         """
@@ -192,7 +163,7 @@ class Arena:
         table: Longs = locations.copy()
         for at in moved.tolist():
             piece = self.read(int(locations[at]), int(lengths[at]))
-            table[at] = self.put(piece)
+            table[at] = self.put([piece], piece.size)
         self.free(locations[moved], lengths[moved])
         for number in dead:
             if number in self._chunks and self._chunks[number].live == 0:

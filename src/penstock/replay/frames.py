@@ -49,11 +49,7 @@ _GROUP = kernels.GROUP
 
 @dataclass(frozen=True)
 class FrameCodec(ABC):
-    """One way to keep frames of equal size.
-
-    Args:
-        size: Bytes of a frame.
-    """
+    """One way to keep frames of equal size."""
 
     id: ClassVar[str]
     size: int
@@ -67,11 +63,7 @@ class FrameCodec(ABC):
         """Fill the rows of `out`; return the first that makes no sense, or -1."""
 
     def decode(self, addresses: Addresses, lengths: Longs, out: Bytes) -> None:
-        """Decode the frames at these addresses into the rows of `out` [n, size].
-
-        Raises:
-            CorruptFile: The bytes of a frame make no sense.
-        """
+        """Decode the frames at these addresses into the rows of `out` [n, size]."""
         bad = self._decode(addresses, lengths, out)
         if bad >= 0:
             raise CorruptFile(
@@ -234,9 +226,6 @@ def choose_codec(
         codec: A name, "auto" (the smallest of the fast ones, raw if it saves less than 10 %), or
             the settings of a codec.
         where: Names the key in messages.
-
-    Raises:
-        UsageError: There is no such codec, or it cannot hold these frames.
     """
     size = int(np.prod(sample.shape[1:], dtype=np.int64)) * sample.itemsize
     if not isinstance(codec, str):

@@ -28,9 +28,6 @@ def compress_image(img: ArrayLike, level: int = 9) -> bytes:
 
     Returns:
         An LZ4 frame that states its size. Shape and type are not in it: keep them.
-
-    Raises:
-        UsageError: The level is not one of LZ4's, or `img` is no array of numbers.
     """
     return _compress(_numbers("the picture", img), level)
 
@@ -57,10 +54,7 @@ def compress_image_seq(images: ArrayLike | Sequence[ArrayLike], level: int = 9) 
 
     Args:
         images: An array or CPU tensor [batch, ...], or a list of pictures.
-        level: LZ4's: 0 to 2 are fast, 3 to 16 smaller and slower.
-
-    Raises:
-        UsageError: The level is not one of LZ4's, or the pictures differ in shape or type.
+        level: As for `compress_image`.
     """
     if isinstance(images, list | tuple):
         pictures = [_numbers(f"picture {k}", image) for k, image in enumerate(images)]
@@ -83,17 +77,9 @@ def decompress_image_seq(
     batch_size: int,
     dtype: DTypeLike = np.uint8,
 ) -> NDArray[Any]:
-    """Return the [batch, ...] pictures that `compress_image_seq` was given, writable.
+    """Return the [batch, ...] pictures that `compress_image_seq` was given; see there.
 
-    Args:
-        compressed_data: The LZ4 frame.
-        image_shape: Shape of one picture.
-        batch_size: How many there are.
-        dtype: Their type.
-
-    Raises:
-        CorruptFile: The data are damaged, or hold another size than that of the shape.
-        UsageError: The shape or the type makes no sense.
+    Arguments and errors are those of `decompress_image`, `image_shape` that of one picture.
     """
     return _decompress(compressed_data, (batch_size, *image_shape), dtype)
 

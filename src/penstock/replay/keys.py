@@ -26,13 +26,7 @@ _TORCH_TYPES = {name: dtype for dtype, name in DTYPE_NAMES.items()}
 
 @dataclass(frozen=True)
 class Field:
-    """One key: where it lies, and what one frame (or slot) of it is.
-
-    Args:
-        path: The key, from the outside in.
-        dtype: A name of the pack's types.
-        shape: Of one frame.
-    """
+    """One key: where it lies, and what one frame (or slot) of it is."""
 
     path: KeyPath
     dtype: str
@@ -87,11 +81,7 @@ def show(path: KeyPath) -> str:
 
 
 def as_path(key: Any) -> KeyPath:
-    """Return a key, a name or a tuple of names, as a path.
-
-    Raises:
-        UsageError: It is neither.
-    """
+    """Return a key, a name or a tuple of names, as a path."""
     path = (key,) if isinstance(key, str) else key
     if not isinstance(path, tuple) or not path or not all(isinstance(k, str) for k in path):
         raise UsageError(f"{key!r} is not a key; give a name, or a tuple of names for a nested one")
@@ -104,11 +94,7 @@ def as_key(path: KeyPath) -> Key:
 
 
 def as_paths(keys: Iterable[Key]) -> list[KeyPath]:
-    """Return keys as paths, none of them twice, none of them inside another.
-
-    Raises:
-        UsageError: They are not like that.
-    """
+    """Return keys as paths, none of them twice, none of them inside another."""
     if isinstance(keys, str):
         raise UsageError(f"keys is the text {keys!r}; give a list of keys")
     paths = [as_path(key) for key in keys]
@@ -124,11 +110,7 @@ def as_paths(keys: Iterable[Key]) -> list[KeyPath]:
 
 
 def known(path: KeyPath, paths: Sequence[KeyPath], what: str) -> int:
-    """Return the number of a key.
-
-    Raises:
-        UsageError: There is no such key.
-    """
+    """Return the number of a key."""
     if path not in paths:
         hint = did_you_mean(".".join(path), map(".".join, paths))
         raise UsageError(f"{what}: there is no key {show(path)}; {hint}")
@@ -136,11 +118,7 @@ def known(path: KeyPath, paths: Sequence[KeyPath], what: str) -> int:
 
 
 def check_codecs(codecs: Codecs) -> None:
-    """Refuse codecs that there are not.
-
-    Raises:
-        UsageError: A name is not one of `penstock.replay.frames`.
-    """
+    """Refuse codecs that there are not."""
     for name in [codecs] if isinstance(codecs, str) else codecs.values():
         if name not in CODEC_NAMES:
             raise UsageError(
@@ -149,16 +127,7 @@ def check_codecs(codecs: Codecs) -> None:
 
 
 def codecs_of(codecs: Codecs, paths: Sequence[KeyPath], default: str) -> list[str]:
-    """Return the name of the codec of each key.
-
-    Args:
-        codecs: One for all, or by key.
-        paths: The keys.
-        default: For keys that are not named.
-
-    Raises:
-        UsageError: There is no such codec, or no such key.
-    """
+    """Return the name of the codec of each key."""
     check_codecs(codecs)
     if isinstance(codecs, str):
         return [codecs] * len(paths)

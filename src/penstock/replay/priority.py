@@ -34,9 +34,6 @@ class SumTree:
         capacity: Number of entries; all start with priority 0, which is never drawn.
         seed: Seed of the tree's own generator.
 
-    Raises:
-        UsageError: The capacity is not a positive whole number.
-
     Example:
         tree = SumTree(1_000_000, seed=0)
         tree.set([3, 7], [1.0, 3.0])
@@ -89,14 +86,9 @@ class SumTree:
         return self._entries[where]
 
     def set(self, indices: ArrayLike, priorities: ArrayLike) -> None:
-        """Set the priorities of entries; of an entry named twice, the last one counts.
+        """Set the priorities of entries, one for each or one for all; all or nothing is set.
 
-        Args:
-            indices: Entries, from 0 to `capacity` - 1.
-            priorities: One per entry, or one for all: finite, not negative.
-
-        Raises:
-            UsageError: An entry or a priority is not as above; nothing is changed.
+        Of an entry named twice, the last one counts.
         """
         where = np.ascontiguousarray(_whole(indices)).reshape(-1)
         values = np.ascontiguousarray(priorities, np.float64).reshape(-1)
@@ -133,9 +125,6 @@ class SumTree:
             rng: Source of random numbers; by default the tree's own.
             stratified: Cut the total into `n` equal parts and draw one from each, which spreads
                 the draws more evenly; the result is then in the order of the entries.
-
-        Raises:
-            UsageError: All priorities are 0, or `n` is negative.
         """
         if n < 0:
             raise UsageError(f"{n} draws; give a number from 0")
@@ -161,17 +150,19 @@ def _whole(indices: ArrayLike) -> Ints:
     return array.astype(np.int64, copy=False)
 
 
+def checked_priorities(priorities: ArrayLike) -> Floats:
+    """Return priorities as an array, and refuse what is negative or not finite."""
+    values = np.asarray(priorities, np.float64)
+    good = (values >= 0) & np.isfinite(values)
+    if not good.all():
+        raise UsageError(
+            f"priority {values[~good].flat[0]} is not a number from 0; give its absolute value"
+        )
+    return values
+
+
 def importance_weights(priorities: ArrayLike, smallest: float, beta: float) -> Floats:
-    """Return the weights that undo the bias of prioritised draws, the largest possible one is 1.
-
-    Args:
-        priorities: Of the entries drawn.
-        smallest: The smallest priority that could have been drawn: `SumTree.min`.
-        beta: 0 undoes nothing, 1 undoes all.
-
-    Raises:
-        UsageError: beta is not a number from 0.
-    """
+    """Return the weights that undo the bias of prioritised draws, the largest possible one is 1."""
     if not (np.isfinite(beta) and beta >= 0):
         raise UsageError(f"beta is {beta}; give a number from 0, usually up to 1")
     weights: Floats = (np.asarray(priorities, np.float64) / smallest) ** -beta

@@ -82,21 +82,13 @@ class LogReader:
         return self._pack.names
 
     def item(self, name: str) -> NDArray[Any]:
-        """Read one of the manifest's own arrays.
-
-        Raises:
-            CorruptFile: It is not there, or damaged.
-        """
+        """Read one of the manifest's own arrays."""
         if name not in self._pack.index.entries:
             raise CorruptFile(f"{self._pack.path} is damaged: it holds no {name!r}")
         return self._pack.read(name)
 
     def open_segment(self, name: str) -> PackReader:
-        """Open a segment and check that it is the file that was committed; close it yourself.
-
-        Raises:
-            CorruptFile: It is missing, damaged, or another file than the one committed.
-        """
+        """Open a segment and check that it is the file that was committed; close it yourself."""
         if name not in self._digests:
             raise UsageError(f"{self.folder} lists no segment {name!r}")
         path = self.folder / name
@@ -192,16 +184,7 @@ class SegmentLog:
 
     @staticmethod
     def read(folder: Path | str, holder: str | None = None) -> LogReader:
-        """Open what was committed last.
-
-        Args:
-            folder: Holds a log.
-            holder: Refuse a log that was written for anything else; None takes any.
-
-        Raises:
-            UnknownFormat: There is no log in this folder, or it is of another holder.
-            CorruptFile: The manifest is damaged.
-        """
+        """Open what was committed last, and refuse a log of another holder; None takes any."""
         folder = Path(folder)
         path = folder / MANIFEST
         try:
@@ -237,18 +220,7 @@ class SegmentLog:
         return self._digest
 
     def append(self, items: Sequence[Item], meta: dict[str, Any]) -> str:
-        """Publish a segment, durably; it belongs to the log only when `commit` keeps it.
-
-        Args:
-            items: Arrays, stored as they are unless they name a codec.
-            meta: JSON-able, kept in the segment.
-
-        Returns:
-            The name of the segment.
-
-        Raises:
-            StorageError: The disk refuses; the log is as before.
-        """
+        """Publish a segment, durably, and return its name; it counts when `commit` keeps it."""
         self._check_open()
         name = f"segment_{self._next:06d}.pack"
         self._next += 1
@@ -262,14 +234,8 @@ class SegmentLog:
     ) -> None:
         """Make a new state the log's own, atomically; then remove what it no longer needs.
 
-        Args:
-            state: JSON-able.
-            items: Small arrays that belong to the state.
-            keep: Segments that the state needs, in order: committed ones or appended ones.
-
-        Raises:
-            UsageError: A segment in `keep` is not there.
-            StorageError: The disk refuses; the last committed state stays.
+        `items` are small arrays that belong to the state, `keep` the segments that it needs, in
+        order. If the disk refuses, the last committed state stays.
         """
         self._check_open()
         known = self._committed | self._appended

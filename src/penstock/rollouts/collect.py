@@ -184,14 +184,6 @@ class _Prefetcher:
 
     All fields are guarded by one lock; the iterable itself is used outside of it. Whoever waits,
     waits without the lock, in C: an interrupt of the main thread leaves nothing half done.
-
-    Args:
-        base: The iterable.
-        device: Where batches go; None leaves them.
-        count: Batches ahead of the learner, the one being collected included.
-        max_bytes: Bytes of these batches; None for no limit.
-        max_staleness: In versions; None for no limit.
-        policy_version: Returns the version; None to count here.
     """
 
     def __init__(
@@ -247,11 +239,7 @@ class _Prefetcher:
             start(self._thread)
 
     def take(self) -> _Ready | None:
-        """Wait for the next batch; None at the end of the iterable.
-
-        Raises:
-            BaseException: What the iterable raised, after the batches that came before.
-        """
+        """Wait for the next batch; None at the end of the iterable."""
         begin = perf_counter()
         with self._lock:
             self._close_turn()
@@ -281,11 +269,7 @@ class _Prefetcher:
         self._calls.put(None)
 
     def stop(self, shut_base: bool = False) -> None:
-        """Let the thread end after its step; nothing more is handed out.
-
-        Args:
-            shut_base: Let it also shut the iterable down; else somebody may still want it.
-        """
+        """Let the thread end after its step; nothing more is handed out."""
         with self._lock:
             self.stopped = True
             self._shuts_base = self._shuts_base or shut_base
@@ -302,11 +286,7 @@ class _Prefetcher:
         return not thread.is_alive()
 
     def shut_down_base(self) -> None:
-        """Call the iterable's own `shutdown`, once, if it has one.
-
-        Raises:
-            BaseException: What it raised, here or in the thread (raised once).
-        """
+        """Call the iterable's own `shutdown`, once, if it has one."""
         with self._lock:
             first, self._base_shut = not self._base_shut, True
             error, self._shutdown_error = self._shutdown_error, None

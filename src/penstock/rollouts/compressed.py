@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import threading
 from collections.abc import Iterable, Iterator, Sequence
 from types import TracebackType
@@ -17,21 +16,10 @@ from typing_extensions import Self
 from penstock.core.pack import DTYPES
 from penstock.core.threads import parallel_list
 from penstock.errors import UsageError
-from penstock.rollouts.collect import cloned
 from penstock.rollouts.file import check_level, codec_for
-from penstock.rollouts.structure import (
-    Axes,
-    Key,
-    Leaf,
-    Picked,
-    Selection,
-    choose,
-    put_together,
-    take_apart,
-    whole_number,
-)
-from penstock.rollouts.tensordicts import TensorDict, TensorDictBase
-from penstock.tensors import empty_tensor, flat_words, tensor_bytes
+from penstock.rollouts.structure import Key, Leaf, Picked, choose, whole_number
+from penstock.rollouts.tensordicts import MemoryMappedTensor, TensorDict, TensorDictBase
+from penstock.tensors import DTYPE_NAMES, check_storable, empty_tensor, flat_words, tensor_bytes
 from penstock.ui.suggestions import did_you_mean
 
 Keys = Literal["auto"] | Sequence[Any]
@@ -90,13 +78,14 @@ class CompressedDataCollector:
             yield self.compress(data)
 
     def compress(self, data: TensorDictBase) -> CompressedBatch:
-        """Compress one batch.
-
-        Raises:
-            UsageError: It is not a TensorDict, has no batch size, or has no such key.
-        """
+        """Compress one batch."""
         if not isinstance(data, TensorDictBase):
             raise UsageError(f"the collector yields {type(data).__name__}, not TensorDicts")
+        if type(data) is not TensorDict:
+            try:
+                data = data.contiguous()  # a lazy stack, most often
+            except RuntimeError as error:
+                raise UsageError(f"the batch is a stack of unequal parts ({error})") from error
         shape = tuple(data.batch_size)
         if self._num_envs is not None and len(shape) == 1:
             if shape[0] % self._num_envs:
@@ -135,7 +124,6 @@ class CompressedBatch:
 
     Attributes:
         batch_size: Of the batch as it was collected.
-        device: Of the batch as it was collected.
         raw_bytes: Its size before.
 
     Example:
@@ -150,31 +138,38 @@ class CompressedBatch:
         keys: Keys,
         cache: _DecodedKeys,
     ) -> None:
-        parts = take_apart(data)
+        leaves: dict[Key, torch.Tensor] = {}
+        for key, value in data.items(include_nested=True, leaves_only=True):
+            path = key if isinstance(key, tuple) else (key,)
+            if isinstance(value, MemoryMappedTensor):
+                value = value.as_subclass(torch.Tensor)
+            check_storable(".".join(path), value)
+            leaves[path] = value
+        chosen = None if isinstance(keys, str) else choose(leaves, keys)
         self.batch_size = torch.Size(shape)
-        self.device = data.device
-        self._node = parts.node
-        self._axes = Axes(tuple(data.batch_size)[:2], 0, 1 if data.ndim > 1 else None)
-        self._items: dict[Key, str] = {leaf.key: leaf.item for leaf in parts.leaves}
-        chosen = None if isinstance(keys, str) else choose(self._items, keys)
-        self._compressed: dict[str, CompressedKey] = {}
-        self._plain: dict[str, Any] = {}
-        for leaf in parts.leaves:
-            key = None
-            if chosen is None or leaf.key in chosen:
-                key = compress_key(leaf, self._axes.time is not None, level, always=bool(chosen))
-            if key is not None:
-                self._compressed[leaf.item] = key
-            else:
-                self._plain[leaf.item] = cloned(leaf.value)
+        self.raw_bytes = sum(value.nbytes for value in leaves.values())
+        self._compressed: dict[Key, CompressedKey] = {}
+        for path, value in leaves.items():
+            if chosen is None or path in chosen:
+                leaf = Leaf("", path, DTYPE_NAMES[value.dtype], value)
+                packed = compress_key(leaf, data.ndim > 1, level, always=bool(chosen))
+                if packed is not None:
+                    self._compressed[path] = packed
+        self._rest = data.exclude(*self._compressed).clone()
+        self._order = list(data.keys(True))
         self._cache = cache
-        self.raw_bytes = sum(leaf.nbytes for leaf in parts.leaves)
+
+    @property
+    def device(self) -> torch.device | None:
+        """Of the batch as it was collected."""
+        device: torch.device | None = self._rest.device
+        return device
 
     @property
     def nbytes(self) -> int:
         """Memory held, without the cache."""
-        packed = sum(key.nbytes for key in self._compressed.values())
-        return packed + sum(map(tensor_bytes, self._plain.values()))
+        plain = sum(tensor_bytes(value) for value in self._rest.values(True, True))
+        return plain + sum(key.nbytes for key in self._compressed.values())
 
     @property
     def ratio(self) -> float:
@@ -184,56 +179,48 @@ class CompressedBatch:
     @property
     def compressed_keys(self) -> list[Key]:
         """The keys that are compressed."""
-        return [key for key, item in self._items.items() if item in self._compressed]
+        return list(self._compressed)
 
     def numel(self) -> int:
         """Return the number of steps of all environments."""
-        return math.prod(self._axes.batch)
+        return int(self._rest.batch_size[:2].numel())
 
     def __len__(self) -> int:
         return int(self.batch_size[0])
 
     def decompress(self) -> TensorDict:
         """Return the whole batch, in memory of its own."""
-        data: TensorDict = put_together(
-            self._node, self._whole, self.device, selection=Selection(self._axes)
-        )
+        data = self._rest.clone()
+        for path, key in self._compressed.items():
+            data.set(path, key.decode().to(key.device))
+        data = data.select(*self._order)
         return data if data.batch_size == self.batch_size else data.reshape(self.batch_size)
 
     def minibatch(self, indices: Any, of: Literal["steps", "envs"] = "steps") -> TensorDict:
-        """Decode a part: of the compressed keys only the groups that are needed.
+        """Return a part; what is decoded for it is kept, up to `cache_bytes`.
 
         Args:
             indices: A slice, or numbers in a list, array or tensor (negative ones count from the
                 end), or one boolean for each.
             of: What they count: "steps" of all environments, as in `data.reshape(-1)`, or whole
                 "envs".
-
-        Raises:
-            UsageError: An index is out of range.
         """
         if of not in ("steps", "envs"):
             raise UsageError(f'of={of!r}: use "steps" or "envs"')
-        count = self._axes.batch[0] if of == "envs" else self.numel()
-        picked = Picked.of("indices", indices, count)
+        sizes = self._rest.batch_size[:2]
+        picked = Picked.of("indices", indices, sizes[0] if of == "envs" else sizes.numel())
         if picked.drops:
             raise UsageError(f"indices={indices!r}: give a list, as [{indices!r}]")
         envs, steps = picked.positions, None
-        if of == "steps" and self._axes.time is not None:
-            envs, steps = np.divmod(picked.positions, self._axes.batch[1])
+        if of == "steps" and len(sizes) > 1:
+            envs, steps = np.divmod(picked.positions, sizes[1])
         where = (envs,) if steps is None else (envs, steps)
-        rows = tuple(map(torch.from_numpy, where))
-
-        def fetch(item: str) -> Any:
-            key = self._compressed.get(item)
-            if key is None:
-                return self._plain[item][rows]
-            return self._cache.gather(key, envs, steps).to(key.device)
-
-        selection = Selection(
-            self._axes, Picked(envs), None if steps is None else Picked(steps), paired=True
-        )
-        data: TensorDict = put_together(self._node, fetch, self.device, selection=selection)
+        if envs.size:
+            data = self._rest[tuple(map(torch.from_numpy, where))]
+        else:  # an empty list is no index for stacks of other things than tensors
+            data = self._rest[tuple(torch.zeros(1, dtype=torch.int64) for _ in where)][:0]
+        for path, key in self._compressed.items():
+            data.set(path, self._cache.gather(key, envs, steps).to(key.device))
         return data
 
     def minibatches(
@@ -253,33 +240,25 @@ class CompressedBatch:
 
     def __getitem__(self, index: Any) -> Any:
         """Return one key, as a tensor; or environments, as `decompress()[index]` would."""
-        key = index if isinstance(index, tuple) else (index,)
-        if key and all(isinstance(name, str) for name in key):
-            if key not in self._items:
-                known = [".".join(map(str, known)) for known in self._items]
-                hint = did_you_mean(".".join(key), known)
-                raise UsageError(f"no key {key!r} in this batch: {hint}")
-            return self._whole(self._items[key])
-        picked = Picked.of("index", index, self._axes.batch[0])
+        path = index if isinstance(index, tuple) else (index,)
+        if path and all(isinstance(name, str) for name in path):
+            if path in self._compressed:
+                key = self._compressed[path]
+                return key.decode().to(key.device)
+            if path not in self._rest.keys(True):
+                known = [*self._compressed, *self._rest.keys(True)]
+                names = [name if isinstance(name, str) else ".".join(name) for name in known]
+                raise UsageError(
+                    f"no key {path!r} in this batch: {did_you_mean('.'.join(path), names)}"
+                )
+            return self._rest.get(path).clone()
+        picked = Picked.of("index", index, self._rest.batch_size[0])
         data = self.minibatch(picked.positions, "envs")
         return data[0] if picked.drops else data
 
-    def _whole(self, item: str) -> torch.Tensor:
-        key = self._compressed.get(item)
-        if key is None:
-            tensor: torch.Tensor = cloned(self._plain[item])
-            return tensor
-        return key.decode_all().to(key.device)
-
 
 class CompressedKey:
-    """A tensor of shape [env, …] or [env, time, …], compressed in groups of environments.
-
-    Args:
-        leaf: The tensor.
-        time: Whether its second axis is time.
-        level: Of the scale of `codec_for`.
-    """
+    """A tensor of shape [env, …] or [env, time, …], compressed in groups of environments."""
 
     def __init__(self, leaf: Leaf, time: bool, level: int) -> None:
         self.dtype, self.shape = leaf.dtype, leaf.shape
@@ -290,7 +269,7 @@ class CompressedKey:
         self._codec = codec_for(self.words, max(1, level), time_last=time)
         row_bytes = leaf.nbytes // self.shape[0]
         self.rows = min(max(1, _GROUP_BYTES // row_bytes), self.shape[0])
-        self.group_bytes, self.raw_bytes = self.rows * row_bytes, leaf.nbytes
+        self.raw_bytes = leaf.nbytes
         self.groups = -(-self.shape[0] // self.rows)
         self._blobs: list[bytes] = []
 
@@ -311,30 +290,24 @@ class CompressedKey:
     def encoded(self, values: NDArray[Any], group: int) -> bytes:
         """Return one group of the tensor, compressed."""
         assert self._codec is not None
-        part = values[self._span(group)].transpose(self._order)
-        return b"".join(self._codec.encode(np.ascontiguousarray(part).reshape(-1)))
+        rows = values[group * self.rows : (group + 1) * self.rows]
+        stored = np.ascontiguousarray(rows.transpose(self._order))
+        return b"".join(self._codec.encode(stored.reshape(-1)))
 
-    def decode(self, group: int, out: NDArray[Any]) -> None:
-        """Decode a group into an array of shape [rows, …] in the order of the original axes."""
-        assert self._codec is not None
-        stored = np.empty(out.transpose(self._order).shape, self.words)
-        self._codec.decode(memoryview(self._blobs[group]), stored.reshape(-1))
-        np.copyto(out.transpose(self._order), stored)
-
-    def decode_all(self) -> torch.Tensor:
-        """Decode everything."""
+    def decode(self) -> torch.Tensor:
+        """Return the tensor, in memory of its own."""
         tensor = empty_tensor(self.dtype, self.shape)
         out = flat_words(tensor).reshape(self.shape)
-        parallel_list(
-            lambda group: self.decode(group, out[self._span(group)]),
-            range(self.groups),
-            name="decompress",
-            nbytes=out.nbytes,
-        )
-        return tensor
 
-    def _span(self, group: int) -> slice:
-        return slice(group * self.rows, (group + 1) * self.rows)
+        def decode(group: int) -> None:
+            assert self._codec is not None
+            place = out[group * self.rows : (group + 1) * self.rows].transpose(self._order)
+            stored = np.empty(place.shape, self.words)
+            self._codec.decode(memoryview(self._blobs[group]), stored.reshape(-1))
+            np.copyto(place, stored)
+
+        parallel_list(decode, range(self.groups), name="decompress", nbytes=out.nbytes)
+        return tensor
 
 
 def compress_key(
@@ -342,11 +315,7 @@ def compress_key(
 ) -> CompressedKey | None:
     """Compress a tensor if it is large and gets smaller; with `always`, whenever it can be.
 
-    Args:
-        leaf: The tensor.
-        time: Whether its second axis is time.
-        level: Of the scale of `codec_for`.
-        always: Whether the user asked for it.
+    `time` says whether its second axis is time, `level` is of the scale of `codec_for`.
     """
     if not leaf.nbytes or (not always and leaf.nbytes < _SMALLEST_BYTES):
         return None
@@ -360,82 +329,40 @@ def compress_key(
 
 
 class _DecodedKeys:
-    """Keys of which some groups were decoded and are kept; the longest unused make way.
+    """Keys that were decoded and are kept; the longest unused make way, and those of lost batches.
 
-    A key that would not fit alone is decoded anew each time, a few groups at a time: minibatches
-    are random, so that each needs all groups, and some of them in a cache would help little.
-
-    Args:
-        limit_bytes: For all of them.
+    A key that would not fit alone is decoded anew each time.
     """
 
     def __init__(self, limit_bytes: int) -> None:
         self._limit_bytes = limit_bytes
         self._lock = threading.Lock()
-        # What was used last is last; those of a batch go with it. Of each, which groups are there.
-        self._keys: WeakKeyDictionary[CompressedKey, tuple[NDArray[Any], NDArray[np.bool_]]]
-        self._keys = WeakKeyDictionary()
-        self.decoded = 0
+        self._keys: WeakKeyDictionary[CompressedKey, torch.Tensor] = WeakKeyDictionary()
 
     @property
     def nbytes(self) -> int:
         """Memory held."""
-        return sum(values.nbytes for values, _ in self._keys.values())
+        return sum(map(tensor_bytes, self._keys.values()))
 
     def gather(self, key: CompressedKey, envs: Ints, steps: Ints | None) -> torch.Tensor:
         """Return rows of a key by environment, or by environment and step."""
         inner = key.shape[1:] if steps is None else key.shape[2:]
         tensor = empty_tensor(key.dtype, (envs.size, *inner))
-        if not tensor.numel():
-            return tensor
-        out = flat_words(tensor).reshape(envs.size, -1)
-        groups = envs // key.rows
-        with self._lock:
-            if key.raw_bytes <= self._limit_bytes:
-                values = self._load(key, np.unique(groups))
-                _take(values, envs, steps, out)
-                return tensor
-            at_once = max(1, self._limit_bytes // key.group_bytes)
-            room = np.empty((at_once * key.rows, *key.shape[1:]), key.words)
-            for first in range(0, key.groups, at_once):
-                here = np.flatnonzero((groups >= first) & (groups < first + at_once))
-                needed = np.unique(groups[here])
-                self._decode(key, needed, room, first)
-                part = np.empty((here.size, out.shape[1]), key.words)
-                _take(room, envs[here] - first * key.rows, _at(steps, here), part)
-                out[here] = part
+        if tensor.numel():
+            rows = envs if steps is None else envs * key.shape[1] + steps
+            out = flat_words(tensor).reshape(envs.size, -1)
+            values = flat_words(self._decoded(key)).reshape(-1, out.shape[1])
+            np.take(values, rows, axis=0, out=out, mode="clip")
         return tensor
 
-    def _load(self, key: CompressedKey, groups: Ints) -> NDArray[Any]:
-        """Return a key in which these groups are there."""
-        values, present = self._keys.pop(key, (None, None))
-        if values is None or present is None:
-            for oldest in list(self._keys):
-                if self.nbytes + key.raw_bytes > self._limit_bytes:
-                    del self._keys[oldest]
-            values, present = np.empty(key.shape, key.words), np.zeros(key.groups, np.bool_)
-        self._keys[key] = values, present
-        self._decode(key, groups[~present[groups]], values, 0)
-        present[groups] = True
-        return values
-
-    def _decode(self, key: CompressedKey, groups: Ints, out: NDArray[Any], first: int) -> None:
-        """Decode groups into an array that begins with the group `first`."""
-
-        def decode(group: int) -> None:
-            start = (group - first) * key.rows
-            stop = start + min(key.rows, key.shape[0] - group * key.rows)
-            key.decode(group, out[start:stop])
-
-        nbytes = groups.size * key.group_bytes
-        parallel_list(decode, groups.tolist(), name="decompress", nbytes=nbytes)
-        self.decoded += groups.size
-
-
-def _at(steps: Ints | None, where: Ints) -> Ints | None:
-    return None if steps is None else steps[where]
-
-
-def _take(values: NDArray[Any], envs: Ints, steps: Ints | None, out: NDArray[Any]) -> None:
-    rows = envs if steps is None else envs * values.shape[1] + steps
-    np.take(values.reshape(-1, out.shape[1]), rows, axis=0, out=out, mode="clip")
+    def _decoded(self, key: CompressedKey) -> torch.Tensor:
+        with self._lock:
+            tensor = self._keys.pop(key, None)
+            if tensor is None:
+                tensor = key.decode()
+                for oldest in list(self._keys):
+                    if self.nbytes + key.raw_bytes > self._limit_bytes:
+                        del self._keys[oldest]
+            if key.raw_bytes <= self._limit_bytes:
+                self._keys[key] = tensor  # the last is the one used last
+            return tensor

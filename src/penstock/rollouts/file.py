@@ -112,12 +112,7 @@ def identity(status: os.stat_result) -> tuple[int, ...]:
 
 
 class RolloutFile:
-    """An open rollout; decodes only what is asked for, and verifies all of that.
-
-    Args:
-        path: The pack.
-        memory: Where blocks are decoded to before they get their shape.
-    """
+    """An open rollout; decodes only what is asked for, and verifies all of that."""
 
     def __init__(self, path: Path, memory: ReusedMemory) -> None:
         try:
@@ -277,12 +272,7 @@ class RolloutFile:
 
 
 class OpenRollouts:
-    """The rollouts that were read last, kept open: a header takes as long as an environment.
-
-    Args:
-        memory: For the batches.
-        most: How many stay open.
-    """
+    """The rollouts that were read last, kept open: a header takes as long as an environment."""
 
     def __init__(self, memory: ReusedMemory, most: int = 4) -> None:
         self._memory = memory

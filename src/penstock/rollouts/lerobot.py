@@ -377,11 +377,7 @@ class Found:
 
 
 def find_rollouts(path: Path, iterations: Iterable[int] | None) -> list[Found]:
-    """Return the rollouts of a file, a folder or a run, in order.
-
-    Raises:
-        UsageError: There is none, or not one of those asked for.
-    """
+    """Return the rollouts of a file, a folder or a run, in order."""
     if not path.exists():
         raise UsageError(f"{path} does not exist; check the path")
     if path.is_file():
@@ -495,17 +491,7 @@ class Plan:
 def make_plan(
     leaves: Mapping[Key, Leaf], odd: Mapping[Key, str], asked: Sequence[str | Key] | None
 ) -> Plan:
-    """Decide what is written.
-
-    Args:
-        leaves: The keys of a rollout that have one frame per environment and step.
-        odd: The other keys, and what is odd about them.
-        asked: Features, dotted keys, or tuples of names; None for all.
-
-    Raises:
-        UsageError: A key that is asked for is not there, or cannot be written; nothing is left; or
-            two keys would have one name.
-    """
+    """Decide what is written."""
     good = {key: leaf for key, leaf in leaves.items() if not _problem(leaf)}
     bad = dict(odd) | {key: problem for key, leaf in leaves.items() if (problem := _problem(leaf))}
     names = feature_names(good)
@@ -544,11 +530,7 @@ def flags_of(leaves: Mapping[Key, Leaf]) -> list[Key]:
 
 
 def feature_names(keys: Iterable[Key]) -> dict[Key, str]:
-    """Return the name of the feature of each key.
-
-    Raises:
-        UsageError: Two keys would have the same.
-    """
+    """Return the name of the feature of each key."""
     keys = list(keys)
     wanted = {key: _lerobot_name(key) for key in keys}
     if "action" not in wanted.values():

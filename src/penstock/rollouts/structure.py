@@ -39,11 +39,7 @@ NONSENSE = (LookupError, ValueError, TypeError, AttributeError, RuntimeError, Re
 
 
 def whole_number(name: str, value: Any, least: int) -> int:
-    """Refuse an argument that is no whole number, or less than the least.
-
-    Raises:
-        UsageError: It is not.
-    """
+    """Refuse an argument that is no whole number, or less than the least."""
     if type(value) is not int or value < least:
         raise UsageError(f"{name}={value!r}: give a whole number, at least {least}")
     return value
@@ -113,12 +109,7 @@ class Axes:
 
 
 def take_apart(data: Any) -> Batch:
-    """Describe a batch and list its tensors.
-
-    Raises:
-        UnsupportedValue: Something in it cannot be stored; its key is named.
-        UsageError: It is not a TensorDict or dict.
-    """
+    """Describe a batch and list its tensors."""
     if not isinstance(data, TensorDictBase | dict):
         raise UsageError(
             f"a rollout is a TensorDict or nested dicts of tensors, not {_class(data)}; wrap it"
@@ -275,15 +266,7 @@ def _refuse(record: dict[str, Json]) -> Any:
 
 
 def choose(known: Iterable[Key], wanted: Iterable[Any] | None) -> set[Key] | None:
-    """Return the keys that a list of keys, tuples and prefixes asks for; None for all.
-
-    Args:
-        known: The keys there are.
-        wanted: What is asked for.
-
-    Raises:
-        UsageError: One of them is not there; the nearest is named.
-    """
+    """Return the keys that a list of keys, tuples and prefixes asks for; None for all."""
     if wanted is None:
         return None
     if isinstance(wanted, str | tuple):
@@ -360,14 +343,11 @@ class Selection:
         axes: Of the batch.
         envs: Which environments.
         steps: Which steps.
-        paired: Environments and steps come in pairs, and each pair is one element of the result;
-            else what is selected are rows and columns.
     """
 
     axes: Axes
     envs: Picked | None = None
     steps: Picked | None = None
-    paired: bool = False
 
     @property
     def whole(self) -> bool:
@@ -384,8 +364,6 @@ class Selection:
         """Return what a shape becomes."""
         if self.whole or not self.axes.cover(shape):
             return shape
-        if self.paired and self.envs is not None and self.steps is not None:
-            return (self.envs.positions.size, *shape[len(self.axes.batch) :])
         leading = [(self.on(axis), size) for axis, size in enumerate(self.axes.batch)]
         kept = [
             size if picked is None else picked.positions.size
@@ -398,16 +376,11 @@ class Selection:
         """Return what the names of the axes of a batch size become."""
         if not self.axes.cover(shape):
             return names
-        if self.paired and self.steps is not None:
-            return [None, *names[len(self.axes.batch) :]]
         dropped = {axis for axis in range(2) if (p := self.on(axis)) is not None and p.drops}
         return [name for axis, name in enumerate(names) if axis not in dropped]
 
     def narrow(self, rows: list[Any], shape: tuple[int, ...]) -> Any:
         """Index nested lists of values as the tensors were indexed; `shape` is the result's."""
-        if self.paired and self.envs is not None and self.steps is not None:
-            pairs = zip(self.envs.positions, self.steps.positions, strict=True)
-            return stack_of([rows[env][step] for env, step in pairs], shape)
         if len(self.axes.batch) > 1:
             rows = [self._picked(row, 1) for row in rows]
         return stack_of(self._picked(rows, 0), shape)

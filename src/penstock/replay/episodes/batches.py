@@ -47,18 +47,7 @@ class NStepTarget(NamedTuple):
 def draw(
     store: EpisodeStore, count: int, rng: np.random.Generator, sequence: int | None, pad: bool
 ) -> Draw:
-    """Draw frames or windows, all alike or by their priorities, and note that they were used.
-
-    Args:
-        store: Holds the episodes, at least one.
-        count: How many frames or windows.
-        rng: Source of random numbers.
-        sequence: Length of the windows; None for single frames.
-        pad: A window may reach beyond the end of its episode.
-
-    Raises:
-        UsageError: There is no episode as long as a window.
-    """
+    """Draw frames or windows, all alike or by their priorities, and note that they were used."""
     index = store.index
     least = sequence if sequence is not None and not pad else None  # frames that must follow
     if least is not None and least > (longest := int(index.lengths.max())):
@@ -90,11 +79,7 @@ def draw(
 def look_ahead(steps: Ints, lengths: Ints, done: Bools) -> NStepTarget:
     """Return what lies n steps ahead of each frame, or nearer where its episode ends.
 
-    Args:
-        steps: Of the frames.
-        lengths: Of their episodes.
-        done: [..., n]: whether the episode is done after each of the n steps; at most the first
-            n - 1 need be known (n = 1: anything).
+    `done` [..., n] says whether the episode is done after each of the n steps.
     """
     count = done.shape[-1]
     inside = steps[..., np.newaxis] + np.arange(count) < lengths[..., np.newaxis]
@@ -118,11 +103,7 @@ def discounted(rewards: Floats, alive: Bools, gamma: float) -> Floats:
 
 
 def n_step_keys(store: EpisodeStore, reward_path: KeyPath, done_path: KeyPath) -> tuple[int, int]:
-    """Return the numbers of the keys that n steps need.
-
-    Raises:
-        UsageError: There are no such keys, or they are no reward and no done.
-    """
+    """Return the numbers of the keys that n steps need."""
     paths = [column.field.path for column in store.columns]
     reward = known(reward_path, paths, "reward_key")
     done = known(done_path, paths, "done_key")
@@ -135,14 +116,7 @@ def n_step_keys(store: EpisodeStore, reward_path: KeyPath, done_path: KeyPath) -
 
 
 class Reader:
-    """Reads frames of a store, every key of them.
-
-    Args:
-        store: Holds the episodes; it must not change meanwhile.
-        settings: Say which keys have a next frame.
-        rows: Of the frames' episodes.
-        steps: Of the frames.
-    """
+    """Reads frames of a store, every key of them."""
 
     def __init__(self, store: EpisodeStore, settings: Settings, rows: Ints, steps: Ints) -> None:
         self._store = store
@@ -156,13 +130,7 @@ class Reader:
         self._made: Leaves = []
 
     def look_ahead(self, count: int, gamma: float, keys: tuple[int, int]) -> None:
-        """Sum the rewards of n steps; what is next is then n steps ahead.
-
-        Args:
-            count: How many steps.
-            gamma: Discount per step.
-            keys: What `n_step_keys` returned.
-        """
+        """Sum the rewards of n steps; what is next is then n steps ahead."""
         reward, done = keys
         steps, lengths = self._steps, self._lengths
         every = np.minimum(steps[:, np.newaxis] + np.arange(count), lengths[:, np.newaxis] - 1)

@@ -24,7 +24,7 @@ from penstock.replay.episodes.schema import (
     read_episode,
     whole_numbers,
 )
-from penstock.replay.episodes.store import EpisodeStore, RecordWriter
+from penstock.replay.episodes.store import Column, EpisodeStore, RecordWriter
 from penstock.replay.keys import Codecs, Key, as_key, as_path
 from penstock.replay.segments import Saved, save_blocks
 
@@ -60,9 +60,6 @@ class DictReplayBuffer:
             batch then has "index", the ids of its frames for `update_priority`, and "weight".
         seed: Makes the draws reproducible.
         spill_dir: A folder on a fast disk for what exceeds `max_bytes`, instead of evicting it.
-
-    Raises:
-        UsageError: An argument is not as above.
 
     Example:
         buffer = DictReplayBuffer(100_000, ["obs", "action", "reward", "done"],
@@ -176,13 +173,13 @@ class DictReplayBuffer:
     def stored_bytes(self) -> int:
         """Bytes of the episodes as they are stored: what `max_bytes` limits."""
         with self._lock:
-            return self._state.store.live_bytes if self._state.store else 0
+            return self._state.store.arena.live_bytes if self._state.store else 0
 
     @property
     def spilled_bytes(self) -> int:
         """Bytes that lie in `spill_dir`."""
         with self._lock:
-            return self._state.store.spilled_bytes if self._state.store else 0
+            return self._state.store.arena.spilled_bytes if self._state.store else 0
 
     @property
     def codecs(self) -> dict[Key, str]:
@@ -230,11 +227,7 @@ class DictReplayBuffer:
         return EpisodeInParts(self)
 
     def remove(self, episode_id: int) -> None:
-        """Forget one episode.
-
-        Raises:
-            UsageError: It is not held.
-        """
+        """Forget one episode."""
         with self._lock:
             store = self._state.store
             row = store.index.row_of(natural("episode_id", episode_id, 0)) if store else None
@@ -313,11 +306,7 @@ class DictReplayBuffer:
         return batches.finished(leaves, drawn.rows.shape, self._device, store.as_tensordict)
 
     def sample_indices(self, batch_size: int) -> Ints:
-        """Draw frames as `sample` does, and return only their ids, for `get`.
-
-        Raises:
-            UsageError: The buffer is empty, or `batch_size` is not a positive whole number.
-        """
+        """Draw frames as `sample` does, and return only their ids, for `get`."""
         count = natural("batch_size", batch_size)
         with self._lock:
             store = self._filled()
@@ -328,9 +317,6 @@ class DictReplayBuffer:
         """Return the frames with these ids, as `sample` would, in the order given.
 
         A frame's id counts all frames ever added. Draws nothing, and counts as no use for "lru".
-
-        Raises:
-            UsageError: One of them is not held any more, or never was.
         """
         ids = whole_numbers("a frame", indices)
         with self._lock:
@@ -442,9 +428,6 @@ class EpisodeInParts:
 
         Args:
             part: As for `DictReplayBuffer.add`; it is copied.
-
-        Raises:
-            UsageError: It is not as for `add`, or the episode would not fit the buffer any more.
         """
         if self.id >= 0:
             raise UsageError("this episode is in the buffer already; begin another")
@@ -455,9 +438,13 @@ class EpisodeInParts:
         fields, arrays, length = read_episode(part, buffer._state.settings.paths)
         if self._store is None:
             with buffer._lock:
-                self._store = buffer._state.store or EpisodeStore.choose(
-                    fields, arrays, buffer._state.settings, buffer._spill_dir, is_tensordict(part)
-                )
+                self._store = buffer._state.store
+                if self._store is None:  # the first episode decides about the codecs
+                    settings = buffer._state.settings
+                    columns = list(map(Column.choose, fields, arrays, settings.codecs))
+                    self._store = EpisodeStore(
+                        columns, settings, buffer._spill_dir, is_tensordict(part)
+                    )
             self._writers = [RecordWriter(column) for column in self._store.columns]
         self._store.check_fields(fields)
         for writer, array in zip(self._writers, arrays, strict=True):
@@ -482,8 +469,6 @@ class EpisodeInParts:
         store, buffer = self._store, self._buffer
         if store is None:
             raise UsageError("the episode has no frames; extend it by at least one")
-        records = [writer.finish() for writer in self._writers]
-        store.check_fits(self._length, records)
         with buffer._lock:
             if buffer._state.store is None:
                 buffer._state.store = store
@@ -495,4 +480,4 @@ class EpisodeInParts:
                     "another thread added the first episode meanwhile, and it has other types, "
                     "shapes or codecs; add this one again"
                 )
-            self.id = buffer._state.store.put(self._length, records)
+            self.id = buffer._state.store.put(self._length, self._writers)

@@ -10,7 +10,7 @@ from numpy.typing import ArrayLike, NDArray
 
 from penstock.errors import UsageError
 from penstock.replay.episodes.index import EpisodeIndex
-from penstock.replay.priority import SumTree, importance_weights
+from penstock.replay.priority import SumTree, checked_priorities, importance_weights
 
 Ints = NDArray[np.int64]
 Bools = NDArray[np.bool_]
@@ -26,9 +26,6 @@ class FramePriorities:
     The frames of an episode take consecutive entries of the tree, behind those of the episode
     before; the *offset* of an episode is where they start. When the end is reached, all move to the
     front: the tree has twice the entries needed, so that this costs little per frame.
-
-    Args:
-        alpha: 0 draws all frames alike, 1 in proportion to their priority.
     """
 
     def __init__(self, alpha: float) -> None:
@@ -38,13 +35,7 @@ class FramePriorities:
         self.tree = SumTree(_FIRST_CAPACITY)
 
     def add(self, length: int, index: EpisodeIndex, offsets: Ints) -> int:
-        """Make room for an episode at the end, and return its offset.
-
-        Args:
-            length: Its frames.
-            index: Of the episodes before it.
-            offsets: Theirs; changed if they move.
-        """
+        """Make room for an episode, and return its offset; `offsets` change if all move."""
         if self.cursor + length > self.tree.capacity:
             self._move(length, index, offsets)
         start = self.cursor
@@ -57,39 +48,20 @@ class FramePriorities:
         self.tree.set(np.arange(offset, offset + length), 0.0)
 
     def update(self, entries: Ints, priorities: ArrayLike) -> None:
-        """Set the priorities of frames, given by their entries.
-
-        Raises:
-            UsageError: A priority is negative or not finite; nothing is changed.
-        """
+        """Set the priorities of frames, given by their entries."""
         raised = self.raised(priorities)
         self.tree.set(entries, raised)
         if raised.size:
             self.largest = max(self.largest, float(raised.max()))
 
     def raised(self, priorities: ArrayLike) -> Floats:
-        """Return priorities as the tree holds them.
-
-        Raises:
-            UsageError: One is negative or not finite.
-        """
-        values = np.asarray(priorities, np.float64)
-        if values.size and not (values.min() >= 0 and values.max() < math.inf):
-            bad = values[~((values >= 0) & (values < math.inf))].flat[0]
-            raise UsageError(f"priority {bad} is not a number from 0; use for example |TD error|")
-        return np.asarray((values + _EPSILON) ** self.alpha)
+        """Return priorities as the tree holds them."""
+        return np.asarray((checked_priorities(priorities) + _EPSILON) ** self.alpha)
 
     def draw(
         self, count: int, rng: np.random.Generator, offsets: Ints, good: Bools | None
     ) -> tuple[Ints, Ints]:
-        """Draw frames; return their rows and steps.
-
-        Args:
-            count: How many.
-            rng: Source of random numbers.
-            offsets: Of each episode.
-            good: By row, the episodes that may be drawn from; None for all.
-        """
+        """Draw frames, of the rows that are `good` (None: all); return their rows and steps."""
         drawn = self.tree.sample(count, rng)
         rows = offsets.searchsorted(drawn, side="right") - 1
         if good is not None:
@@ -128,17 +100,7 @@ class FramePriorities:
     def restore(
         self, layout: dict[str, Any], index: EpisodeIndex, offsets: Ints, values: Floats
     ) -> None:
-        """Lay the tree out as it was, so that it draws the same.
-
-        Args:
-            layout: "capacity" of the tree, "cursor" for the next episode, "largest" entry so far.
-            index: The episodes.
-            offsets: Theirs.
-            values: The entries of all frames held, by position.
-
-        Raises:
-            UsageError: These numbers contradict each other.
-        """
+        """Lay the tree out as it was, so that it draws the same."""
         capacity, cursor = int(layout["capacity"]), int(layout["cursor"])
         largest = float(layout["largest"])
         ends = offsets + index.lengths

@@ -29,9 +29,6 @@ class EpisodeIndex:
     the end and shrinks at the front, in amortised O(1) per episode; columns beyond the index's own
     travel with the rows, for whoever keeps something per episode.
 
-    Args:
-        extra_columns: How many numbers of its own the caller keeps per episode.
-
     Attributes:
         next_id: Id that the next episode will get.
         next_frame: Frame id that the next episode will start with.
@@ -99,12 +96,7 @@ class EpisodeIndex:
         return self._table[number, self._head : self._tail]
 
     def append(self, length: int, extra: Sequence[int] = ()) -> int:
-        """Add an episode; return its id.
-
-        Args:
-            length: Its frames, at least 1.
-            extra: The caller's columns.
-        """
+        """Add an episode; return its id."""
         if length < 1:
             raise UsageError(f"an episode has at least 1 frame, not {length}")
         if self.next_frame + length > np.iinfo(np.int64).max:
@@ -164,11 +156,7 @@ class EpisodeIndex:
         return row if row < len(self) and int(self.ids[row]) == episode_id else None
 
     def find(self, positions: ArrayLike) -> tuple[Ints, Ints]:
-        """Return rows and steps of a batch of positions.
-
-        Raises:
-            UsageError: A position is not in [0, frames).
-        """
+        """Return rows and steps of a batch of positions."""
         wanted = np.asarray(positions, np.int64)
         frames = self.frames
         if wanted.size and (int(wanted.min()) < 0 or int(wanted.max()) >= frames):
@@ -205,9 +193,6 @@ class PrefixSum:
     Args:
         max_len: The most frames to hold.
 
-    Raises:
-        UsageError: `max_len` is not a positive whole number.
-
     Example:
         sums = PrefixSum(max_len=1000)
         for length in (10, 20, 15):
@@ -240,11 +225,7 @@ class PrefixSum:
         return self._index.reallocations
 
     def add(self, val: int) -> None:
-        """Add an episode of `val` frames, forgetting the oldest ones that no longer fit.
-
-        Raises:
-            UsageError: `val` is not a whole number from 1 to `max_len`; nothing is changed.
-        """
+        """Add an episode of `val` frames, forgetting the oldest ones that no longer fit."""
         length = natural("the length of an episode", val)
         if length > self.max_len:
             raise UsageError(f"an episode of {length} frames; at least 1, at most {self.max_len}")
@@ -257,11 +238,7 @@ class PrefixSum:
     @overload
     def get_range_idx(self, idx: ArrayLike) -> Ints: ...
     def get_range_idx(self, idx: Any) -> Any:
-        """Return the number, in `ar`, of the episode that holds a frame, or each of an array.
-
-        Raises:
-            UsageError: A frame is not held.
-        """
+        """Return the number, in `ar`, of the episode that holds a frame, or each of an array."""
         positions = whole_numbers("a frame", idx)
         rows, _ = self._index.find(positions)
         return rows if positions.ndim else int(rows)
@@ -271,11 +248,7 @@ class PrefixSum:
     @overload
     def get_range_relative_idx(self, idx: ArrayLike, range_idx: ArrayLike) -> Ints: ...
     def get_range_relative_idx(self, idx: Any, range_idx: Any) -> Any:
-        """Return the step of a frame inside its episode, or of each of an array.
-
-        Raises:
-            UsageError: A frame does not lie in the episode it is said to lie in.
-        """
+        """Return the step of a frame inside its episode, or of each of an array."""
         positions, given = whole_numbers("a frame", idx), whole_numbers("an episode", range_idx)
         rows, steps = self._index.find(positions)
         wrong = rows != given

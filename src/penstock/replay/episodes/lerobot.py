@@ -54,12 +54,7 @@ class Source:
         episodes: Iterable[int] | None,
         rename: Mapping[str, Key] | None,
     ) -> Source:
-        """Check what the user asks for; see `DictReplayBuffer.from_lerobot`.
-
-        Raises:
-            UsageError: There is no such feature or episode.
-            DataError: There is no dataset.
-        """
+        """Check what the user asks for; see `DictReplayBuffer.from_lerobot`."""
         opened = dataset if isinstance(dataset, Dataset) else Dataset(dataset)
         if isinstance(keys, str):
             raise UsageError(f"keys is the text {keys!r}; give a list of features")

@@ -105,11 +105,7 @@ class BufferState:
 
 
 def load(folder: Path, spill_dir: str | os.PathLike[str] | None) -> tuple[BufferState, Saved]:
-    """Return what was saved, every byte verified.
-
-    Raises:
-        CorruptFile: The folder is damaged.
-    """
+    """Return what was saved, every byte verified."""
     with SegmentLog.read(folder, HOLDER) as log:
         try:
             return _load(log, spill_dir)
@@ -146,7 +142,8 @@ def _load(log: LogReader, spill_dir: str | os.PathLike[str] | None) -> tuple[Buf
         saved.sizes[name] = size
         places = (Place(name, at) for at in table["place"][rows].tolist())
         saved.places.update(zip(table["ids"][rows].tolist(), places, strict=True))
-    store.restore(table["ids"], table["starts"], table["lengths"], extra, state["next"])
+    columns_of_index = (table[name].tolist() for name in ("ids", "starts", "lengths"))
+    store.index.restore(list(zip(*columns_of_index, extra.T.tolist(), strict=True)), state["next"])
     store.clock = int(state["clock"])
     if store.priorities is not None:
         values = log.item("priorities")
@@ -187,7 +184,7 @@ def _read_segment(
             for row, place in zip(rows.tolist(), places.tolist(), strict=True):
                 record = data[ends[place] - sizes[place] : ends[place]]
                 record = column.from_file(record, int(lengths[place]))
-                extra[2 + number, row] = store.put_record(record)
+                extra[2 + number, row] = store.arena.put([record], record.size)
                 extra[2 + count + number, row] = record.size
     return total
 

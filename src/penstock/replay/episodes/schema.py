@@ -60,11 +60,7 @@ class Settings:
         priority: bool | float,
         spill_dir: str | os.PathLike[str] | None,
     ) -> Settings:
-        """Check what the user gave.
-
-        Raises:
-            UsageError: Something is not as `DictReplayBuffer` says.
-        """
+        """Check what the user gave."""
         paths = as_paths(keys)
         if not paths:
             raise UsageError("keys is empty; name what an episode holds")
@@ -109,11 +105,7 @@ class Settings:
         return made
 
     def check_free(self, made: str) -> None:
-        """Refuse to put something into a batch under a name that is one of its keys.
-
-        Raises:
-            UsageError: It is.
-        """
+        """Refuse to put something into a batch under a name that is one of its keys."""
         if any(path[0] == made for path in self.paths):
             raise UsageError(f"the key {made!r} of the episodes is in the way of that of a batch")
 
@@ -142,11 +134,7 @@ class Settings:
 
 
 def natural(what: str, value: Any, least: int = 1) -> int:
-    """Return a whole number.
-
-    Raises:
-        UsageError: It is none, or less than the least.
-    """
+    """Return a whole number."""
     try:
         number = operator.index(value)
     except TypeError:
@@ -157,11 +145,7 @@ def natural(what: str, value: Any, least: int = 1) -> int:
 
 
 def whole_numbers(what: str, values: Any) -> NDArray[np.int64]:
-    """Return an array, a tensor or a list of whole numbers as an array.
-
-    Raises:
-        UsageError: They are none.
-    """
+    """Return an array, a tensor or a list of whole numbers as an array."""
     array = np.asarray(values.cpu() if isinstance(values, torch.Tensor) else values)
     if array.size and array.dtype.kind not in "iu":
         raise UsageError(f"{what} is given as {array.dtype}; use whole numbers")
@@ -180,9 +164,6 @@ def read_episode(
     """Check an episode and return its fields, its arrays [T, *shape] in pack words, and T.
 
     The arrays may be views of what was given.
-
-    Raises:
-        UsageError: It lacks a key, has one too many, is ragged or empty, or holds no numbers.
     """
     found = dict(_leaves(episode, set(paths)))
     for path in found:

@@ -10,7 +10,7 @@ Not thread-safe: the buffer that owns it holds a lock.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from penstock.core.memory import format_bytes
 from penstock.core.reuse import ReusedMemory
 from penstock.errors import CorruptFile, UsageError
-from penstock.replay.arena import Arena, Parts
+from penstock.replay.arena import Arena
 from penstock.replay.episodes.frame_priority import FramePriorities
 from penstock.replay.episodes.index import EpisodeIndex
 from penstock.replay.episodes.schema import Settings
@@ -45,12 +45,7 @@ _SPARE_CHUNKS = 3  # the oldest is partly dead, the newest partly empty, and so 
 
 
 class Column:
-    """How one key is stored.
-
-    Args:
-        field: The key.
-        codec: For its frames.
-    """
+    """How one key is stored."""
 
     def __init__(self, field: Field, codec: FrameCodec) -> None:
         self.field = field
@@ -61,16 +56,7 @@ class Column:
 
     @classmethod
     def choose(cls, field: Field, frames: NDArray[Any], codec: str) -> Column:
-        """Choose a codec from the first episode.
-
-        Args:
-            field: The key.
-            frames: The episode's frames [T, *shape].
-            codec: A name of `frames.CODEC_NAMES`.
-
-        Raises:
-            UsageError: There is no such codec, or it cannot hold these frames.
-        """
+        """Choose a codec from the first episode."""
         return cls(field, choose_codec(frames, codec, show(field.path)))
 
     def config(self) -> dict[str, Any]:
@@ -106,11 +92,7 @@ class Column:
         return self._old is not None
 
     def encode(self, frames: NDArray[Any]) -> Bytes:
-        """Return the record of an episode's frames [T, *shape]; perhaps a view of them.
-
-        Raises:
-            UsageError: The record would be larger than its table can say.
-        """
+        """Return the record of an episode's frames [T, *shape]; perhaps a view of them."""
         if self.plain:
             return frames.reshape(-1).view(np.uint8)
         self.check_size(len(frames), len(frames) * self.field.size)
@@ -123,11 +105,7 @@ class Column:
         return self.codec.encode(rows.reshape(len(frames), self.field.size))
 
     def check_size(self, length: int, nbytes: int) -> None:
-        """Refuse an episode whose record is larger than its table can say.
-
-        Raises:
-            UsageError: It is.
-        """
+        """Refuse an episode whose record is larger than its table can say."""
         if _ENTRY.itemsize * (length + 1) + nbytes > _LARGEST_RECORD:
             raise UsageError(
                 f"{show(self.field.path)}: an episode of {length} frames is too large for "
@@ -135,11 +113,7 @@ class Column:
             )
 
     def from_file(self, record: Bytes, length: int) -> Bytes:
-        """Return a record that comes from a file as it is kept in memory.
-
-        Raises:
-            CorruptFile: It would lead outside of itself.
-        """
+        """Return a record that comes from a file as it is kept in memory."""
         if self._old is not None:
             return self.encode(self._split(record, length, self._old))
         if self.plain:
@@ -166,13 +140,7 @@ class Column:
         return out.reshape(-1, self.field.size)[:length]  # the last block was filled up
 
     def gather(self, records: Addresses, steps: Ints, out: Bytes) -> None:
-        """Fill the rows of `out` [n, size] with frames.
-
-        Args:
-            records: Where the record of each frame's episode lies.
-            steps: Which of its frames is wanted.
-            out: Takes the frames.
-        """
+        """Fill the rows of `out` [n, size] with frames."""
         if self.plain:
             if len(self._sizes) != len(out):  # kept, since batches are mostly alike
                 self._sizes = np.full(len(out), self.field.size)
@@ -188,46 +156,38 @@ class Column:
 
 
 class RecordWriter:
-    """Makes the record of an episode that comes in parts: no more than its bytes are held.
-
-    Args:
-        column: How the key is stored.
-    """
+    """Makes the record of an episode that comes in parts: no more than its bytes are held."""
 
     def __init__(self, column: Column) -> None:
         self._column = column
         self._parts: list[Bytes] = []
         self._lengths: list[Ints] = []
         self._frames = 0
-        self.size = 0
+        self._nbytes = 0
+
+    @property
+    def size(self) -> int:
+        """Bytes of the record so far."""
+        return self._nbytes + (0 if self._column.plain else _ENTRY.itemsize * (self._frames + 1))
 
     def add(self, frames: NDArray[Any], *, copied: bool = True) -> None:
-        """Add frames [n, *shape].
-
-        Args:
-            frames: Encoded here, or kept as they are.
-            copied: Whether to keep a copy: what a codec returns is a view of memory for the worst
-                case, and plain frames may change.
-
-        Raises:
-            UsageError: The record would be larger than its table can say.
-        """
+        """Add frames [n, *shape]; unless `copied`, the caller leaves them alone until `finish`."""
         self._frames += len(frames)
         if self._column.plain:
             data = frames.reshape(-1).view(np.uint8)
         else:
             data, lengths = self._column.encode_frames(frames)
             self._lengths.append(lengths)
-            self._column.check_size(self._frames, self.size + data.size)
+            self._column.check_size(self._frames, self._nbytes + data.size)
         self._parts.append(data.copy() if copied else data)
-        self.size += data.size
+        self._nbytes += data.size
 
-    def finish(self) -> Parts:
-        """Return the record; the writer is of no use after that."""
-        parts, self._parts = self._parts, []
+    def take(self) -> Iterator[Bytes]:
+        """Hand the record over, part by part, each of which is then given up; once only."""
         if not self._column.plain:
-            parts = [_table(np.concatenate(self._lengths)), *parts]
-        return Parts(parts)
+            yield _table(np.concatenate(self._lengths))
+        while self._parts:
+            yield self._parts.pop(0)
 
 
 def _table(lengths: Ints) -> Bytes:
@@ -255,14 +215,7 @@ def _moved(addresses: Addresses, by: Ints) -> Addresses:
 
 
 class EpisodeStore:
-    """Whole episodes, each key of each in one record.
-
-    Args:
-        columns: How each key is stored.
-        settings: What the buffer was told: frames, bytes, who goes first, priorities.
-        spill_dir: Where records beyond `max_bytes` go, instead of being evicted.
-        as_tensordict: Whether batches are TensorDicts.
-    """
+    """Whole episodes, each key of each in one record."""
 
     def __init__(
         self,
@@ -281,39 +234,16 @@ class EpisodeStore:
         chunk = min(_CHUNK_BYTES, max(_LEAST_CHUNK_BYTES, (max_bytes or _CHUNK_BYTES << 5) >> 5))
         self._chunk_bytes = chunk
         memory_bytes = max_bytes if spill_dir is not None else None
-        self._arena = Arena(chunk, memory_bytes=memory_bytes, spill_dir=spill_dir)
+        self.arena = Arena(chunk, memory_bytes=memory_bytes, spill_dir=spill_dir)
         self.index = EpisodeIndex(_FIRST + 2 * len(self.columns))
         self.priorities = FramePriorities(settings.alpha) if settings.alpha is not None else None
         self.clock = 0
-
-    @classmethod
-    def choose(
-        cls,
-        fields: Sequence[Field],
-        arrays: Sequence[NDArray[Any]],
-        settings: Settings,
-        spill_dir: str | os.PathLike[str] | None,
-        as_tensordict: bool,
-    ) -> EpisodeStore:
-        """Make an empty store, with codecs chosen from the first episode."""
-        columns = map(Column.choose, fields, arrays, settings.codecs)
-        return cls(list(columns), settings, spill_dir, as_tensordict)
 
     @property
     def nbytes(self) -> int:
         """Memory held: records, alive or not yet given back, and tables."""
         tree = self.priorities.tree.nbytes if self.priorities else 0
-        return self._arena.nbytes + self.index.nbytes + tree
-
-    @property
-    def live_bytes(self) -> int:
-        """Bytes of the records held, in memory or on disk."""
-        return self._arena.live_bytes
-
-    @property
-    def spilled_bytes(self) -> int:
-        """Bytes on disk."""
-        return self._arena.spilled_bytes
+        return self.arena.nbytes + self.index.nbytes + tree
 
     @property
     def used(self) -> Ints:
@@ -326,11 +256,7 @@ class EpisodeStore:
         return self.index.column(_OFFSET)
 
     def check_fields(self, fields: Sequence[Field]) -> None:
-        """Refuse an episode that looks other than the first one.
-
-        Raises:
-            UsageError: It does.
-        """
+        """Refuse an episode that looks other than the first one."""
         for column, field in zip(self.columns, fields, strict=True):
             if column.field != field:
                 raise UsageError(
@@ -338,12 +264,8 @@ class EpisodeStore:
                     "use a buffer of its own"
                 )
 
-    def check_fits(self, length: int, records: Iterable[Parts | RecordWriter]) -> None:
-        """Refuse an episode that could not be held even alone.
-
-        Raises:
-            UsageError: It could not.
-        """
+    def check_fits(self, length: int, records: Iterable[RecordWriter]) -> None:
+        """Refuse an episode that could not be held even alone."""
         if self._max_frames is not None and length > self._max_frames:
             raise UsageError(
                 f"an episode of {length} frames does not fit max_size={self._max_frames}; "
@@ -356,7 +278,7 @@ class EpisodeStore:
                 "cut it, or make the buffer larger"
             )
 
-    def put(self, length: int, records: Sequence[Parts]) -> int:
+    def put(self, length: int, records: Sequence[RecordWriter]) -> int:
         """Store an episode that was checked, forgetting others to make room; return its id."""
         for gone in self.index.ids[self._victims(length, records)].tolist():
             row = self.index.row_of(gone)
@@ -369,10 +291,10 @@ class EpisodeStore:
         locations: list[int] = []
         try:
             for record in records:
-                locations.append(self._arena.put(record))
+                locations.append(self.arena.put(record.take(), record.size))
         except BaseException:  # a full disk
             freed = np.array(sizes[: len(locations)], np.int64)
-            self._arena.free(np.array(locations, np.int64), freed)
+            self.arena.free(np.array(locations, np.int64), freed)
             if self.priorities is not None:
                 self.priorities.remove(offset, length)
             raise
@@ -382,9 +304,9 @@ class EpisodeStore:
             self.remove(excess)
         return episode_id
 
-    def _victims(self, length: int, records: Sequence[Parts]) -> Ints:
+    def _victims(self, length: int, records: Sequence[RecordWriter]) -> Ints:
         """Return the rows that must go before an episode can come, in the order of their going."""
-        frames, nbytes = self.index.frames + length, self.live_bytes
+        frames, nbytes = self.index.frames + length, self.arena.live_bytes
         nbytes += sum(record.size for record in records)
         rows: list[int] = []
         order = np.argsort(self.used, kind="stable") if self._lru else range(len(self.index))
@@ -400,7 +322,7 @@ class EpisodeStore:
     def _excess(self) -> int | None:
         """Return the row that must go since dead bytes take too much memory; None if none must."""
         over = self._max_bytes is not None and (
-            self._arena.nbytes
+            self.arena.nbytes
             > self._max_bytes + self._max_bytes // _SLACK + _SPARE_CHUNKS * self._chunk_bytes
         )
         if not over or len(self.index) < 2:
@@ -414,11 +336,11 @@ class EpisodeStore:
             self.priorities.remove(int(self.priority_offsets[row]), int(self.index.lengths[row]))
         locations, sizes = self._locations()[:, row].copy(), self._sizes()[:, row].copy()
         self.index.remove(row)
-        self._arena.free(locations, sizes)
-        dead = self._arena.nbytes + self._arena.spilled_bytes - self._arena.live_bytes
-        if dead > max(2 * self._chunk_bytes, self._arena.live_bytes // _SLACK):
+        self.arena.free(locations, sizes)
+        dead = self.arena.nbytes + self.arena.spilled_bytes - self.arena.live_bytes
+        if dead > max(2 * self._chunk_bytes, self.arena.live_bytes // _SLACK):
             table = self._locations()
-            moved = self._arena.compact(table.reshape(-1), self._sizes().reshape(-1))
+            moved = self.arena.compact(table.reshape(-1), self._sizes().reshape(-1))
             if moved is not None:
                 table[:] = moved.reshape(table.shape)
 
@@ -429,16 +351,10 @@ class EpisodeStore:
 
     def addresses(self, rows: Ints) -> NDArray[np.uint64]:
         """Return where the records of episodes lie, [keys, rows]; valid until a change."""
-        return self._arena.addresses(self._locations()[:, rows])
+        return self.arena.addresses(self._locations()[:, rows])
 
     def gather(self, column: int, records: NDArray[np.uint64], steps: Ints) -> Bytes:
-        """Return frames [n, size] of one key, in memory that is used again.
-
-        Args:
-            column: The number of the key.
-            records: Where its records lie, one per frame: a row of `addresses`.
-            steps: Of the frames.
-        """
+        """Return frames [n, size] of one key, in memory that is used again."""
         out = self._memory.array((len(steps), self.columns[column].field.size), np.uint8)
         if len(steps):
             self.columns[column].gather(records, steps, out)
@@ -451,26 +367,7 @@ class EpisodeStore:
     def records(self, column: int, rows: Ints) -> tuple[Bytes, Ints]:
         """Copy records out, one behind the other; return them and their sizes."""
         sizes = self._sizes()[column][rows]
-        return self._arena.gather(self._locations()[column][rows], sizes), sizes
-
-    def put_record(self, record: Bytes) -> int:
-        """Put a record in without an episode, and return its location; `restore` gives it one."""
-        return self._arena.put(record)
-
-    def restore(
-        self, ids: Ints, starts: Ints, lengths: Ints, extra: Ints, next_ids: Sequence[int]
-    ) -> None:
-        """Fill an empty store whose records are in already.
-
-        Args:
-            ids: Of the episodes, in order.
-            starts: Frame ids of their first frames.
-            lengths: Their frames.
-            extra: By row: when used, where its priorities start, locations and sizes of records.
-            next_ids: The next episode id and the next frame id.
-        """
-        rows = zip(ids.tolist(), starts.tolist(), lengths.tolist(), extra.T.tolist(), strict=True)
-        self.index.restore(list(rows), next_ids)
+        return self.arena.gather(self._locations()[column][rows], sizes), sizes
 
     def _locations(self) -> Ints:
         return self.index.columns(_FIRST, _FIRST + len(self.columns))

@@ -7,7 +7,7 @@ well, and the compressed ones are written by the methods of `StorageSlice`.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from types import FrameType
 from typing import TYPE_CHECKING, Any
 
@@ -71,9 +71,6 @@ def place(
     Returns:
         The slots, in the shape in which the data covers them; the cursor and the data, without what
         would be overwritten at once because a place is named again later.
-
-    Raises:
-        UsageError: The data does not fit there.
     """
     single = isinstance(cursor, int | np.integer)
     if isinstance(cursor, range | list | np.ndarray):
@@ -192,7 +189,7 @@ class StorageSlice(TensorDict):  # type: ignore[misc]
             value = value.exclude(*self._absent)
         else:
             changes = dict.fromkeys(self._compressed, value)
-        self._write(slots, changes, lambda: TensorDict.__setitem__(self, index, value))
+        self._owner.write_keys(slots, changes, lambda: TensorDict.__setitem__(self, index, value))
 
     def transpose(self, dim0: int, dim1: int) -> Any:
         """Swap two of the dimensions; a buffer with `dim_extend=1` writes by that."""
@@ -207,7 +204,9 @@ class StorageSlice(TensorDict):  # type: ignore[misc]
         if self._owner is None or path not in self._compressed:
             super().set_(key, item, **options)
             return self
-        self._write(self._slots, {path: item}, lambda: self._update_copy(path, item, ...))
+        self._owner.write_keys(
+            self._slots, {path: item}, lambda: self._update_copy(path, item, ...)
+        )
         return self
 
     def set_at_(self, key: Any, value: Any, index: Any, **options: Any) -> StorageSlice:
@@ -222,7 +221,7 @@ class StorageSlice(TensorDict):  # type: ignore[misc]
             whole = self._owner.get(path).view(-1, *self._owner.shape_of(path))[self._slots]
             whole[index] = value
             return self.set_(key, whole)
-        self._write(slots, {path: value}, lambda: self._update_copy(path, value, index))
+        self._owner.write_keys(slots, {path: value}, lambda: self._update_copy(path, value, index))
         return self
 
     def update_(
@@ -239,7 +238,7 @@ class StorageSlice(TensorDict):  # type: ignore[misc]
             source = source.select(*keys_to_update, strict=False)
         changes = {path: leaf for path, leaf in leaves_of(source) if path in self._compressed}
         rest = source.exclude(*self._absent)
-        self._write(
+        self._owner.write_keys(
             self._slots, changes, lambda: TensorDict.update_(self, rest, clone=clone, **more)
         )
         return self
@@ -258,14 +257,6 @@ class StorageSlice(TensorDict):  # type: ignore[misc]
         copy = self.get(path, None)
         if copy is not None:
             copy[index] = value
-
-    def _write(
-        self, slots: Slots, changes: Mapping[KeyPath, Any], plain: Callable[[], object]
-    ) -> None:
-        """Write the compressed keys, and the plain ones in between: what fails, fails before."""
-        assert self._owner is not None
-        with self._owner.changing(slots, changes):
-            plain()
 
 
 class TensorSlice(torch.Tensor):

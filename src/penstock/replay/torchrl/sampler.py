@@ -10,7 +10,7 @@ import json
 import warnings
 from os import PathLike
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 import torch
@@ -25,7 +25,7 @@ with needs_torchrl("PrioritySampler"):
     from torchrl.data.replay_buffers.samplers import PrioritizedSampler, PrioritizedSliceSampler
     from torchrl.data.replay_buffers.storages import Storage
 
-from penstock.replay.priority import SumTree, importance_weights
+from penstock.replay.priority import SumTree, checked_priorities, importance_weights
 
 KIND = "replay-sampler"
 _FILE = "sampler.pack"
@@ -61,9 +61,6 @@ class PrioritySampler(PrioritizedSampler):  # type: ignore[misc]
             not the largest that was ever seen; after its item was written over, that is 1 until the
             next update, as in TorchRL.
         seed: Of its own random numbers; `buffer.set_rng` takes precedence.
-
-    Raises:
-        UsageError: A setting makes no sense.
 
     Example:
         buffer = TensorDictReplayBuffer(
@@ -119,17 +116,17 @@ class PrioritySampler(PrioritizedSampler):  # type: ignore[misc]
         self._max_priority: Any = None  # a property of the parent: None reads as (None, None)
 
     def sample(self, storage: Storage, batch_size: int) -> tuple[Any, dict[str, Any]]:
-        """Draw slots, with replacement; called by the buffer.
-
-        Raises:
-            UsageError: The storage is empty, or is not the one that this sampler was told about.
-        """
+        """Draw slots, with replacement; called by the buffer."""
         length = len(storage)
         if length == 0:
             raise EmptyStorage("cannot sample from an empty storage; add something first")
         if not self._tree.total > 0:
             raise UsageError("no slot has a priority yet; was this storage filled by other means?")
-        slots = self._tree.sample(batch_size, self._draws(), stratified=False)
+        if self._rng is None:
+            draws = self._generator.random(batch_size)
+        else:
+            draws = torch.rand(batch_size, generator=self._rng, dtype=torch.float64).numpy()
+        slots = self._tree.find(draws * self._tree.total)
         if batch_size and int(slots.max()) >= length:
             raise UsageError(
                 f"slot {int(slots.max())} has a priority, the storage has only {length}; "
@@ -170,12 +167,9 @@ class PrioritySampler(PrioritizedSampler):  # type: ignore[misc]
             slots = np.full(len(coordinates), -1, np.int64)
             slots[known] = np.ravel_multi_index(tuple(coordinates[known].T), shape)
         slots = slots.reshape(-1)
-        values = _doubles(priority).reshape(-1)
+        values = checked_priorities(_doubles(priority)).reshape(-1)
         if values.size not in (1, slots.size):
             raise UsageError(f"{values.size} priorities for {slots.size} slots; give one for each")
-        if values.size and not (np.isfinite(values).all() and values.min() >= 0):
-            bad = values[~(values >= 0) | ~np.isfinite(values)][0]
-            raise UsageError(f"priority {bad} is not a number from 0; give its absolute value")
         known = slots >= 0
         if not known.all():
             slots = slots[known]
@@ -285,11 +279,6 @@ class PrioritySampler(PrioritizedSampler):  # type: ignore[misc]
             return
         self._tree.set(written, values[written] ** (new_alpha / old_alpha))
 
-    def _draws(self) -> np.random.Generator:
-        if self._rng is None:
-            return self._generator
-        return cast(np.random.Generator, _TorchDraws(self._rng))
-
 
 class PrioritySliceSampler(PrioritizedSliceSampler):  # type: ignore[misc]
     """Draws slices of trajectories, by the priorities of their first steps.
@@ -309,13 +298,7 @@ class PrioritySliceSampler(PrioritizedSliceSampler):  # type: ignore[misc]
 
 
 class SegmentTree:
-    """A SumTree as the samplers of TorchRL use theirs.
-
-    Args:
-        tree: The tree.
-        dtype: In which entries are answered.
-        query: Which property of the tree answers `query`.
-    """
+    """A SumTree as the samplers of TorchRL use theirs."""
 
     def __init__(self, tree: SumTree, dtype: torch.dtype, query: str) -> None:
         self._tree = tree
@@ -354,14 +337,3 @@ def _doubles(values: Any) -> NDArray[np.float64]:
     if isinstance(values, torch.Tensor):
         return values.detach().to("cpu", torch.float64).numpy()
     return np.asarray(values, np.float64)
-
-
-class _TorchDraws:
-    """Random numbers of a torch generator, asked for as of a numpy one."""
-
-    def __init__(self, generator: torch.Generator) -> None:
-        self._generator = generator
-
-    def random(self, count: int) -> NDArray[np.float64]:
-        drawn = torch.rand(count, generator=self._generator, dtype=torch.float64)
-        return drawn.numpy()

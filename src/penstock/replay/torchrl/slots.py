@@ -35,12 +35,6 @@ class CompressedColumns:
 
     Not for several threads at once: whoever owns it locks.
 
-    Args:
-        slots: How many.
-        codecs: By the number of the column: any numbers.
-        memory_bytes: Compressed bytes kept in memory; None for all of them.
-        spill_dir: Where the rest goes.
-
     Example:
         columns = CompressedColumns(1000, {0: codec})
         columns.store(np.arange(8), {0: columns.encode(0, frames)})
@@ -64,7 +58,7 @@ class CompressedColumns:
 
     def clear(self) -> None:
         """Give everything back."""
-        self._arena = Arena(**self._settings)
+        self.arena = Arena(**self._settings)
         self._locations[:] = -1
         self._lengths[:] = 0
         self._patience = 0
@@ -72,17 +66,7 @@ class CompressedColumns:
     @property
     def nbytes(self) -> int:
         """Memory held: frames, alive or not yet given back, and tables."""
-        return int(self._arena.nbytes + self._locations.nbytes + self._lengths.nbytes)
-
-    @property
-    def live_bytes(self) -> int:
-        """Compressed bytes of what is stored."""
-        return int(self._arena.live_bytes)
-
-    @property
-    def spilled_bytes(self) -> int:
-        """Compressed bytes that lie on disk."""
-        return int(self._arena.spilled_bytes)
+        return int(self.arena.nbytes + self._locations.nbytes + self._lengths.nbytes)
 
     def slot_bytes(self) -> Ints:
         """Return the compressed bytes of each slot."""
@@ -97,10 +81,10 @@ class CompressedColumns:
         fresh: dict[int, Ints] = {}
         try:
             for column, (data, lengths) in encoded.items():
-                fresh[column] = self._arena.put_many(data, lengths)
+                fresh[column] = self.arena.put_many(data, lengths)
         except BaseException:  # a full disk: what is stored stays as it is
             for column, locations in fresh.items():
-                self._arena.free(locations, encoded[column].lengths)
+                self.arena.free(locations, encoded[column].lengths)
             raise
         for column, locations in fresh.items():
             row = self._row[column]
@@ -111,22 +95,17 @@ class CompressedColumns:
             places[slots] = locations
             sizes[slots] = encoded[column].lengths
             if freed.size:
-                self._arena.free(old[alive], freed)
+                self.arena.free(old[alive], freed)
         self._compact()
 
     def decode(self, column: int, slots: Ints, out: Bytes) -> None:
-        """Decode the frames of slots into `out` of shape [n, size].
-
-        Raises:
-            UsageError: A slot was never written.
-            CorruptFile: The bytes of a frame are not what the codec wrote.
-        """
+        """Decode the frames of slots into `out` of shape [n, size]."""
         row = self._row[column]
         locations = self._locations[row][slots]
         if locations.size and int(locations.min()) < 0:
             empty = int(slots[locations < 0][0])
             raise UsageError(f"slot {empty} was never written, there is nothing to read")
-        addresses = self._arena.addresses(locations)
+        addresses = self.arena.addresses(locations)
         lengths = self._lengths[row][slots].astype(np.int64)
         self.codecs[column].decode(addresses, lengths, out)
 
@@ -134,14 +113,14 @@ class CompressedColumns:
         """Copy the compressed frames of slots out; the slots must be written."""
         row = self._row[column]
         lengths = self._lengths[row][slots].astype(np.int64)
-        return Encoded(self._arena.gather(self._locations[row][slots], lengths), lengths)
+        return Encoded(self.arena.gather(self._locations[row][slots], lengths), lengths)
 
     def _compact(self) -> None:
-        dead = self._arena.nbytes + self._arena.spilled_bytes - self._arena.live_bytes
-        if dead <= max(_SLACK_BYTES, self._arena.live_bytes // 2, self._patience):
+        dead = self.arena.nbytes + self.arena.spilled_bytes - self.arena.live_bytes
+        if dead <= max(_SLACK_BYTES, self.arena.live_bytes // 2, self._patience):
             return
         alive = self._locations >= 0
-        moved = self._arena.compact(self._locations[alive], self._lengths[alive].astype(np.int64))
+        moved = self.arena.compact(self._locations[alive], self._lengths[alive].astype(np.int64))
         if moved is None:  # looking costs: not again before there is more to gain
             self._patience = dead + dead // 4
         else:

@@ -166,7 +166,7 @@ def _batches(source: Source, machine: Machine) -> dict[int, CodecMeasure]:
                 column = compress_key(leaf, True, BATCH_LEVEL)
                 middle = time.perf_counter()
                 if column:
-                    column.decode_all()
+                    column.decode()
                 end = time.perf_counter()
             spent = seconds.setdefault(key, [1e-9, 1e-9])
             spent[0] += middle - begin
