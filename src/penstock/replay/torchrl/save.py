@@ -25,7 +25,7 @@ from penstock.replay.frames import FrameCodec, frame_codec
 from penstock.replay.keys import Field
 from penstock.replay.segments import Block, LogReader, Place, Saved, SegmentLog, save_blocks
 from penstock.replay.torchrl.slots import CompressedColumns, Encoded
-from penstock.replay.torchrl.structure import Form, StorageKeys, as_rows, extras_of
+from penstock.replay.torchrl.structure import Form, KeyTree, as_rows
 from penstock.tensors import flat_words
 
 if TYPE_CHECKING:
@@ -112,7 +112,7 @@ class _Content:
         storage = self._storage
         tracker, columns = storage._tracker, storage._columns
         assert columns is not None
-        plain = [as_rows(leaf.cpu(), 1) for leaf in storage.plain_leaves().values()]
+        plain = [as_rows(leaf.cpu(), 1) for _, leaf, _ in storage._flat]
         slot_bytes = columns.slot_bytes() + sum(rows.shape[1] for rows in plain)
         found: dict[int, Block] = {}
         written = np.unique(np.flatnonzero(tracker.written) // BLOCK)
@@ -135,7 +135,7 @@ class _Content:
         part = _part_of(storage, slots[storage._tracker.written[slots]])
         for name, array in part.items():
             kind, _, number = name.partition(".")
-            key = storage._keys.fields[int(number)] if kind == "plain" else None
+            key = storage._tree.keys[int(number)] if kind == "plain" else None
             items.append(Item(name, key.words(array), key.dtype) if key else Item(name, array))
         return items
 
@@ -206,7 +206,7 @@ def export_state(storage: CompressedStorage) -> dict[str, Any]:
     for name, array in _part_of(storage, np.flatnonzero(storage._tracker.written)).items():
         kind, _, number = name.partition(".")
         if kind == "plain":
-            tensors[name] = storage._keys.fields[int(number)].tensor(array, (len(array),))
+            tensors[name] = storage._tree.keys[int(number)].tensor(array, (len(array),))
         else:
             tensors[name] = torch.from_numpy(array)
     return {
@@ -288,9 +288,9 @@ def _check_dims(storage: CompressedStorage, dims: tuple[int, ...]) -> None:
 def _part_of(storage: CompressedStorage, slots: Ints) -> Part:
     """Copy the content of slots; plain keys as rows of bytes."""
     part: Part = {"slots": slots}
-    for path, leaf in storage.plain_leaves().items():
-        part[f"plain.{storage._keys.number[path]}"] = as_rows(leaf.cpu(), 1)[slots]
-    for k in storage._keys.big:
+    for k, leaf, _ in storage._flat:
+        part[f"plain.{k}"] = as_rows(leaf.cpu(), 1)[slots]
+    for k in storage._tree.big:
         assert storage._columns is not None
         part[f"data.{k}"], part[f"lengths.{k}"] = storage._columns.gather(k, slots)
     return part
@@ -299,9 +299,8 @@ def _part_of(storage: CompressedStorage, slots: Ints) -> Part:
 def describe(storage: CompressedStorage) -> dict[str, Any]:
     """Return everything but the content of slots, as JSON."""
     codecs = storage._columns.codecs if storage._columns else {}
-    extras, names = extras_of(storage._storage, storage.ndim), storage._storage.names
     keys = []
-    for k, key in enumerate(storage._keys.fields):
+    for k, key in enumerate(storage._tree.keys):
         codec = codecs[k].config() if k in codecs else None
         keys.append({**key.config(), "codec": codec, "first": key.path in storage._first_paths})
     return {
@@ -310,8 +309,8 @@ def describe(storage: CompressedStorage) -> dict[str, Any]:
         "len": len(storage),
         "cursor": storage._last_cursor_index,
         "keys": keys,
-        "extras": [[list(path), list(extra)] for path, extra in extras.items()],
-        "names": list(names) if any(name is not None for name in names) else None,
+        "extras": [[list(path), list(extra)] for path, extra in storage._tree.extras.items()],
+        "names": list(storage._storage.names) if storage._names is not None else None,
     }
 
 
@@ -321,11 +320,8 @@ def install(storage: CompressedStorage, state: Any, parts: Iterable[Part]) -> No
         dims = tuple(int(n) for n in state["dims"])
         _check_dims(storage, dims)
         keys = [Field.from_config(record) for record in state["keys"]]
-        paths = [key.path for key in keys]
-        if len(set(paths)) != len(paths):
+        if len({key.path for key in keys}) != len(keys):
             raise CorruptFile("a key is there twice")
-        if any(path[:n] in paths for path in paths for n in range(1, len(path))):
-            raise CorruptFile("a key is a tensor and holds others at once")
         codecs: dict[int, FrameCodec] = {}
         for k, record in enumerate(state["keys"]):
             if record["codec"] is not None:
@@ -333,7 +329,7 @@ def install(storage: CompressedStorage, state: Any, parts: Iterable[Part]) -> No
                 if codecs[k].size != keys[k].size:
                     raise CorruptFile(f"the codec of {keys[k].name} is for frames of another size")
         extras = {tuple(path): tuple(extra) for path, extra in state["extras"]}
-        tree = StorageKeys(keys, list(codecs))
+        tree = KeyTree(keys, extras, list(codecs))
         first = frozenset(
             key.path for key, record in zip(keys, state["keys"], strict=True) if record["first"]
         )
@@ -353,12 +349,8 @@ def install(storage: CompressedStorage, state: Any, parts: Iterable[Part]) -> No
         tracker = SlotTracker(slots, storage._tracker.clock)
         for part in parts:
             _fill(part, tree, leaves, columns, tracker)
-        plain = TensorDict({}, (*dims, *extras.pop(())), names=names)
-        for path in sorted(extras, key=len):
-            plain.set(path, TensorDict({}, (*dims, *extras[path])))
-        for k, leaf in leaves.items():
-            plain.set(keys[k].path, leaf.view(*dims, *keys[k].shape))
-        plain = plain.to(device)
+        shaped = {k: leaf.view(*dims, *keys[k].shape) for k, leaf in leaves.items()}
+        plain = tree.assemble(shaped, dims, torch.device("cpu"), names).to(device)
     except _NONSENSE as error:
         raise CorruptFile(f"its description makes no sense ({error!r})") from error
     if form != Form() or storage._form.kind is None:  # a file does not name a tensorclass
@@ -375,7 +367,7 @@ def install(storage: CompressedStorage, state: Any, parts: Iterable[Part]) -> No
 
 def _fill(
     part: Part,
-    tree: StorageKeys,
+    tree: KeyTree,
     leaves: dict[int, torch.Tensor],
     columns: CompressedColumns,
     tracker: SlotTracker,
@@ -390,7 +382,7 @@ def _fill(
     if np.unique(slots).size != slots.size or tracker.written[slots].any():
         raise CorruptFile("a slot is there twice")
     for k, leaf in leaves.items():
-        key, array = tree.fields[k], part[f"plain.{k}"]
+        key, array = tree.keys[k], part[f"plain.{k}"]
         if array.dtype != DTYPES[key.dtype].words or array.shape != (slots.size, *key.shape):
             raise CorruptFile(f"{key.name} is {array.dtype} {list(array.shape)}")
         rows = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
@@ -400,9 +392,9 @@ def _fill(
         lengths, data = part[f"lengths.{k}"], part[f"data.{k}"]
         whole = lengths.shape == slots.shape and lengths.dtype == np.int64 and data.ndim == 1
         if not whole or data.dtype != np.uint8 or int(lengths.min(initial=0)) < 0:
-            raise CorruptFile(f"the frames of {tree.fields[k].name} make no sense")
+            raise CorruptFile(f"the frames of {tree.keys[k].name} make no sense")
         if int(lengths.max(initial=0)) > data.size or int(lengths.sum()) != data.size:
-            raise CorruptFile(f"the frames of {tree.fields[k].name} have {data.size} bytes")
+            raise CorruptFile(f"the frames of {tree.keys[k].name} have {data.size} bytes")
         encoded[k] = Encoded(data, lengths)
     columns.store(slots, encoded)
     tracker.touch(slots)

@@ -24,7 +24,7 @@ from penstock.core.reuse import ReusedMemory
 from penstock.errors import UnsupportedValue, UsageError
 
 with needs_torchrl("CompressedStorage"):
-    from tensordict import TensorDictBase
+    from tensordict import TensorDict, TensorDictBase
     from torch.utils._pytree import tree_map
     from torchrl.data import LazyTensorStorage, TensorStorage
 
@@ -50,7 +50,7 @@ from penstock.replay.torchrl.save import (
 from penstock.replay.torchrl.slots import CompressedColumns, Encoded
 from penstock.replay.torchrl.structure import (
     Form,
-    StorageKeys,
+    KeyTree,
     as_rows,
     extras_of,
     field_of,
@@ -62,6 +62,7 @@ Slots = NDArray[np.int64]
 Leaves = dict[KeyPath, torch.Tensor]
 
 _PLAIN_BYTES = 256  # below this, a key is not worth a look-up of its own
+_REUSED_BYTES = 64 * 1024
 _SAMPLE_ITEMS = 64  # to choose a codec by
 # Torch has no indexing for these: they go to the columns, compressed or not.
 _NOT_INDEXED = (torch.uint16, torch.uint32, torch.uint64)
@@ -124,26 +125,26 @@ class CompressedStorage(LazyTensorStorage):  # type: ignore[misc]
         self._saving = threading.Lock()
         self._memory = ReusedMemory()
         self._form = Form()
-        self._keys = StorageKeys([])
+        self._tree = KeyTree([], {})
         self._first_paths: frozenset[KeyPath] = frozenset()
         self._columns: CompressedColumns | None = None
         self._tracker = SlotTracker(0)
         self._saved: Saved | None = None
+        self._flat: list[tuple[int, torch.Tensor, int]] = []
         self._dims: tuple[int, ...] = ()
-        self._order: list[KeyPath] = []
+        self._names: list[str | None] | None = None
 
     @property
     def nbytes(self) -> int:
         """Memory held: compressed frames and their tables, and the preallocated plain keys."""
         columns = self._columns.nbytes if self._columns else 0
-        plain = sum(leaf.nbytes for leaf in self.plain_leaves().values())
-        return columns + plain + self._tracker.nbytes
+        return columns + sum(leaf.nbytes for _, leaf, _ in self._flat) + self._tracker.nbytes
 
     @property
     def compressed_keys(self) -> dict[KeyPath, str]:
         """The keys that are compressed, and their codecs; empty before the first write."""
         codecs = self._columns.codecs if self._columns else {}
-        return {self._keys.fields[k].path: codec.id for k, codec in codecs.items()}
+        return {self._tree.keys[k].path: codec.id for k, codec in codecs.items()}
 
     @property
     def settings(self) -> dict[str, Any]:
@@ -153,7 +154,7 @@ class CompressedStorage(LazyTensorStorage):  # type: ignore[misc]
 
     def shape_of(self, path: KeyPath) -> tuple[int, ...]:
         """Return the shape of a key in one slot."""
-        return self._keys.fields[self._keys.number[path]].shape
+        return self._tree.keys[self._tree.number[path]].shape
 
     def set(self, cursor: Any, data: Any, *, set_cursor: bool = True) -> None:
         """Write slots; called by the buffer's writer.
@@ -175,37 +176,37 @@ class CompressedStorage(LazyTensorStorage):  # type: ignore[misc]
             slots, cursor, data = place(cursor, data, self.ndim, self.max_size, self._dims)
             lead = slots.ndim
             leaves = dict(leaves_of(data))
-            keys, columns = self._keys, self._columns
+            tree, columns = self._tree, self._columns
             if columns is None:
-                keys, columns = self._choose(leaves, slots)
+                tree, columns = self._choose(leaves, extras_of(data, lead), slots)
             else:
                 self._check(leaves, lead, partial=not set_cursor)
             flat = slots.reshape(-1)
             encoded: dict[int, Encoded] = {}
-            big = {keys.fields[k].path: k for k in keys.big}
-            for path in big.keys() & leaves.keys():
-                rows = as_rows(leaves[path].cpu(), lead)
-                encoded[big[path]] = columns.encode(big[path], rows)
+            for k in tree.big:
+                if tree.keys[k].path in leaves:
+                    rows = as_rows(leaves[tree.keys[k].path].cpu(), lead)
+                    encoded[k] = columns.encode(k, rows)
             columns.store(flat, encoded)
-            plain = data.exclude(*big) if big else data
+            plain = data.exclude(*(tree.keys[k].path for k in tree.big)) if tree.big else data
             first = not self.initialized
             super().set(cursor, plain, set_cursor=set_cursor)
             if first:
                 self._form = form
-                self._adopt(keys, columns, SlotTracker(self._capacity, self._tracker.clock))
-            elif not leaves.keys() <= keys.number.keys():
+                self._adopt(tree, columns, SlotTracker(self._capacity, self._tracker.clock))
+            elif not leaves.keys() <= tree.number.keys():
                 self._add_keys(leaves, lead)
             self._tracker.touch(flat)
 
     def get(self, index: Any) -> Any:
         """Read slots, by any index that a TensorDict takes; or one key of all of them."""
         with self._lock:
-            return self._read(index, self._keys.big)
+            return self._read(index, self._tree.big)
 
     def __getitem__(self, item: Any) -> Any:
         # A sampler asks for `storage[:]` at every batch, to look at one small column of it. Who
         # asks decides only about cost: a caller that is not known here gets everything.
-        if self._keys.big and reads_columns(sys._getframe(1)):
+        if self._tree.big and reads_columns(sys._getframe(1)):
             with self._lock:
                 return self._read(item, [])
         return self.get(item)
@@ -214,14 +215,17 @@ class CompressedStorage(LazyTensorStorage):  # type: ignore[misc]
         """Read slots, in the form of the data; of the compressed keys only those in `big`."""
         path = key_path(index)
         if path is not None:
-            wanted = [k for k in self._keys.big if self._keys.fields[k].path[: len(path)] == path]
+            wanted = [k for k in self._tree.big if self._tree.keys[k].path[: len(path)] == path]
             return self._get_any(slice(None), wanted)[path]
+        slots = self._fast_slots(index)
+        if slots is not None:
+            return self._form.unwrap(self._gather(slots, big))
         if self._form.structure is not None and type(index) is tuple and len(index) > self.ndim:
-            whole = self._form.unwrap(self._get_any(slice(None), self._keys.big))
+            whole = self._form.unwrap(self._get_any(slice(None), self._tree.big))
             return tree_map(lambda leaf: leaf[index], whole)  # into the tensors, beyond the slots
         content = self._get_any(index, big)
         data = self._form.unwrap(content)
-        if self._form.is_tensor and isinstance(content, StorageSlice) and self._keys.big:
+        if self._form.is_tensor and isinstance(content, StorageSlice) and self._tree.big:
             return TensorSlice.over(data, content)
         return data
 
@@ -249,8 +253,8 @@ class CompressedStorage(LazyTensorStorage):  # type: ignore[misc]
             kept = slots.size - 1 - last
             encoded: dict[int, Encoded] = {}
             for path, value in changes.items():
-                k = self._keys.number[path]
-                key = self._keys.fields[k]
+                k = self._tree.number[path]
+                key = self._tree.keys[k]
                 target = torch.empty((*slots.shape, *key.shape), dtype=key.torch_dtype)
                 target[...] = value
                 encoded[k] = self._columns.encode(k, as_rows(target, slots.ndim)[kept])
@@ -259,11 +263,19 @@ class CompressedStorage(LazyTensorStorage):  # type: ignore[misc]
                 self._columns.store(flat, encoded)
                 self._tracker.touch(flat)
 
+    def _slice(self, content: Any, index: Any, slots: Slots | None = None) -> Any:
+        """Let what an index gives write through to the storage, where TorchRL's own would."""
+        if not isinstance(content, TensorDictBase) or not is_view(index):
+            return content
+        if slots is None:
+            slots = slots_at((self._len_along_dim0, *self._dims[1:]), index)
+        return StorageSlice.over(content, self, slots)
+
     def flatten(self) -> Any:
         """Return a storage of one dimension with the same content, decoded."""
         if self.ndim == 1:
             return self
-        content = self._get_any(slice(None), self._keys.big).flatten(0, self.ndim - 1)
+        content = self._get_any(slice(None), self._tree.big).flatten(0, self.ndim - 1)
         return TensorStorage(self._form.unwrap(content))
 
     def state_dict(self, *, compressed: bool = True) -> dict[str, Any]:
@@ -327,7 +339,9 @@ class CompressedStorage(LazyTensorStorage):  # type: ignore[misc]
         leaf: torch.Tensor = super()._conditional_patch_leaf(key)
         return leaf
 
-    def _choose(self, leaves: Leaves, slots: Slots) -> tuple[StorageKeys, CompressedColumns]:
+    def _choose(
+        self, leaves: Leaves, extras: dict[KeyPath, tuple[int, ...]], slots: Slots
+    ) -> tuple[KeyTree, CompressedColumns]:
         """Decide, from the first data, which keys are worth compressing; changes nothing."""
         if not leaves:
             raise UsageError("the first data has no tensors; there is nothing to store")
@@ -344,24 +358,26 @@ class CompressedStorage(LazyTensorStorage):  # type: ignore[misc]
         inner = int(np.prod(slots.shape[slots.ndim - self.ndim + 1 :]))
         capacity = -(-self.max_size // inner) * inner
         columns = CompressedColumns(capacity, codecs, **self._spill)
-        return StorageKeys(keys, list(codecs)), columns
+        return KeyTree(keys, extras, list(codecs)), columns
 
-    def _adopt(self, keys: StorageKeys, columns: CompressedColumns, tracker: SlotTracker) -> None:
+    def _adopt(self, tree: KeyTree, columns: CompressedColumns, tracker: SlotTracker) -> None:
         """Take over a structure, when `_storage` holds its plain keys."""
-        self._columns, self._tracker = columns, tracker
-        self._first_paths = frozenset(keys.number) - _ADDED_BY_TORCHRL
+        self._tree, self._columns, self._tracker = tree, columns, tracker
+        self._first_paths = frozenset(tree.number) - _ADDED_BY_TORCHRL
+        self._refresh()
+
+    def _refresh(self) -> None:
+        """Note what the fast path needs: flat views of the plain keys, dimensions, names."""
         self._dims = tuple(self._total_shape)
-        self._set_keys(keys)
-
-    def _set_keys(self, keys: StorageKeys) -> None:
-        self._keys = keys
-        # The order of an answer: that of the data, and TensorDicts within it that may be empty.
-        self._order = [*keys.number, *filter(None, extras_of(self._storage, self.ndim))]
-
-    def plain_leaves(self) -> Leaves:
-        """Return the tensors of the plain keys, all slots in one dimension."""
-        paths = [self._keys.fields[k].path for k in self._keys.plain]
-        return {path: self._storage.get(path).flatten(0, self.ndim - 1) for path in paths}
+        last = self.ndim - 1
+        self._flat = []
+        for k in self._tree.plain:
+            leaf = self._storage.get(self._tree.keys[k].path).flatten(0, last)
+            row_bytes = leaf.nbytes // max(1, len(leaf))
+            self._flat.append((k, leaf, row_bytes))
+        names = self._storage.names
+        named = any(name is not None for name in names)
+        self._names = [None, *names[self.ndim :]] if named else None
 
     def _check(self, leaves: Leaves, lead: int, partial: bool) -> None:
         """Refuse data that is not like the first; new keys are welcome, as in TorchRL."""
@@ -371,29 +387,30 @@ class CompressedStorage(LazyTensorStorage):  # type: ignore[misc]
                 names = ", ".join(sorted(".".join(path) for path in missing))
                 raise UsageError(f"the data lacks {names}, which the first data had")
         for path, tensor in leaves.items():
-            number = self._keys.number.get(path)
+            number = self._tree.number.get(path)
             if number is None and tensor.dtype in _NOT_INDEXED:
                 raise UnsupportedValue(
                     f"{'.'.join(path)} was not in the first data, and torch cannot write "
                     f"{tensor.dtype} by index; convert it, or have it from the start"
                 )
             found = field_of(path, tensor, lead)
-            if number is not None and self._keys.fields[number] != found:
+            if number is not None and self._tree.keys[number] != found:
                 raise UsageError(
-                    f"the data has {found}, the first data had {self._keys.fields[number]}; "
+                    f"the data has {found}, the first data had {self._tree.keys[number]}; "
                     "a storage keeps one type and shape per key"
                 )
 
     def _add_keys(self, leaves: Leaves, lead: int) -> None:
         """A later write brought keys (TorchRL adds "index" itself); they are plain."""
-        keys = self._keys
+        tree = self._tree
         added = [
             field_of(path, tensor, lead)
             for path, tensor in leaves.items()
-            if path not in keys.number
+            if path not in tree.number
         ]
-        self._set_keys(StorageKeys([*keys.fields, *added], keys.big))
+        self._tree = KeyTree([*tree.keys, *added], tree.extras, tree.big)
         self._tracker.touch_all()
+        self._refresh()
 
     def _fast_slots(self, index: Any) -> Slots | None:
         """Return the slots of the indices that samplers make; None for all others."""
@@ -418,29 +435,44 @@ class CompressedStorage(LazyTensorStorage):  # type: ignore[misc]
             slots = numbers if slots is None else slots * limit + numbers
         return slots
 
+    def _gather(self, slots: Slots, big: list[int]) -> TensorDict:
+        index = torch.from_numpy(slots)
+        device = self._storage.device
+        on_cpu = device is None or device.type == "cpu"
+        if not on_cpu:
+            index = index.to(device)
+        count = slots.size
+        tensors: dict[int, torch.Tensor] = {}
+        for k, leaf, row_bytes in self._flat:
+            if on_cpu and row_bytes * count >= _REUSED_BYTES:
+                rows = self._memory.array((count, row_bytes), np.uint8)
+                out = self._tree.keys[k].tensor(rows, (count,))
+                tensors[k] = torch.index_select(leaf, 0, index, out=out)
+            else:
+                tensors[k] = leaf.index_select(0, index)
+        for k in big:
+            tensors[k] = self._decode(k, slots)
+        return self._tree.assemble(tensors, (count,), device, self._names)
+
     def _decode(self, k: int, slots: Slots) -> torch.Tensor:
         assert self._columns is not None
-        rows = self._memory.array((slots.size, self._keys.fields[k].size), np.uint8)
+        rows = self._memory.array((slots.size, self._tree.keys[k].size), np.uint8)
         self._columns.decode(k, slots.reshape(-1), rows)
-        tensor = self._keys.fields[k].tensor(rows, slots.shape)
+        tensor = self._tree.keys[k].tensor(rows, slots.shape)
         device = self._storage.device
         return tensor if device is None or device.type == "cpu" else tensor.to(device)
 
     def _get_any(self, index: Any, big: list[int]) -> Any:
-        """Let TorchRL's storage say what an index means, and add compressed keys of those slots."""
-        content = super().get(index)
-        if not self._keys.big:
-            return content
-        view = is_view(index) and isinstance(content, TensorDictBase)
-        if not big and not view:
-            return content
-        slots = self._fast_slots(index)
-        if slots is None:
-            slots = slots_at((self._len_along_dim0, *self._dims[1:]), index)
-        if big:
-            if view:
-                content = content.copy()  # it may be the storage's own
-            for k in big:
-                content.set(self._keys.fields[k].path, self._decode(k, slots))
-            content = content.select(*self._order, strict=False)
-        return StorageSlice.over(content, self, slots) if view else content
+        """Let a TensorDict of slot numbers say what an index means, however odd it is."""
+        plain = super().get(index)
+        if not self._tree.big:
+            return plain
+        if not big:
+            return self._slice(plain, index)
+        slots = slots_at((self._len_along_dim0, *self._dims[1:]), index)
+        tensors = {k: plain.get(self._tree.keys[k].path) for k in self._tree.plain}
+        for k in big:
+            tensors[k] = self._decode(k, slots)
+        names = plain.names if self._names is not None else None
+        content = self._tree.assemble(tensors, slots.shape, plain.device, names)
+        return self._slice(content, index, slots)

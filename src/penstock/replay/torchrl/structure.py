@@ -1,13 +1,15 @@
-"""The structure of a storage's data: the form in which the user has it, and its keys.
+"""The structure of a storage's data: the form in which the user has it, and the tree of its keys.
 
 Within, a storage keeps a TensorDict. It takes the form of its first data, be it a TensorDict, a
-tensorclass, a bare tensor or a pytree, and answers in that form, as TorchRL's own storages do.
+tensorclass, a bare tensor or a pytree, and answers in that form, as TorchRL's own storages do. The
+tree of keys is taken apart once, at the first write. After that an answer is a list of tensors in a
+fixed order, and building the nested TensorDict around them costs a few microseconds.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -131,21 +133,84 @@ def stack_items(items: list[Any]) -> Any:
         raise UsageError(f"the items of the list do not fit together ({error})") from error
 
 
-class StorageKeys:
-    """The keys of a storage by number: first those of the first data, then what came later.
+@dataclass
+class _Node:
+    """A (nested) TensorDict: tensors by their number, others by their own node."""
 
-    Attributes:
-        fields: The keys, in order.
-        number: Of each path.
+    extra: tuple[int, ...]
+    children: dict[str, int | _Node] = field(default_factory=dict)
+
+
+class KeyTree:
+    """The keys of a storage, and the structure that all answers of it have.
+
+    Args:
+        keys: The tensors, in order.
+        extras: Batch dimensions beyond those of the storage, of the root `()` and of each nested
+            TensorDict, by path.
         big: Numbers of the keys that are compressed.
-        plain: Numbers of the others.
     """
 
-    def __init__(self, fields: Sequence[Field], big: Sequence[int] = ()) -> None:
-        self.fields = list(fields)
-        self.number = {field.path: k for k, field in enumerate(self.fields)}
+    def __init__(
+        self,
+        keys: Sequence[Field],
+        extras: Mapping[KeyPath, tuple[int, ...]],
+        big: Sequence[int] = (),
+    ) -> None:
+        self.keys = list(keys)
+        self.extras = dict(extras)
+        self.number = {key.path: k for k, key in enumerate(self.keys)}
         self.big = list(big)
-        self.plain = [k for k in range(len(self.fields)) if k not in big]
+        self.plain = [k for k in range(len(self.keys)) if k not in big]
+        self._root = _Node(self.extras.get((), ()))
+        for path in sorted(self.extras, key=len):
+            self._node(path)
+        for number, key in enumerate(self.keys):
+            self._node(key.path[:-1]).children[key.path[-1]] = number
+
+    def _node(self, path: KeyPath) -> _Node:
+        node = self._root
+        for depth, name in enumerate(path):
+            extra = self.extras.get(path[: depth + 1], self._root.extra)
+            child = node.children.setdefault(name, _Node(extra))
+            if not isinstance(child, _Node):
+                raise CorruptFile(f"{'.'.join(path)} is a tensor and holds others at once")
+            node = child
+        return node
+
+    def assemble(
+        self,
+        tensors: Mapping[int, torch.Tensor],
+        batch: tuple[int, ...],
+        device: torch.device | None,
+        names: Sequence[str | None] | None = None,
+    ) -> TensorDict:
+        """Build the TensorDict of an answer."""
+        size = torch.Size((*batch, *self._root.extra))
+        answer = self._build(self._root, tensors, batch, size, device)
+        if names is not None:
+            answer.names = list(names)
+        return answer
+
+    def _build(
+        self,
+        node: _Node,
+        tensors: Mapping[int, torch.Tensor],
+        batch: tuple[int, ...],
+        size: torch.Size,
+        device: torch.device | None,
+    ) -> TensorDict:
+        source: dict[str, Any] = {}
+        for name, child in node.children.items():
+            if isinstance(child, int):
+                if child in tensors:
+                    source[name] = tensors[child]
+            else:
+                inner = size if child.extra == node.extra else torch.Size((*batch, *child.extra))
+                source[name] = self._build(child, tensors, batch, inner, device)
+        # The shapes are known to fit; the public constructor would check every one of them again,
+        # at five times the cost of gathering a small key.
+        return TensorDict._new_unsafe(source=source, batch_size=size, device=device)
 
 
 def leaves_of(data: TensorDictBase, path: KeyPath = ()) -> Iterator[tuple[KeyPath, torch.Tensor]]:
