@@ -239,5 +239,5 @@ def test_foxglove_messages_need_no_map(tmp_path):
     assert any(name.startswith("observation.images.") for name in features)
     with open_bag(bag) as opened:
         _, _, left_out = look(opened)
-    assert "compressed video" in left_out["/video"]
+    assert "no key frame" in left_out["/video"]  # its packets are made up
     assert "/cloud" in left_out

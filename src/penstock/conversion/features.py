@@ -7,9 +7,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import numpy as np
+
 from penstock.bags import Bag, Message
 from penstock.conversion.mapping import GAP_FLAG, Mapping, Vector
-from penstock.conversion.plan import Plan
+from penstock.conversion.plan import CameraPlan, Plan
 from penstock.dataset.layout import Feature
 from penstock.errors import DataError, UsageError
 from penstock.media.images import picture_size
@@ -40,10 +42,14 @@ def describe(
             continue
         camera = plan.cameras[name]
         size = camera.camera.resize
-        if size is None:
+        if size is None and camera.video is not None:
+            size = camera.video.width, camera.video.height
+        elif size is None:
             image = bag.decoder(camera.topic).image(first[camera.topic].data)
             size = picture_size(image.data, image.encoding, image.width, image.height)
         codec = mapping.codec_of(feature)
+        if codec == "copy" and camera.video is not None:
+            _check_copied(bag, camera, plan.episodes)
         width, height = size
         if codec != "png" and codec != "copy" and (width % 2 or height % 2):
             raise DataError(
@@ -56,6 +62,16 @@ def describe(
     if mapping.gap == "flag":
         features[GAP_FLAG] = Feature("float32", (1,), ["gap"])
     return features
+
+
+def _check_copied(bag: Bag, camera: CameraPlan, episodes: Sequence[tuple[int, int]]) -> None:
+    """Check that packets can be copied: each frame shows the next one of them, and all do."""
+    for number, (first, after) in enumerate(episodes):
+        if np.any(np.diff(np.sort(camera.ordinals[first:after])) != 1):
+            raise DataError(
+                f"{bag.path}: {camera.topic}: the frames of episode {number} leave packets out or "
+                "repeat them, and codec copy needs each once: use h264, which decodes them"
+            )
 
 
 def _vector(

@@ -19,7 +19,7 @@ from penstock.conversion.mapping import (
     Source,
     Vector,
 )
-from penstock.conversion.worth import Worth, first_message, worth_of
+from penstock.conversion.worth import Worth, first_key, first_message, worth_of
 from penstock.errors import DataError, UsageError
 from penstock.media.images import ImageDecoder
 
@@ -108,6 +108,9 @@ def _camera(bag: Bag, topic: str) -> Camera:
     Raises:
         DataError: It cannot.
     """
+    if bag.topics[topic].media == "video":
+        key = first_key(bag, topic)
+        return _sized(topic, "color", key.width, key.height)
     image = bag.decoder(topic).image(first_message(bag, topic))
     words = (image.data, image.encoding, image.width, image.height, image.step, image.is_big_endian)
     plain = image.encoding in ("mono16", "png") and "depth" in topic.lower()
@@ -118,6 +121,10 @@ def _camera(bag: Bag, topic: str) -> Camera:
         kind = "color"
         frame = ImageDecoder().color(*words)
         width, height = frame.width, frame.height
+    return _sized(topic, kind, width, height)
+
+
+def _sized(topic: str, kind: Literal["color", "depth"], width: int, height: int) -> Camera:
     if min(width, height) < 2:
         raise DataError(f"its pictures are {width}x{height}")
     even = width // 2 * 2, height // 2 * 2
@@ -146,12 +153,10 @@ def look(bag: Bag) -> tuple[dict[str, Worth], dict[str, Camera], dict[str, str]]
     for name, topic in bag.topics.items():
         found = Worth(reason="no messages")
         try:
-            if topic.count and topic.media == "image":
+            if topic.count and topic.media is not None:
                 cameras[name] = _camera(bag, name)
                 continue
-            if topic.count and topic.media == "video":
-                found = Worth(reason="compressed video, which is not converted yet")
-            elif topic.count:
+            if topic.count:
                 found = worth_of(topic, bag)
         except (DataError, UsageError) as error:
             reason = str(error).removeprefix(f"{bag.path}: ").removeprefix(f"{name}: ")
@@ -237,7 +242,7 @@ def to_yaml(mapping: Mapping, bag: Bag) -> str:
         f"clock: {mapping.clock}             # bag (when recorded) or header (the message's stamp)",
         f"gap: {mapping.gap}              # a hole of the timeline: drop, split, hold or flag",
         f"hold_s: {mapping.hold_s}            # holes up to this many seconds show the last one",
-        f"codec: {mapping.codec}            # h264, av1, copy (JPEG as recorded) or png",
+        f"codec: {mapping.codec}            # h264, av1, copy (JPEG, video as recorded) or png",
         f"depth_codec: {mapping.depth_codec}   # depth12 (12 bit, lossless) or grey8",
         *([f"timeline: {json.dumps(mapping.timeline)}"] if mapping.timeline else []),
         *([f"timeline_hz: {mapping.timeline_hz}"] if mapping.timeline_hz else []),

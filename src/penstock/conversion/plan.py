@@ -40,6 +40,7 @@ from penstock.conversion.timeline import (
     split,
 )
 from penstock.errors import DataError
+from penstock.media.packets import KeyFrame
 
 _UNLIMITED: Final = float(2**62)
 
@@ -63,11 +64,21 @@ class SourcePlan:
 
 @dataclass(slots=True)
 class CameraPlan:
-    """One camera: its topic, and the picture of every frame."""
+    """One camera: its topic, and the picture of every frame.
+
+    Attributes:
+        camera: What is asked of it.
+        topic: The topic chosen among its own.
+        ordinals: The message of every frame.
+        video: For packets of a video, the first that stands alone; None for pictures.
+        in_file_order: The stamps of the messages rise in file order.
+    """
 
     camera: Camera
     topic: str
     ordinals: Times
+    video: KeyFrame | None = None
+    in_file_order: bool = True
 
 
 @dataclass(slots=True)
@@ -249,8 +260,10 @@ class Planner:
         skew: dict[str, Times] = {}
         for name, feature in mapping.features.items():
             if isinstance(feature, Camera):
-                whole = found[f"{name}/0"]
-                cameras[name] = CameraPlan(feature, topics[name][0][1], whole.before[keep])
+                whole, topic = found[f"{name}/0"], topics[name][0][1]
+                video = self._stamps.first_key(topic)
+                ordered = video is None or self._stamps.of(topic).in_file_order
+                cameras[name] = CameraPlan(feature, topic, whole.before[keep], video, ordered)
                 skew[name] = whole.skew_ns[keep]
                 continue
             vectors[name] = []

@@ -29,7 +29,9 @@ from penstock.conversion.mapping import (
     Mapping,
     Source,
 )
+from penstock.conversion.worth import first_key
 from penstock.errors import DataError
+from penstock.media.packets import KeyFrame
 from penstock.ui.suggestions import did_you_mean
 
 Mask = NDArray[np.bool_]
@@ -49,6 +51,7 @@ class Stamps:
         self._clock = clock
         self._last: tuple[str, Ordered] | None = None
         self._headers: dict[str, Times] = {}
+        self._keys: dict[str, KeyFrame] = {}
         self.where = str(bag.path)
 
     def prepare(self, topics: Iterable[str]) -> None:
@@ -63,8 +66,20 @@ class Stamps:
             stamps = self._headers.get(topic)
             if stamps is None:
                 stamps = self._bag.times(topic)
-            self._last = (topic, in_order(stamps))
+            key = self.first_key(topic)
+            if key is None:
+                ordered = in_order(stamps)
+            else:  # what comes before it has no picture
+                ordered = in_order(stamps[key.ordinal :], reordered=True)
+                ordered = replace(ordered, ordinals=ordered.ordinals + key.ordinal)
+            self._last = (topic, ordered)
         return self._last[1]
+
+    def first_key(self, topic: str) -> KeyFrame | None:
+        """Return the packet with which a video begins; None for topics of other kinds."""
+        if self._bag.topics[topic].media == "video" and topic not in self._keys:
+            self._keys[topic] = first_key(self._bag, topic)
+        return self._keys.get(topic)
 
     def count(self, topic: str) -> int:
         """Return the number of messages of a topic; 0 if there is no such topic."""

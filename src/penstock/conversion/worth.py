@@ -13,6 +13,7 @@ from typing import Final, Literal
 
 from penstock.bags import Bag, Decoder, Topic
 from penstock.errors import DataError
+from penstock.media.packets import CODECS, KeyFrame, PacketDecoder, is_key
 
 Role = Literal["state", "action", "other"]
 
@@ -111,6 +112,29 @@ def worth_of(topic: Topic, bag: Bag) -> Worth:
 def first_message(bag: Bag, topic: str) -> bytes | memoryview:
     """Return the first message of a topic."""
     return bag.first_messages([topic])[topic].data  # a copy: a view would keep its chunk
+
+
+def first_key(bag: Bag, topic: str) -> KeyFrame:
+    """Return the first packet of a video topic that stands alone, decoded for its size.
+
+    Raises:
+        DataError: It cannot, or there is none.
+    """
+    decoder = bag.decoder(topic)
+    for message in bag.read([topic]):
+        packet = decoder.image(message.data)
+        if packet.encoding not in CODECS or is_key(packet.encoding, packet.data):
+            try:
+                packets = PacketDecoder(packet.encoding)
+                pictures = packets.decode(message.ordinal, packet.data) + packets.flush()
+            except DataError as error:
+                raise DataError(f"{bag.path}: {topic}: {error}") from None
+            if not pictures:
+                continue
+            frame = pictures[0][1]
+            size = frame.width, frame.height
+            return KeyFrame(message.ordinal, packet.encoding, *size, frame.format.name)
+    raise DataError(f"{bag.path}: {topic} has no key frame: its packets cannot be decoded")
 
 
 def _role(topic: Topic) -> Role:
