@@ -16,7 +16,7 @@ from penstock.dataset.reader import Dataset
 from penstock.errors import DataError
 from penstock.media.packets import is_key
 
-from .videos import ENCODERS, HEIGHT, WIDTH, Packet, encode, number_in, record
+from .videos import ENCODERS, HEIGHT, WIDTH, Packet, decoded, encode, number_in, record
 
 QUIET = {"progress": "quiet", "memory": "1GB"}
 KEY = "observation.images.cam"
@@ -210,7 +210,8 @@ def test_campaign_of_many_frames(tmp_path, kind):
             for p in kept
         ]
         path = record(tmp_path / f"{seed}.mcap", kind.split()[0], places)
-        truth = {p.shows + int(pauses[p.shows]): p.shows for p in packets}
+        seen = decoded(kind, packets)
+        truth = {p.shows + int(pauses[p.shows]): seen[p.shows] for p in packets}
         for codec in ("h264", "copy"):
             out = tmp_path / f"{seed}-{codec}"
             report = convert(path, out, codec=codec, clock="header" if by_show else "bag")

@@ -73,6 +73,15 @@ def encode(kind: str, count: int, key_every: int = 30) -> list[Packet]:
     return packets
 
 
+def decoded(kind: str, packets: list[Packet]) -> list[int]:
+    """Return the numbers that av sees in the pictures: an encoder may have spoilt a square."""
+    name = {"h264": "h264", "h265": "hevc", "av1": "libdav1d", "vp9": "vp9"}[kind.split()[0]]
+    decoder = av.CodecContext.create(name, "r")
+    frames = [frame for packet in packets for frame in decoder.decode(av.Packet(packet.data))]
+    frames += decoder.decode(None)
+    return [number_in(frame.to_ndarray(format="rgb24")) for frame in frames]
+
+
 def record(
     path: Path,
     codec: str,

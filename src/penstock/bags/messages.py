@@ -115,6 +115,7 @@ class Decoder:
             raise type(error)(f"{self._where}: {error}") from error
         self._vectors: dict[str, Callable[[Data], NDArray[np.float64]]] = {}
         self._names: dict[str, Callable[[Data], tuple[str, ...]] | None] = {}
+        self._texts: dict[str, Callable[[Data], memoryview]] = {}
         self._stamp, self.stamp_bytes = self._layout.stamp_reader()
         self._image: Callable[[Data], ImageMessage] | None = None
 
@@ -149,6 +150,19 @@ class Decoder:
             return () if find is None else find(data)
         except DataError as error:
             raise DataError(f"{self._where}: {path}: {error}") from None
+
+    def text(self, data: Data, path: str) -> str:
+        """Return the text at a path.
+
+        Raises:
+            DataError: There is no text at that path, or the message is damaged.
+        """
+        try:
+            if path not in self._texts:
+                self._texts[path] = self._layout.find_bytes(path)
+            return bytes(self._texts[path](data)).decode("utf-8", "replace")
+        except DataError as error:
+            raise DataError(f"{self._where}: {error}") from None
 
     def fields(self) -> dict[str, str]:
         """Return the paths of all numbers, and the text of their types, such as "float64[]"."""

@@ -39,6 +39,8 @@ AUTO_NAMES: Final = frozenset(
     ("timestamp", "frame_index", "episode_index", "index", "task_index", "task")
 )
 GAP_FLAG: Final = "observation.gap"
+# So that the datasets of earlier versions go on with the settings that they were begun with.
+_ADDED_LATER: Final = frozenset(("episodes", "tasks", "table"))
 _FEATURE_NAME: Final = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,99}")
 
 
@@ -126,6 +128,58 @@ class Camera:
 
 
 @dataclass(frozen=True, slots=True)
+class Events:
+    """A topic that tells where episodes begin; what lies outside of them is left out.
+
+    Attributes:
+        topic: Its name. That of a recorded service (".../_service_event") begins one by each call.
+        field: A flag or number: an episode lasts for as long as it is above 0.5. A text: see
+            `begin`. None: each message begins an episode, which lasts to the next.
+        begin: Texts that begin an episode, such as "start*".
+        end: Texts that end it; None lets it last to the next.
+    """
+
+    topic: str
+    field: str = ""
+    begin: str | None = None
+    end: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Tasks:
+    """What the robot does, in words, by bag or by episode; one of these.
+
+    Attributes:
+        topic: The text last said there when an episode begins, or first said in it.
+        field: Of its messages.
+        name: What the name of the bag is like, such as "{task}_*"; "_" becomes a space.
+        folder: The name of the folder that the bag lies in; "_" becomes a space.
+    """
+
+    topic: str | None = None
+    field: str = "data"
+    name: str | None = None
+    folder: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class TableRow:
+    """A row of a table of episodes and tasks.
+
+    Attributes:
+        bag: The name of the bag, with or without its ending or folders; "" for any.
+        start_s: When an episode begins, from the start of the recording, or from 1970.
+        end_s: When it ends; None for the start of the next.
+        task: What the robot does; "" leaves that to the rest of the mapping.
+    """
+
+    bag: str = ""
+    start_s: float | None = None
+    end_s: float | None = None
+    task: str = ""
+
+
+@dataclass(frozen=True, slots=True)
 class Mapping:
     """Everything that decides what the dataset holds.
 
@@ -144,6 +198,9 @@ class Mapping:
         codec: For colour pictures: h264, av1, copy or png.
         depth_codec: For depth pictures: depth12 or grey8.
         task: What the robot does, for the learner.
+        episodes: The topic that tells where episodes begin; None for one per bag.
+        tasks: Where the task of each bag or episode comes from; None for `task`.
+        table: Episodes and tasks by bag.
         robot_type: Name of the robot.
         window_frames: Frames that are put together before they are written.
         nonfinite: What NaN and infinity do: "keep" them and say so, "hold" the last finite value
@@ -164,6 +221,9 @@ class Mapping:
     codec: Codec = "h264"
     depth_codec: Codec = "depth12"
     task: str = "task"
+    episodes: Events | None = None
+    tasks: Tasks | None = None
+    table: tuple[TableRow, ...] = ()
     robot_type: str = "unknown"
     window_frames: int = 1000
     nonfinite: NonFinite = "keep"
@@ -189,7 +249,7 @@ class Mapping:
         return self.depth_codec if camera.kind == "depth" else self.codec
 
     def to_json(self) -> dict[str, Any]:
-        """Return all of it as JSON values."""
+        """Return all of it as JSON values; what was added later only where it is used."""
         content: dict[str, Any] = _plain(asdict(self))
         for name, feature in self.features.items():
             content["features"][name]["feature"] = (
@@ -223,6 +283,17 @@ def _check(mapping: Mapping) -> None:
     if mapping.depth_codec not in DEPTH_CODECS:
         hint = did_you_mean(mapping.depth_codec, DEPTH_CODECS)
         raise UsageError(f"depth_codec is {mapping.depth_codec!r}: {hint}")
+    if mapping.episodes is not None and any(row.start_s is not None for row in mapping.table):
+        raise UsageError("episodes and a table with times exclude each other: choose one")
+    events = mapping.episodes
+    if events and (events.begin or events.end) and not (events.begin and events.field):
+        raise UsageError("episodes: begin and end are texts of a field: give field and begin")
+    if mapping.tasks is not None:
+        ways = (mapping.tasks.topic, mapping.tasks.name, mapping.tasks.folder or None)
+        if sum(way is not None for way in ways) != 1:
+            raise UsageError("tasks: give one of topic, name and folder")
+        if mapping.tasks.name is not None and mapping.tasks.name.count("{task}") != 1:
+            raise UsageError(f"tasks: name is {mapping.tasks.name!r}: put {{task}} into it, once")
     for name, feature in mapping.features.items():
         _check_feature(mapping, name, feature)
 
@@ -268,7 +339,9 @@ def _check_feature(mapping: Mapping, name: str, feature: Vector | Camera) -> Non
 
 def _plain(value: Any) -> Any:
     if isinstance(value, dict):
-        return {key: _plain(entry) for key, entry in value.items()}
+        return {
+            key: _plain(entry) for key, entry in value.items() if entry or key not in _ADDED_LATER
+        }
     if isinstance(value, list | tuple):
         return [_plain(entry) for entry in value]
     return value

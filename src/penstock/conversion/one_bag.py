@@ -176,8 +176,8 @@ class _Run:
     def run(self) -> None:
         times = self._plan.times
         episodes = [
-            Episode(after - first, self._mapping.task, int(times[first]), int(times[after - 1]))
-            for first, after in self._plan.episodes
+            Episode(after - first, task, int(times[first]), int(times[after - 1]))
+            for (first, after), task in zip(self._plan.episodes, self._plan.tasks, strict=False)
         ]
         settings = {
             name: _video_settings(self._mapping.codec_of(camera.camera), camera.video)

@@ -23,6 +23,7 @@ from penstock.conversion.align import (
     inside,
     match,
 )
+from penstock.conversion.episodes import find_spans, span_of, tasks_of
 from penstock.conversion.mapping import (
     Camera,
     Mapping,
@@ -97,6 +98,7 @@ class Plan:
         timeline_hz: Its rate.
         joints: By topic and field: the names of the numbers in the first message, where it has any.
             Later messages may have them in another order.
+        tasks: What the robot does in each episode.
     """
 
     times: Times
@@ -110,6 +112,7 @@ class Plan:
     timeline_hz: float
     topics: list[str] = field(default_factory=list)
     joints: dict[tuple[str, str], tuple[str, ...]] = field(default_factory=dict)
+    tasks: list[str] = field(default_factory=list)
 
     @property
     def frames(self) -> int:
@@ -155,7 +158,13 @@ class Planner:
             DataError: A topic is missing, or nothing is left.
         """
         topics = dict(self._resolve())
-        self._stamps.prepare({topic for chosen in topics.values() for _, topic in chosen})
+        mapping = self._mapping
+        spoken = (
+            mapping.episodes and mapping.episodes.topic,
+            mapping.tasks and mapping.tasks.topic,
+        )
+        events = {topic for topic in spoken if topic and self._stamps.count(topic)}
+        self._stamps.prepare({t for chosen in topics.values() for _, t in chosen} | events)
         timeline, hz = choose_timeline(self._stamps, self._mapping, topics)
         used = [topic for chosen in topics.values() for _, topic in chosen]
         frames = lay_out(self._stamps, self._mapping, timeline, hz, used, self._account)
@@ -173,7 +182,21 @@ class Planner:
         for reason, bad in reasons:
             self._account.drop(reason, int((keep & bad).sum()))
             keep &= ~bad
-        return self._finish(topics, timeline, hz, frames, found)
+        start_ns = self._bag.start_ns if mapping.clock == "bag" else int(frames.times[0])
+        spans = find_spans(self._bag, self._stamps, mapping, start_ns)
+        numbers = None
+        if spans is not None:
+            numbers = span_of(frames.times, spans, str(self._bag.path))
+            self._account.drop("outside of the episodes", int((keep & (numbers < 0)).sum()))
+            keep &= numbers >= 0
+            empty = len(spans) - len(np.unique(numbers[keep]))
+            self._account.note("episodes without a frame", empty)
+        plan = self._finish(topics, timeline, hz, frames, found, numbers)
+        tasks = tasks_of(self._bag, self._stamps, mapping, plan.times, plan.episodes)
+        if spans is not None and numbers is not None:
+            of = numbers[keep]
+            tasks = [spans[of[a]].task or t for (a, _), t in zip(plan.episodes, tasks, strict=True)]
+        return replace(plan, tasks=tasks)
 
     def _resolve(self) -> Iterator[tuple[str, list[Choice]]]:
         """Choose the topic of every source of every feature."""
@@ -246,6 +269,7 @@ class Planner:
         hz: float,
         frames: Frames,
         found: dict[str, Match],
+        spans: Times | None,
     ) -> Plan:
         mapping, account = self._mapping, self._account
         keep = frames.keep
@@ -276,7 +300,7 @@ class Planner:
                 part = taken.setdefault(id(whole), whole.take(keep))
                 vectors[name].append(SourcePlan(source, topic, part, gap))
                 skew.setdefault(name, part.skew_ns)
-        episodes = split(times, mapping, account)
+        episodes = split(times, mapping, account, None if spans is None else spans[keep])
         flagged = frames.held[keep] if mapping.gap == "flag" else None
         used_topics = dict.fromkeys(
             [camera.topic for camera in cameras.values()]

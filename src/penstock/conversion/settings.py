@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import csv
 from collections.abc import Collection, Sequence
 from collections.abc import Mapping as AnyMapping
 from dataclasses import MISSING as NO_DEFAULT
@@ -11,8 +12,11 @@ from typing import Any, Final, get_args, get_type_hints
 
 from penstock.conversion.mapping import (
     Camera,
+    Events,
     Mapping,
     Source,
+    TableRow,
+    Tasks,
     Vector,
 )
 from penstock.core.files import storage_error
@@ -40,7 +44,29 @@ def from_json(content: AnyMapping[str, Any], where: str = "mapping") -> Mapping:
         if values["timeline"] != values.get("fps"):
             raise UsageError(f"{where}: timeline is {values['timeline']}, and fps is not: set fps")
         values["timeline"] = "rate"
-    return Mapping(features=features, **_fit(Mapping, values, where, skip={"features"}))
+    parts: dict[str, Any] = {}
+    for key, kind in (("episodes", Events), ("tasks", Tasks)):
+        part = values.pop(key, None)
+        if part is not None and not isinstance(part, AnyMapping):
+            raise UsageError(f"{where}: {key} is {part!r}: give it as keys, such as topic: /name")
+        if part is not None:
+            parts[key] = kind(**_fit(kind, dict(part), f"{where}: {key}"))
+    table = values.pop("table", None) or ()
+    parts["table"] = load_table(Path(table)) if isinstance(table, str) else _rows(table, where)
+    return Mapping(features=features, **parts, **_fit(Mapping, values, where, skip={"features"}))
+
+
+def _rows(table: Any, where: str) -> tuple[TableRow, ...]:
+    if not isinstance(table, Sequence) or not all(isinstance(row, AnyMapping) for row in table):
+        raise UsageError(f"{where}: a table is a list of rows with bag, start, end and task")
+    rows = []
+    for number, row in enumerate(table, 1):
+        values = {str(key).strip(): value for key, value in row.items() if value not in (None, "")}
+        for short in ("start", "end"):  # as people write them
+            if short in values:
+                values[f"{short}_s"] = values.pop(short)
+        rows.append(TableRow(**_fit(TableRow, values, f"{where}: row {number}")))
+    return tuple(rows)
 
 
 def _feature(entry: Any, where: str) -> Vector | Camera:
@@ -143,33 +169,61 @@ def _is_number(value: Any, kind: type) -> bool:
 
 
 def load_map(path: Path) -> Mapping:
-    """Read a mapping from a YAML file."""
-    return from_json(load_yaml(path), str(path))
+    """Read a mapping from a YAML file; a table that it names lies beside it."""
+    content = load_yaml(path)
+    if isinstance(content.get("table"), str):
+        content["table"] = str(path.parent / content["table"])
+    return from_json(content, str(path))
+
+
+def load_table(path: Path) -> tuple[TableRow, ...]:
+    """Read a table of episodes and tasks: CSV with a line of names, or YAML with a list of rows."""
+    text = _read_text(path)
+    if path.suffix.lower() in (".yaml", ".yml"):
+        return _rows(_parse_yaml(path, text), str(path))
+    try:
+        rows: list[dict[str, Any]] = list(csv.DictReader(text.lstrip("\ufeff").splitlines()))
+    except csv.Error as error:
+        raise UsageError(f"{path} is not CSV: {error}") from error
+    for number, row in enumerate(rows, 1):
+        if None in row:
+            raise UsageError(f"{path}: row {number} has more columns than the first line has names")
+        for key in row:
+            if key.strip().removesuffix("_s") in ("start", "end") and row[key]:
+                row[key] = parse_value(row[key])
+    return _rows(rows, str(path))
 
 
 def load_yaml(path: Path) -> dict[str, Any]:
     """Read a YAML file of settings; tags that would build objects are refused."""
-    from ruamel.yaml import YAML
-    from ruamel.yaml.error import YAMLError
+    content = _parse_yaml(path, _read_text(path))
+    if not isinstance(content, dict):
+        raise UsageError(f"{path} holds no settings: write `key: value` lines")
+    return content
 
+
+def _read_text(path: Path) -> str:
     try:
         if path.stat().st_size > _MAX_YAML_BYTES:
             raise UsageError(f"{path} is larger than {_MAX_YAML_BYTES} bytes: not a settings file")
-        text = path.read_text(encoding="utf-8")
+        return path.read_text(encoding="utf-8")
     except FileNotFoundError:
         raise UsageError(f"there is no settings file {path}: check the path") from None
     except OSError as error:
         raise storage_error("read", path, error) from error
     except UnicodeDecodeError as error:
         raise UsageError(f"{path} is not a text file: {error.reason}") from error
+
+
+def _parse_yaml(path: Path, text: str) -> Any:
+    from ruamel.yaml import YAML
+    from ruamel.yaml.error import YAMLError
+
     try:
-        content = YAML(typ="safe", pure=True).load(text)
+        return YAML(typ="safe", pure=True).load(text)
     except (YAMLError, ValueError, RecursionError) as error:
         reason = " ".join(str(error).split())
         raise UsageError(f"{path} is not YAML: {reason}") from error
-    if not isinstance(content, dict):
-        raise UsageError(f"{path} holds no settings: write `key: value` lines")
-    return content
 
 
 def parse_value(text: str) -> Any:

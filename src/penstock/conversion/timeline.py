@@ -229,14 +229,17 @@ def _is_long(step_ns: int, mapping: Mapping) -> bool:
     return bool(step_ns > (mapping.hold_s + 1.6 / mapping.fps) * SECOND_NS)
 
 
-def split(times: Times, mapping: Mapping, account: Account) -> list[tuple[int, int]]:
-    """Cut the frames into episodes: at gaps if asked for, and at the longest length."""
-    cuts = [k + 1 for k, step in enumerate(np.diff(times)) if _is_long(int(step), mapping)]
-    if mapping.gap != "split":
-        account.note("jumps in time within an episode", len(cuts))
-        cuts = []
+def split(
+    times: Times, mapping: Mapping, account: Account, spans: Times | None = None
+) -> list[tuple[int, int]]:
+    """Cut the frames into episodes: where their span changes, at gaps, at the longest length."""
+    edges = set() if spans is None else {*(np.flatnonzero(np.diff(spans)) + 1).tolist()}
+    jumps = [k + 1 for k, step in enumerate(np.diff(times)) if _is_long(int(step), mapping)]
+    if mapping.gap == "split":
+        edges.update(jumps)
+    account.note("jumps in time within an episode", len(set(jumps) - edges))
     episodes = []
-    for first, after in pairwise([0, *cuts, len(times)]):
+    for first, after in pairwise([0, *sorted(edges), len(times)]):
         step = mapping.split_frames or after - first
         episodes += [(start, min(start + step, after)) for start in range(first, after, step)]
     return episodes
