@@ -10,6 +10,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from penstock.bags import Bag, Message
+from penstock.bags.transforms import is_pair
 from penstock.conversion.mapping import GAP_FLAG, Mapping, Vector
 from penstock.conversion.plan import CameraPlan, Plan
 from penstock.dataset.layout import Feature
@@ -90,7 +91,9 @@ def _vector(
             length += 1
             continue
         decoder, data = bag.decoder(part.topic), first[part.topic].data
-        values, named = decoder.vector(data, source.field), decoder.names(data, source.field)
+        named = decoder.names(data, source.field)
+        pair = is_pair(source.field)  # it need not be in the first message
+        values = np.zeros(len(named)) if pair else decoder.vector(data, source.field)
         place = part.topic, source.field
         one = source.field.endswith("]")
         if place in joints:

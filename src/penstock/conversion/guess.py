@@ -10,6 +10,7 @@ from dataclasses import asdict, dataclass, fields, replace
 from typing import Any, Final, Literal
 
 from penstock.bags import Bag
+from penstock.bags.transforms import is_pair
 from penstock.conversion import kuavo
 from penstock.conversion.align import SECOND_NS, in_order
 from penstock.conversion.mapping import (
@@ -86,7 +87,8 @@ def guess_mapping(bag: Bag) -> Mapping:
         groups.setdefault(key, []).extend(Source((name,), field) for field in worth.fields)
     for key in sorted(groups, key=lambda key: (key != "observation.state", key != "action")):
         slowest = min(rate_of(bag, source.topics[0]).hz for source in groups[key])
-        features[key] = _vector(groups[key], slow=slowest * 1.5 < fps)
+        pairs = any(is_pair(source.field) for source in groups[key])
+        features[key] = _vector(groups[key], slow=pairs or slowest * 1.5 < fps)
     for topic, camera in cameras.items():
         name = _camera_name(topic)
         features[_free(features, name if camera.kind == "depth" else f"images.{name}")] = camera

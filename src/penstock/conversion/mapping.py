@@ -50,7 +50,8 @@ class Source:
 
     Attributes:
         topics: Names to try; the first one that the bag has messages of is taken.
-        field: Path of the field within the message, such as "position" or "joint_data.joint_q".
+        field: Path of the field within the message, such as "position" or "joint_data.joint_q";
+            "parent>child" is the transform between two frames (in a file: frame: [parent, child]).
         select: First and one-past-last place within the field; None takes all.
         scale: Factor.
         threshold: Instead of a factor: 1 above this value, 0 otherwise.

@@ -13,6 +13,7 @@ from typing import Any, Final
 import numpy as np
 
 from penstock.bags import Bag
+from penstock.bags.transforms import is_pair
 from penstock.conversion.account import Account
 from penstock.conversion.align import (
     MISSING,
@@ -223,10 +224,11 @@ class Planner:
     ) -> tuple[Match, list[tuple[str, Mask]]]:
         """Find the messages of a topic; return also the frames that have none, by reason."""
         tolerance_s = feature.tolerance_s if source.tolerance_s is None else source.tolerance_s
-        key = (topic, feature.align, tolerance_s, feature.missing)
+        pair = source.field if isinstance(source, Source) and is_pair(source.field) else ""
+        key = (topic, pair, feature.align, tolerance_s, feature.missing)
         if key in self._matches:
             return self._matches[key]
-        ordered = self._stamps.of(topic)
+        ordered = self._stamps.of(topic, pair)
         self._account.note(f"{topic}: duplicate stamps", ordered.duplicates)
         self._account.note(f"{topic}: stamps out of order", ordered.disordered)
         frame_ns = SECOND_NS / self._mapping.fps

@@ -15,6 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from penstock.bags import Bag, Decoder, Message
+from penstock.bags.transforms import SIZE, is_pair
 from penstock.conversion.features import other_joints
 from penstock.conversion.mapping import GAP_FLAG, Source, Vector
 from penstock.conversion.mapping import Mapping as Settings
@@ -46,7 +47,10 @@ class _Topic:
         if message.ordinal != self.wanted[self.next_wanted]:
             return False
         for path in self.paths:
-            values = self._in_order(self.decoder.vector(message.data, path), path, message)
+            values = self.decoder.vector(message.data, path)
+            if is_pair(path) and not len(values):  # it is another transform that a frame needs
+                values = np.full(SIZE, np.nan)
+            values = self._in_order(values, path, message)
             if len(values) != self.lengths.setdefault(path, len(values)):
                 raise DataError(
                     f"{self.name}: {path} has {len(values)} numbers in message {message.ordinal}, "

@@ -80,7 +80,7 @@ def _feature(entry: Any, where: str) -> Vector | Camera:
         return Camera(**_fit(Camera, values, where))
     if "sources" not in values:  # the short form: one source, its keys beside the feature's
         wide = {f.name for f in fields(Vector)}
-        own = ({f.name for f in fields(Source)} | {"topic"}) - wide
+        own = ({f.name for f in fields(Source)} | {"topic", "frame"}) - wide
         unknown = next((key for key in values if key not in own | wide), None)
         if unknown is not None:
             hint = did_you_mean(unknown, own | wide)
@@ -101,6 +101,12 @@ def _source(entry: Any, where: str, depth: int = 0) -> Source:
     values = dict(entry)
     if "topic" in values:
         values["topics"] = (values.pop("topic"),)
+    if "frame" in values:
+        pair = values.pop("frame")
+        named = isinstance(pair, Sequence) and not isinstance(pair, str) and len(pair) == 2
+        if not named or not all(isinstance(name, str) and name for name in pair):
+            raise UsageError(f"{where}: frame is {pair!r}: give two names, [parent, child]")
+        values["field"] = ">".join(pair)
     if values.get("otherwise") is not None:
         values["otherwise"] = _source(values["otherwise"], f"{where}, otherwise", depth + 1)
     return Source(**_fit(Source, values, where, skip={"otherwise"}))

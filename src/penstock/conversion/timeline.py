@@ -12,6 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from penstock.bags import Bag
+from penstock.bags.transforms import is_pair
 from penstock.conversion.account import Account
 from penstock.conversion.align import (
     MISSING,
@@ -52,6 +53,7 @@ class Stamps:
         self._last: tuple[str, Ordered] | None = None
         self._headers: dict[str, Times] = {}
         self._keys: dict[str, KeyFrame] = {}
+        self._pairs: dict[str, dict[str, list[int]]] = {}
         self.where = str(bag.path)
 
     def prepare(self, topics: Iterable[str]) -> None:
@@ -60,8 +62,13 @@ class Stamps:
             with_header = [t for t in topics if self._bag.decoder(t).stamp_reader() is not None]
             self._headers = self._bag.header_stamps(with_header)
 
-    def of(self, topic: str) -> Ordered:
-        """Return the messages of a topic in order; only the last one asked for is kept."""
+    def of(self, topic: str, field: str = "") -> Ordered:
+        """Return the messages of a topic in order; only the last one asked for is kept.
+
+        Those that hold a transform, if the field is one.
+        """
+        if is_pair(field):
+            return self._with_pair(topic, field)
         if self._last is None or self._last[0] != topic:
             stamps = self._headers.get(topic)
             if stamps is None:
@@ -74,6 +81,23 @@ class Stamps:
                 ordered = replace(ordered, ordinals=ordered.ordinals + key.ordinal)
             self._last = (topic, ordered)
         return self._last[1]
+
+    def _with_pair(self, topic: str, field: str) -> Ordered:
+        if topic not in self._pairs:
+            found: dict[str, list[int]] = {}
+            self._pairs[topic] = found
+            transforms = self._bag.decoder(topic).transforms
+            for message in self._bag.read([topic]):
+                for pair in transforms.pairs(message.data):
+                    found.setdefault(pair, []).append(message.ordinal)
+        pairs = self._pairs[topic]
+        wanted = ">".join(name.lstrip("/") for name in field.split(">"))
+        if wanted not in pairs:
+            hint = did_you_mean(wanted, pairs)
+            raise DataError(f"{self.where}: {topic} has no transform {wanted}: {hint}")
+        whole = self.of(topic)
+        there = np.isin(whole.ordinals, pairs[wanted])
+        return replace(whole, times=whole.times[there], ordinals=whole.ordinals[there])
 
     def first_key(self, topic: str) -> KeyFrame | None:
         """Return the packet with which a video begins; None for topics of other kinds."""

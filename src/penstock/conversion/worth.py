@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Final, Literal
 
 from penstock.bags import Bag, Decoder, Topic
+from penstock.bags.transforms import SIZE
 from penstock.errors import DataError
 from penstock.media.packets import CODECS, KeyFrame, PacketDecoder, is_key
 
@@ -29,7 +30,12 @@ _FIELDS: Final = {  # where the definition holds settings and codes beside the m
     "LocationFix": ("latitude", "longitude", "altitude"),
     "BatteryState": ("voltage", "percentage"),
     "Range": ("range",),
+    "MultiDOFJointState": ("transforms",),
+    "MultiDOFJointTrajectory": ("points[0].transforms",),
 }
+_TRANSFORMS: Final = ("TFMessage", "tfMessage", "FrameTransforms")
+_MOST_TRANSFORMS: Final = 8
+_LOOKED_AT: Final = 500  # messages of transforms
 _NEVER: Final = {
     "rcl_interfaces/": "parameters and logs",
     "rosgraph_msgs/": "logs and clocks",
@@ -40,8 +46,6 @@ _NEVER: Final = {
     "dynamic_reconfigure/": "parameters",
     "bond/": "signs of life",
     "map_msgs/": "a map",
-    "tf2_msgs/": "transforms of many frames",
-    "tf/": "transforms of many frames",
     "sensor_msgs/msg/CameraInfo": "a calibration",
     "sensor_msgs/msg/PointCloud": "a point cloud",
     "nav_msgs/msg/OccupancyGrid": "a map",
@@ -86,9 +90,13 @@ def worth_of(topic: Topic, bag: Bag) -> Worth:
     if topic.name.endswith("_service_event") or "/_action/" in topic.name:
         return Worth(reason="events of a service")
     decoder = bag.decoder(topic.name)
+    kind = re.split(r"[/.]", topic.type)[-1]
+    if kind in _TRANSFORMS:
+        return _moving_frames(topic, bag)
     leaves = decoder.fields()
     kept = {path for path, text in leaves.items() if _is_number(path, text)}
-    if not kept:
+    known = _FIELDS.get(kind, ())
+    if not kept and not known:
         small = any(_SMALL.match(text) for text in leaves.values())
         return Worth(reason="bytes, not numbers" if small else "no numbers")
     data = first_message(bag, topic.name)
@@ -96,9 +104,8 @@ def worth_of(topic: Topic, bag: Bag) -> Worth:
         (path for path in _FIRST_OF if path in kept and _count(decoder, data, path)), None
     )
     fields = (chosen,) if chosen else tuple(_within(decoder, data, kept, ""))
-    kind = re.split(r"[/.]", topic.type)[-1]
-    if kept.issuperset(_FIELDS.get(kind, ("",))):
-        fields = _FIELDS[kind]
+    if known and all(_count(decoder, data, path) for path in known):
+        fields = known
     numbers = sum(_count(decoder, data, path) for path in fields)
     if not numbers:
         return Worth(reason="its numbers are empty")
@@ -107,6 +114,27 @@ def worth_of(topic: Topic, bag: Bag) -> Worth:
     if len(fields) > _MOST_FIELDS:
         return Worth(reason=f"{len(fields)} fields are too many to guess")
     return Worth(fields, _role(topic), numbers=numbers)
+
+
+def _moving_frames(topic: Topic, bag: Bag) -> Worth:
+    """Take the transforms that change among the first messages, if they are few."""
+    decoder = bag.decoder(topic.name)
+    first: dict[str, bytes] = {}
+    moving: dict[str, None] = {}
+    if "static" in topic.name:
+        return Worth(reason="static transforms")
+    for number, message in enumerate(bag.read([topic.name])):
+        for pair in decoder.transforms.pairs(message.data):
+            value = decoder.vector(message.data, pair).tobytes()
+            if first.setdefault(pair, value) != value:
+                moving[pair] = None
+        if number >= _LOOKED_AT:
+            break
+    if not moving:
+        return Worth(reason=f"none of its {len(first)} transforms moves at first")
+    if len(moving) > _MOST_TRANSFORMS:
+        return Worth(reason=f"{len(moving)} moving transforms are too many to guess")
+    return Worth(tuple(moving), "other", numbers=SIZE * len(moving))
 
 
 def first_message(bag: Bag, topic: str) -> bytes | memoryview:
