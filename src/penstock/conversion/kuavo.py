@@ -207,7 +207,8 @@ def guess(topics: Collection[str], joints: int, fps: int) -> Mapping:
 
 def own_settings(words: Sequence[str]) -> list[str]:
     """Return the `key=value` words that are settings of the robot: their keys have a dot."""
-    return [word for word in words if "." in word.partition("=")[0]]
+    dotted = [word for word in words if "." in word.partition("=")[0]]
+    return [word for word in dotted if not word.startswith("features.")]
 
 
 def from_settings(settings: dict[str, Any]) -> Kuavo:

@@ -39,8 +39,11 @@ AUTO_NAMES: Final = frozenset(
     ("timestamp", "frame_index", "episode_index", "index", "task_index", "task")
 )
 GAP_FLAG: Final = "observation.gap"
+STAMP: Final = "observation.stamp"
 # So that the datasets of earlier versions go on with the settings that they were begun with.
-_ADDED_LATER: Final = frozenset(("episodes", "tasks", "table"))
+_ADDED_LATER: Final = frozenset(
+    ("episodes", "tasks", "table", "joints", "exclude", "offset", "window", "dtype", "stamps")
+)
 _FEATURE_NAME: Final = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,99}")
 
 
@@ -53,7 +56,11 @@ class Source:
         field: Path of the field within the message, such as "position" or "joint_data.joint_q";
             "parent>child" is the transform between two frames (in a file: frame: [parent, child]).
         select: First and one-past-last place within the field; None takes all.
+        joints: Only the numbers that the message names like this, such as "arm_*" (in a file:
+            field: position[arm_*]).
+        exclude: Not the numbers that the message names like this.
         scale: Factor.
+        offset: Added after the factor.
         threshold: Instead of a factor: 1 above this value, 0 otherwise.
         relative_start: Subtract the value of the episode's first frame.
         delta: Subtract what `Vector.delta_from` has at the same place.
@@ -68,7 +75,10 @@ class Source:
     topics: tuple[str, ...]
     field: str = ""
     select: tuple[int, int] | None = None
+    joints: tuple[str, ...] = ()
+    exclude: tuple[str, ...] = ()
     scale: float = 1.0
+    offset: float = 0.0
     threshold: float | None = None
     relative_start: bool = False
     delta: bool = False
@@ -92,6 +102,9 @@ class Vector:
         missing: What a frame without a message does: "drop" the frame, "hold" the last value, or
             "fail" the bag.
         delta_from: The feature that sources with `delta` are relative to.
+        window: So many messages up to the one of the frame, the oldest first, for topics faster
+            than the frames: rows of [window, numbers].
+        dtype: "float32", or "float64" for numbers that need it, such as GPS.
     """
 
     sources: tuple[Source, ...]
@@ -101,6 +114,8 @@ class Vector:
     tolerance_s: float | None = None
     missing: Missing = "drop"
     delta_from: str | None = None
+    window: int | None = None
+    dtype: Literal["float32", "float64"] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -203,6 +218,8 @@ class Mapping:
         tasks: Where the task of each bag or episode comes from; None for `task`.
         table: Episodes and tasks by bag.
         robot_type: Name of the robot.
+        stamps: Adds the feature `observation.stamp`: when each frame was recorded, in seconds from
+            1970, beside the nominal `timestamp`.
         window_frames: Frames that are put together before they are written.
         nonfinite: What NaN and infinity do: "keep" them and say so, "hold" the last finite value
             of the field, or "fail" the bag.
@@ -226,6 +243,7 @@ class Mapping:
     tasks: Tasks | None = None
     table: tuple[TableRow, ...] = ()
     robot_type: str = "unknown"
+    stamps: bool = False
     window_frames: int = 1000
     nonfinite: NonFinite = "keep"
     bad_pictures: BadPictures = "hold"
@@ -303,7 +321,7 @@ def _check_feature(mapping: Mapping, name: str, feature: Vector | Camera) -> Non
     where = f"feature {name!r}"
     if not _FEATURE_NAME.fullmatch(name) or ".." in name:
         raise UsageError(f"{where}: use letters, digits, '_', '-' and single '.', 100 at most")
-    if name in AUTO_NAMES or name == GAP_FLAG:
+    if name in AUTO_NAMES or name in (GAP_FLAG, STAMP):
         raise UsageError(f"{where}: this name is made by penstock itself; choose another")
     if feature.tolerance_s is not None and feature.tolerance_s < 0:
         raise UsageError(f"{where}: tolerance_s is {feature.tolerance_s}: give 0 or more")
@@ -334,6 +352,13 @@ def _check_feature(mapping: Mapping, name: str, feature: Vector | Camera) -> Non
                 f"{where}: delta_from is {feature.delta_from!r}: "
                 f"{did_you_mean(feature.delta_from, mapping.vectors)}"
             )
+        moved = source.relative_start or source.delta or source.fill_gaps or source.flag_gaps
+        if feature.window is not None and moved:
+            raise UsageError(f"{where}: a window takes numbers as they are: drop the other keys")
+    if feature.window is not None and not 1 <= feature.window <= 10_000:
+        raise UsageError(f"{where}: window is {feature.window}: give 1 to 10000 messages")
+    if feature.window is not None and feature.align not in ("nearest", "hold"):
+        raise UsageError(f"{where}: a window cannot be aligned {feature.align!r}: use hold")
     if feature.align == "slerp" and len(feature.sources) != 1:
         raise UsageError(f"{where}: slerp takes one source of quaternions: split the feature")
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
+from itertools import product
 from typing import Any, Final
 
 import numpy as np
@@ -19,6 +20,7 @@ from penstock.conversion.align import (
     MISSING,
     SECOND_NS,
     Match,
+    Ordered,
     Times,
     gaps,
     inside,
@@ -293,15 +295,21 @@ class Planner:
                 skew[name] = whole.skew_ns[keep]
                 continue
             vectors[name] = []
-            for place, (source, topic) in enumerate(topics[name]):
+            # A window is the same sources once for each message in it, the oldest first.
+            lags = range((feature.window or 1) - 1, -1, -1)
+            for lag, (place, (source, topic)) in product(lags, enumerate(topics[name])):
                 assert isinstance(source, Source)
                 gap_s = source.flag_gaps or (source.fill_gaps and source.fill_gaps[0])
                 holes = gaps(self._stamps.of(topic).times, gap_s * SECOND_NS) if gap_s else None
                 gap = None if holes is None else inside(holes, times)
                 whole = found.get(f"{name}/{place}") or _nothing(len(keep))
                 part = taken.setdefault(id(whole), whole.take(keep))
+                if lag:
+                    pair = source.field if is_pair(source.field) else ""
+                    part = _earlier(part, self._stamps.of(topic, pair), lag)
                 vectors[name].append(SourcePlan(source, topic, part, gap))
-                skew.setdefault(name, part.skew_ns)
+                if not lag:
+                    skew.setdefault(name, part.skew_ns)
         episodes = split(times, mapping, account, None if spans is None else spans[keep])
         flagged = frames.held[keep] if mapping.gap == "flag" else None
         used_topics = dict.fromkeys(
@@ -340,6 +348,14 @@ def _hold(found: Match, nothing: Mask) -> None:
     held = nothing & found.found[before]
     for array in (found.before, found.after, found.weight, found.skew_ns):
         array[held] = array[before[held]]
+
+
+def _earlier(found: Match, ordered: Ordered, lag: int) -> Match:
+    """Return the messages that lie so many before those found; the first one at the beginning."""
+    order = np.argsort(ordered.ordinals)
+    places = order[np.searchsorted(ordered.ordinals[order], found.before)]
+    before = ordered.ordinals[np.maximum(places - lag, 0)]
+    return Match(before, before, found.weight, found.skew_ns)
 
 
 def _nothing(count: int) -> Match:

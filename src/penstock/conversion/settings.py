@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import csv
-from collections.abc import Collection, Sequence
+import re
+from collections.abc import Collection, Iterator, Sequence
 from collections.abc import Mapping as AnyMapping
 from dataclasses import MISSING as NO_DEFAULT
 from dataclasses import fields
@@ -24,6 +25,8 @@ from penstock.errors import UsageError
 from penstock.ui.suggestions import did_you_mean
 
 _MAX_YAML_BYTES: Final = 4 * 2**20
+_BY_NAME: Final = re.compile(r"([^\[\]]+)\[([^\[\]]*[^\[\]0-9][^\[\]]*)\]")
+_OF_SOURCES: Final = {f.name for f in fields(Source)} - {"tolerance_s"} | {"topic", "frame"}
 
 
 def from_json(content: AnyMapping[str, Any], where: str = "mapping") -> Mapping:
@@ -89,10 +92,54 @@ def _feature(entry: Any, where: str) -> Vector | Camera:
     if not isinstance(values["sources"], Sequence) or isinstance(values["sources"], str):
         raise UsageError(f"{where}: sources is {values['sources']!r}: give a list")
     values["sources"] = tuple(
-        _source(source, f"{where}, source {number}")
-        for number, source in enumerate(values["sources"], 1)
+        source
+        for number, entry in enumerate(values["sources"], 1)
+        for source in _sources(entry, f"{where}, source {number}")
     )
     return Vector(**_fit(Vector, values, where, skip={"sources"}))
+
+
+def _sources(entry: Any, where: str) -> Iterator[Source]:
+    """Yield a source for each of its fields."""
+    several = entry.get("field") if isinstance(entry, AnyMapping) else None
+    if not isinstance(several, list):
+        several = [several]
+    for field in several:
+        yield _source(entry if field is None else {**entry, "field": field}, where)
+
+
+def set_word(content: dict[str, Any], key: str, value: Any) -> None:
+    """Change one setting of a mapping's JSON: fps, features.action, features.action.topic.
+
+    Raises:
+        UsageError: There is no one place for it.
+    """
+    section, _, rest = key.partition(".")
+    if section not in ("features", "episodes", "tasks") or not rest:
+        content[key] = value
+        return
+    inner = dict(content.get(section) or {})
+    content[section] = inner
+    name, _, setting = rest.rpartition(".")
+    if section != "features" or rest in inner or isinstance(value, AnyMapping) or value is None:
+        inner[rest] = value
+        if section == "features" and value is None:
+            del inner[rest]
+        return
+    feature = dict(inner.get(name) or {})
+    sources = feature.get("sources")
+    if sources and setting in _OF_SOURCES:
+        if len(sources) != 1:
+            raise UsageError(
+                f"{key}: {name} has {len(sources)} sources: give all of it, such as "
+                f"features.{name}={{topic: /name, field: data}}, or edit a map"
+            )
+        source = {k: v for k, v in sources[0].items() if setting != "topic" or k != "topics"}
+        feature["sources"] = [{**source, setting: value}]
+    else:
+        topic = {k: v for k, v in feature.items() if setting != "topic" or k != "topics"}
+        feature = {**topic, setting: value}
+    inner[name] = feature
 
 
 def _source(entry: Any, where: str, depth: int = 0) -> Source:
@@ -101,6 +148,10 @@ def _source(entry: Any, where: str, depth: int = 0) -> Source:
     values = dict(entry)
     if "topic" in values:
         values["topics"] = (values.pop("topic"),)
+    match = _BY_NAME.fullmatch(str(values.get("field", "")))
+    if match is not None:
+        values["field"] = match[1]
+        values["joints"] = [name.strip() for name in match[2].split(",")]
     if "frame" in values:
         pair = values.pop("frame")
         named = isinstance(pair, Sequence) and not isinstance(pair, str) and len(pair) == 2
