@@ -12,10 +12,13 @@ from rosbags.typesys import Stores, get_types_from_msg, get_typestore
 
 from penstock import convert
 from penstock.bags import open_bag
+from penstock.cli import main
 from penstock.conversion.guess import guess_mapping, look, to_yaml
 from penstock.conversion.mapping import Mapping, Vector
 from penstock.conversion.settings import load_map
-from penstock.errors import DataError
+from penstock.errors import DataError, UsageError
+
+from .maps import switched_on
 
 STORE = get_typestore(Stores.ROS2_HUMBLE)
 STORE.register(
@@ -123,7 +126,7 @@ def test_standard_messages(tmp_path):
         "/audio": "bytes, not numbers",
     }
     for topic, reason in left_out.items():
-        assert f"#   {topic}: {reason}" in text
+        assert f"{topic}: {reason}" in text or f"left out: {reason}" in text
     report = convert([path], tmp_path / "out", check=True)
     assert report.ok
     assert report.frames_out >= 50
@@ -241,3 +244,30 @@ def test_foxglove_messages_need_no_map(tmp_path):
         _, _, left_out = look(opened)
     assert "no key frame" in left_out["/video"]  # its packets are made up
     assert "/cloud" in left_out
+
+
+def test_all_that_is_left_out_can_be_switched_on(tmp_path):
+    """Each block of comments of the written map works by itself when its # is removed."""
+    path = write(tmp_path / "bag", dict.fromkeys(MESSAGES, 20.0) | {"/fix": 2.0, "/wrench": 0.0})
+    target = tmp_path / "map.yaml"
+    assert main(["info", str(path), "--write-map", str(target)]) == 0
+    variants = list(switched_on(target.read_text()))
+    assert {"observation.armed", "observation.wrench"} <= {name for name, _ in variants}
+    for number, (name, text) in enumerate(variants):
+        target.write_text(text)
+        report = convert([path], tmp_path / str(number), target, progress="quiet")
+        assert report.ok, report.text()
+        features = json.loads((tmp_path / str(number) / "meta/info.json").read_text())["features"]
+        assert name in features
+
+
+def test_a_map_is_written_where_nothing_can_be_guessed(tmp_path):
+    path = write(tmp_path / "bag", {"/armed": 5.0, "/chatter": 5.0})
+    target = tmp_path / "map.yaml"
+    assert main(["info", str(path), "--write-map", str(target)]) == 0
+    assert "/chatter: no numbers" in target.read_text()
+    with pytest.raises(UsageError, match="list at least one"):
+        load_map(target)
+    ((name, text),) = switched_on(target.read_text())
+    target.write_text(text)
+    assert convert([path], tmp_path / "out", target, progress="quiet").ok, name

@@ -13,14 +13,17 @@ from penstock.bags import Bag
 from penstock.bags.transforms import is_pair
 from penstock.conversion import kuavo
 from penstock.conversion.align import SECOND_NS, in_order
+from penstock.conversion.features import describe
 from penstock.conversion.mapping import (
     GAP_FLAG,
+    STAMP,
     Camera,
     Mapping,
     Source,
     Vector,
 )
-from penstock.conversion.worth import Worth, first_key, first_message, worth_of
+from penstock.conversion.plan import plan_bag
+from penstock.conversion.worth import Worth, fields_at_all, first_key, first_message, worth_of
 from penstock.errors import DataError, UsageError
 from penstock.media.images import ImageDecoder
 
@@ -98,7 +101,7 @@ def guess_mapping(bag: Bag) -> Mapping:
 def _free(taken: Container[str], name: str) -> str:
     """Return the key of an observation that no other has, and that means nothing else."""
     key, number = f"observation.{name}", 1
-    while key in taken or key in ("observation.state", GAP_FLAG):
+    while key in taken or key in ("observation.state", GAP_FLAG, STAMP):
         number += 1
         key = f"observation.{name}_{number}"
     return key
@@ -171,8 +174,9 @@ def look(bag: Bag) -> tuple[dict[str, Worth], dict[str, Camera], dict[str, str]]
     spans = {name: _span_s(bag, name) for name in [*chosen, *cameras]}
     longest = max(spans.values(), default=0.0)
     for name, span_s in spans.items():
-        if span_s < longest / 2:
-            left_out[name] = f"it covers {span_s:.1f} of {longest:.1f} s"
+        if span_s < longest / 2 or not span_s:
+            short = f"it covers {span_s:.1f} of {longest:.1f} s"
+            left_out[name] = short if longest else "a single message"
             chosen.pop(name, None)
             cameras.pop(name, None)
     return chosen, cameras, left_out
@@ -230,8 +234,15 @@ def _camera_name(topic: str) -> str:
     return "_".join(kept)[:60] or "camera"
 
 
-def to_yaml(mapping: Mapping, bag: Bag) -> str:
-    """Write a mapping as a YAML file with comments, ready to edit."""
+def to_yaml(mapping: Mapping | None, bag: Bag) -> str:
+    """Write a mapping as a YAML file with comments, ready to edit.
+
+    Args:
+        mapping: The guess; None if there was nothing to guess.
+        bag: What it is of. All that is left out follows as comments that can be switched on.
+    """
+    speaking = [name for name, topic in bag.topics.items() if topic.count]
+    mapping = mapping or Mapping(_common_rate(bag, speaking) if speaking else _DEFAULT_FPS, {})
     lines = [
         f"# Mapping of {_comment(bag.path.name)}: which topics make which features.",
         "# Use it with: penstock convert BAGS OUT --map THIS_FILE",
@@ -260,13 +271,45 @@ def to_yaml(mapping: Mapping, bag: Bag) -> str:
             lines += _vector_lines(feature, bag)
     used = {name for f in mapping.features.values() for name in _topics(f)}
     reasons = {name: why for name, why in look(bag)[2].items() if name not in used}
-    if reasons:
-        lines += [
-            "",
-            "# Left out:",
-            *(_comment(f"#   {name}: {why}") for name, why in reasons.items()),
-        ]
+    never = []
+    if not mapping.features:
+        lines.append("  # nothing was found that a learner would want: switch on what you need")
+    for name, why in reasons.items():
+        extra = _switchable(name, bag, mapping)
+        if extra is None:
+            never.append(f"#   {name}: {why}")
+            continue
+        key = _free(mapping.features, _plain_name(name))
+        block = [f"{key}:    # left out: {_comment(why)}; remove the # to take it"]
+        if isinstance(extra, Camera):
+            described = _camera_lines(extra, bag)
+        else:
+            described = _vector_lines(extra, bag)
+        lines += [f"  # {line}" for line in (*block, *(line[2:] for line in described))]
+    if never:
+        lines += ["", "# Cannot be taken:", *map(_comment, never)]
     return "\n".join(lines) + "\n"
+
+
+def _switchable(name: str, bag: Bag, mapping: Mapping) -> Vector | Camera | None:
+    """Return a feature of a topic that is left out, if it can be converted with the others."""
+    topic = bag.topics[name]
+    if not topic.count:
+        return None
+    feature: Vector | Camera
+    try:
+        if topic.media is not None:
+            feature = replace(_camera(bag, name), align="hold", tolerance_s=0.0)
+        else:
+            fields = fields_at_all(topic, bag)
+            if not fields:
+                return None
+            feature = _vector([Source((name,), field) for field in fields], slow=True)
+        whole = replace(mapping, features={**mapping.features, "observation.it": feature})
+        describe(bag, whole, plan_bag(bag, whole))
+    except (DataError, UsageError):
+        return None
+    return feature
 
 
 def _topics(feature: Vector | Camera) -> Iterator[str]:

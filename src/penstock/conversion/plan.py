@@ -169,7 +169,11 @@ class Planner:
         events = {topic for topic in spoken if topic and self._stamps.count(topic)}
         self._stamps.prepare({t for chosen in topics.values() for _, t in chosen} | events)
         timeline, hz = choose_timeline(self._stamps, self._mapping, topics)
-        used = [topic for chosen in topics.values() for _, topic in chosen]
+        used: dict[str, bool] = {}
+        for name, feature in mapping.features.items():
+            for source, topic in topics[name]:
+                lasts = feature.align == "hold" and _tolerance_s(feature, source) == 0
+                used[topic] = lasts and used.get(topic, True)
         frames = lay_out(self._stamps, self._mapping, timeline, hz, used, self._account)
         keep = frames.keep
         reasons: list[tuple[str, Mask]] = []
@@ -225,7 +229,7 @@ class Planner:
         frames: Times,
     ) -> tuple[Match, list[tuple[str, Mask]]]:
         """Find the messages of a topic; return also the frames that have none, by reason."""
-        tolerance_s = feature.tolerance_s if source.tolerance_s is None else source.tolerance_s
+        tolerance_s = _tolerance_s(feature, source)
         pair = source.field if isinstance(source, Source) and is_pair(source.field) else ""
         key = (topic, pair, feature.align, tolerance_s, feature.missing)
         if key in self._matches:
@@ -333,6 +337,10 @@ class Planner:
 def plan_bag(bag: Bag, mapping: Mapping) -> Plan:
     """Plan one bag; see `Planner.plan`."""
     return Planner(bag, mapping).plan()
+
+
+def _tolerance_s(feature: Vector | Camera, source: Source | Camera) -> float | None:
+    return feature.tolerance_s if source.tolerance_s is None else source.tolerance_s
 
 
 def _own(frames: Frames) -> Match:

@@ -169,10 +169,19 @@ def lay_out(
     mapping: Mapping,
     timeline: str,
     hz: float,
-    topics: Sequence[str],
+    topics: AnyMapping[str, bool],
     account: Account,
 ) -> Frames:
-    """Lay out the frames, bridge the holes, and count what the timeline's topic loses."""
+    """Lay out the frames, bridge the holes, and count what the timeline's topic loses.
+
+    Args:
+        stamps: Of the bag.
+        mapping: What is asked of it.
+        timeline: The topic of the frames; "" for a fixed rate.
+        hz: Its rate.
+        topics: Those that are used, and whether what they last said holds on for ever.
+        account: Where the frames go.
+    """
     if not timeline:
         slots = _fixed_rate(stamps, mapping, topics)
         account.frames_in = len(slots.times)
@@ -203,14 +212,16 @@ def lay_out(
     return Frames(slots.times, ordinals, keep, held)
 
 
-def _fixed_rate(stamps: Stamps, mapping: Mapping, topics: Sequence[str]) -> Slots:
-    """Lay frames over the time in which every topic speaks."""
-    spans = [stamps.of(topic).times[[0, -1]] for topic in dict.fromkeys(topics)]
-    start_ns, stop_ns = int(max(s[0] for s in spans)), int(min(s[1] for s in spans))
+def _fixed_rate(stamps: Stamps, mapping: Mapping, topics: AnyMapping[str, bool]) -> Slots:
+    """Lay frames over the time in which every topic speaks, or what it said holds on."""
+    spans = {topic: stamps.of(topic).times[[0, -1]] for topic in topics}
+    start_ns = int(max(span[0] for span in spans.values()))
+    ends = [span[1] for topic, span in spans.items() if not topics[topic]]
+    stop_ns = int(min(ends) if ends else max(span[1] for span in spans.values()))
     if stop_ns <= start_ns:
         raise DataError(
             f"{stamps.where}: there is no time in which all of "
-            f"{', '.join(dict.fromkeys(topics))[:200]} speak: map topics that "
+            f"{', '.join(topics)[:200]} speak: map topics that "
             "overlap, with more than one message each"
         )
     _check_span(stamps.where, stop_ns - start_ns, mapping.fps)

@@ -11,6 +11,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Final, Literal
 
+import numpy as np
+
 from penstock.bags import Bag, Decoder, Topic
 from penstock.bags.transforms import SIZE
 from penstock.errors import DataError
@@ -36,6 +38,7 @@ _FIELDS: Final = {  # where the definition holds settings and codes beside the m
 _TRANSFORMS: Final = ("TFMessage", "tfMessage", "FrameTransforms")
 _MOST_TRANSFORMS: Final = 8
 _LOOKED_AT: Final = 500  # messages of transforms
+_LEAST_LOOKED_AT: Final = 20
 _NEVER: Final = {
     "rcl_interfaces/": "parameters and logs",
     "rosgraph_msgs/": "logs and clocks",
@@ -135,6 +138,28 @@ def _moving_frames(topic: Topic, bag: Bag) -> Worth:
     if len(moving) > _MOST_TRANSFORMS:
         return Worth(reason=f"{len(moving)} moving transforms are too many to guess")
     return Worth(tuple(moving), "other", numbers=SIZE * len(moving))
+
+
+def fields_at_all(topic: Topic, bag: Bag) -> tuple[str, ...]:
+    """Return what of a topic that is left out could be had: numbers that are always as many.
+
+    Raises:
+        DataError: Its messages cannot be decoded.
+    """
+    decoder = bag.decoder(topic.name)
+    sample = np.unique(np.linspace(0, topic.count - 1, _LEAST_LOOKED_AT).astype(np.int64))
+    messages = [bytes(m.data) for m in bag.read([topic.name], {topic.name: sample})]
+    if re.split(r"[/.]", topic.type)[-1] in _TRANSFORMS:
+        return tuple(dict.fromkeys(decoder.transforms.pairs(messages[0])))[:_MOST_FIELDS]
+    found = []
+    if any(_SMALL.match(text) for text in decoder.fields().values()):
+        return ()  # the rest describes the bytes
+    for path, text in decoder.fields().items():
+        if _is_number(path, text) or text == "bool":
+            counts = {_count(decoder, data, path) for data in messages}
+            if len(counts) == 1 and 0 < counts.pop() <= MOST_NUMBERS:
+                found.append(path)
+    return tuple(found[:_MOST_FIELDS])
 
 
 def first_message(bag: Bag, topic: str) -> bytes | memoryview:

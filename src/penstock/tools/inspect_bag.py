@@ -93,7 +93,11 @@ def _kind(bag: Bag) -> str:
 def write_map(path: Path, target: Path, salvage: bool = False) -> None:
     """Write the guessed mapping of a bag as a commented YAML file."""
     with open_bag(path, salvage=salvage) as bag:
-        text = to_yaml(guess_mapping(bag), bag)
+        try:
+            mapping = guess_mapping(bag)
+        except DataError:  # nothing to guess: the file says what there is
+            mapping = None
+        text = to_yaml(mapping, bag)
     publish_bytes(target, text.encode())
 
 
