@@ -231,6 +231,7 @@ def _carry_out(request: Request) -> Report:
             with Progress(_size(request.out), "check", "bytes", request.progress) as progress:
                 checkup = doctor.check(request.out, "sample", progress)
             report.findings, report.checked = checkup.findings, checkup.checked
+            report.training = checkup.notes
     report.peak_bytes, report.memory = watch.peak_bytes, watch.samples
     return report
 
