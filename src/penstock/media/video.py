@@ -291,7 +291,8 @@ class VideoWriter:
             frame = av.VideoFrame.from_ndarray(np.ascontiguousarray(frame), "rgb24")
         self._check_frame(frame.width, frame.height)
         name = frame.format.name
-        full = not name.startswith("yuv") or name.startswith("yuvj") or frame.color_range == 2
+        is_yuv = name.startswith(("yuv", "uyvy", "yuyv", "nv"))
+        full = not is_yuv or name.startswith("yuvj") or frame.color_range == 2
         if name == "yuv420p" and not full and frame.colorspace != 1:
             return frame
         # FFmpeg's own narrowing of the range moves both chroma planes up by half a step.
