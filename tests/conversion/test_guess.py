@@ -16,6 +16,7 @@ from penstock.cli import main
 from penstock.conversion.guess import guess_mapping, look, to_yaml
 from penstock.conversion.mapping import Mapping, Vector
 from penstock.conversion.settings import load_map
+from penstock.dataset.reader import Dataset
 from penstock.errors import DataError, UsageError
 
 from .maps import switched_on
@@ -271,3 +272,56 @@ def test_a_map_is_written_where_nothing_can_be_guessed(tmp_path):
     ((name, text),) = switched_on(target.read_text())
     target.write_text(text)
     assert convert([path], tmp_path / "out", target, progress="quiet").ok, name
+
+
+def bursts(path: Path, shift_s: float | None = 0.0) -> Path:
+    """Write 4 s of joints at 500 Hz that arrive 20 at once; None for stamps of zero."""
+    with Writer(path, version=9, storage_plugin=StoragePlugin.MCAP) as writer:
+        kind = "sensor_msgs/msg/JointState"
+        known = writer.add_connection("/joints", kind, typestore=STORE)
+        for k in range(2000):
+            true_ns = 10**18 + k * 2_000_000
+            stamp_ns = 0 if shift_s is None else true_ns + round(shift_s * 1e9)
+            stamp = T["builtin_interfaces/msg/Time"](*divmod(stamp_ns, 10**9))
+            message = T[kind](
+                T["std_msgs/msg/Header"](stamp, ""), ["a"], np.array([k * 1.0]), *[np.empty(0)] * 2
+            )
+            t_ns = 10**18 + (k // 20 + 1) * 40_000_000 + k % 20 * 20_000
+            writer.write(known, t_ns, STORE.serialize_cdr(message, kind))
+    return path
+
+
+def test_the_clock_is_chosen_where_messages_come_in_bursts(tmp_path, capsys):
+    path = bursts(tmp_path / "bag")
+    with open_bag(path) as bag:
+        assert guess_mapping(bag).clock == "header"
+    assert main(["info", str(path)]) == 0
+    said = capsys.readouterr().out
+    assert "came in bursts" in said
+    assert "by header stamps" in said
+    report = convert([path], tmp_path / "out", progress="quiet")
+    assert report.ok
+    values = [f["observation.state"] for f in Dataset(tmp_path / "out").episode(0).frames()]
+    assert set(np.diff(np.array(values))) == {5.0}  # 500 Hz at 100 fps: every fifth
+
+
+@pytest.mark.parametrize("shift_s", [None, 3600.0])
+def test_stamps_that_are_not_sane_are_left_alone(tmp_path, shift_s):
+    with open_bag(bursts(tmp_path / "bag", shift_s)) as bag:
+        assert guess_mapping(bag).clock == "bag"
+
+
+def test_info_fits_a_terminal(tmp_path, capsys, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    name = "/robot/left_arm/a_very_long_name_of_a_topic/with/many/parts/state"
+    with Writer(Path("bag"), version=9, storage_plugin=StoragePlugin.MCAP) as writer:
+        for topic in (name, "/b"):
+            message = MESSAGES["/odom"]()
+            known = writer.add_connection(topic, message.__msgtype__, typestore=STORE)
+            for k in range(30):
+                data = STORE.serialize_cdr(message, message.__msgtype__)
+                writer.write(known, 10**9 + k * 10**8, data)
+    assert main(["info", "bag"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert max(map(len, lines)) <= 80
+    assert any(line.startswith("…") and "nav_msgs/Odometry" in line for line in lines)

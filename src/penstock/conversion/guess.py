@@ -4,20 +4,23 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Container, Iterator, Sequence
+from collections.abc import Container, Iterable, Iterator, Sequence
 from collections.abc import Mapping as Mapped
 from dataclasses import asdict, dataclass, fields, replace
 from typing import Any, Final, Literal
 
+import numpy as np
+
 from penstock.bags import Bag
 from penstock.bags.transforms import is_pair
 from penstock.conversion import kuavo
-from penstock.conversion.align import SECOND_NS, in_order
+from penstock.conversion.align import SECOND_NS, Times, in_order
 from penstock.conversion.features import describe
 from penstock.conversion.mapping import (
     GAP_FLAG,
     STAMP,
     Camera,
+    Clock,
     Mapping,
     Source,
     Vector,
@@ -30,6 +33,9 @@ from penstock.media.images import DEPTH_ENCODINGS, ImageDecoder
 _DEFAULT_FPS: Final = 30
 _MOST_OF_A_STATE: Final = 64
 _MOST_FPS: Final = 100  # without a camera
+_MOST_IN_BURSTS: Final = 0.3
+_FAR_CLOCK_NS: Final = 10 * SECOND_NS  # between stamp and log time of one message
+_STAMPS_LOOKED_AT: Final = 500
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,12 +47,19 @@ class Rate:
         usual_hz: By the median time between two: other than `hz` for bursts, or with long gaps.
         longest_gap_s: The longest time between two messages.
         disorder: Messages whose stamp does not rise.
+        in_bursts: The share of the gaps that are below a tenth of the mean one.
     """
 
     hz: float
     usual_hz: float
     longest_gap_s: float
     disorder: int
+    in_bursts: float = 0.0
+
+    @property
+    def is_bursty(self) -> bool:
+        """Whether messages were received many at once: their log times say little."""
+        return self.in_bursts > _MOST_IN_BURSTS
 
 
 def rate_of(bag: Bag, topic: str) -> Rate:
@@ -61,7 +74,34 @@ def rate_of(bag: Bag, topic: str) -> Rate:
         SECOND_NS / ordered.period_ns,
         float(steps.max()) / SECOND_NS,
         ordered.duplicates + ordered.disordered,
+        _in_bursts(ordered.times),
     )
+
+
+def _in_bursts(times: Times) -> float:
+    steps = np.diff(times)
+    return float((steps < steps.mean() / 10).mean()) if len(steps) else 0.0
+
+
+def guess_clock(bag: Bag, topics: Iterable[str]) -> Clock:
+    """Return "header" where log times come in bursts, and the stamps of all topics are sane."""
+    names = [name for name in dict.fromkeys(topics) if bag.topics[name].count]
+    stamped = [name for name in names if bag.decoder(name).stamp_reader() is not None]
+    bursty = [name for name in stamped if rate_of(bag, name).is_bursty]
+    if not bursty:
+        return "bag"
+    for name, first in bag.first_messages(stamped).items():
+        stamp_ns = bag.decoder(name).stamp_ns(first.data) or 0
+        if abs(stamp_ns - first.t_ns) > _FAR_CLOCK_NS:
+            return "bag"
+    wanted = {name: np.arange(min(bag.topics[name].count, _STAMPS_LOOKED_AT)) for name in bursty}
+    stamps: dict[str, list[int]] = {name: [] for name in bursty}
+    for message in bag.read(bursty, wanted):
+        stamps[message.topic].append(bag.decoder(message.topic).stamp_ns(message.data) or 0)
+    for times in map(np.array, stamps.values()):
+        if np.any(np.diff(times) <= 0) or _in_bursts(times) > _MOST_IN_BURSTS / 4:
+            return "bag"
+    return "header"
 
 
 def guess_mapping(bag: Bag) -> Mapping:
@@ -95,7 +135,7 @@ def guess_mapping(bag: Bag) -> Mapping:
     for topic, camera in cameras.items():
         name = _camera_name(topic)
         features[_free(features, name if camera.kind == "depth" else f"images.{name}")] = camera
-    return Mapping(fps=fps, features=features)
+    return Mapping(fps=fps, features=features, clock=guess_clock(bag, [*chosen, *cameras]))
 
 
 def _free(taken: Container[str], name: str) -> str:
@@ -213,7 +253,9 @@ def _guess_kuavo(bag: Bag) -> Mapping:
         name: replace(f, resize=None) if isinstance(f, Camera) else f
         for name, f in mapping.features.items()
     }
-    return replace(mapping, features=features)
+    used = [name for feature in features.values() for name in _topics(feature)]
+    clock = guess_clock(bag, [name for name in used if name in present])
+    return replace(mapping, features=features, clock=clock)
 
 
 def _vector(sources: list[Source], slow: bool) -> Vector:
