@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import random
+from contextlib import suppress
+from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +16,9 @@ import penstock
 from penstock.conversion.settings import from_json
 from penstock.dataset.reader import Dataset
 from penstock.errors import DataError
-from penstock.media.packets import is_key
+from penstock.media.packets import PacketDecoder, is_key
 
+from ..bags.damage import mutate
 from .videos import ENCODERS, HEIGHT, WIDTH, Packet, decoded, encode, number_in, record
 
 QUIET = {"progress": "quiet", "memory": "1GB"}
@@ -187,6 +190,36 @@ def test_damaged_packets_give_held_pictures_or_their_own(tmp_path):
     report = convert(path, tmp_path / "out")
     assert report.ok, report.text()
     assert [row for row, _ in frames_of(tmp_path / "out")] == list(range(200))
+
+
+def test_a_size_beyond_any_camera_is_refused_before_it_is_given_memory(tmp_path):
+    encoder = av.CodecContext.create("libx264", "w")
+    encoder.width, encoder.height, encoder.pix_fmt = 8192, 4096, "yuv420p"
+    encoder.time_base, encoder.options = Fraction(1, 30), {"preset": "ultrafast"}
+    frame = av.VideoFrame(8192, 4096, "yuv420p")
+    frame.pts = 0
+    (data,) = [bytes(p) for p in [*encoder.encode(frame), *encoder.encode(None)]]
+    path = record(tmp_path / "a.mcap", "h264", [(n, Packet(data, n, True)) for n in range(3)])
+    with pytest.raises(DataError, match="/cam: the packet cannot be decoded"):
+        convert(path, tmp_path / "out")
+
+
+@pytest.mark.parametrize("kind", ["h264 with B-frames", "h265", "av1", "vp9"])
+def test_hostile_packets(kind):
+    """Pictures or one clear error, whatever the bytes; a number is given at most once."""
+    codec = kind.split()[0]
+    packets = encode(kind, 40, key_every=10)
+    for case in range(60):
+        rng = np.random.default_rng([7, case])
+        decoder, numbers = PacketDecoder(codec), []
+        for number, packet in enumerate(packets):
+            data = mutate(packet.data, rng) if rng.random() < 0.2 else packet.data
+            with suppress(DataError):
+                numbers += [n for n, _ in decoder.decode(number, data)]
+        with suppress(DataError):
+            numbers += [n for n, _ in decoder.flush()]
+        assert set(numbers) <= set(range(40))
+        assert len(numbers) == len(set(numbers))
 
 
 @pytest.mark.stress

@@ -15,7 +15,7 @@ from av.video.codeccontext import VideoCodecContext
 from av.video.frame import PictureType
 
 from penstock.errors import DataError
-from penstock.media.headers import Buffer, check_pixels
+from penstock.media.headers import Buffer
 
 # How messages name a codec: FFmpeg's name of it, and of its decoder.
 CODECS: Final = {
@@ -25,6 +25,9 @@ CODECS: Final = {
     "vp9": ("vp9", "vp9"),
 }
 _HIGH_PROFILES: Final = (100, 110, 122, 244, 44, 83, 86, 118, 128, 138, 139, 134, 135)
+_STRICT: Final = "crccheck+bitstream+buffer+explode"
+_MAX_PIXELS: Final = 1 << 24  # 4096x4096
+_MOST_WAITING: Final = 64
 _SPS_BYTES: Final = 4096
 _SLICE_BYTES: Final = 64
 
@@ -72,6 +75,7 @@ class PacketDecoder:
         self._context: VideoCodecContext | None = None
         self._broken = False  # until the next key frame
         self._order = _ReferenceOrder()
+        self._waiting: set[int] = set()  # the last packets whose picture has not come
 
     @property
     def reorders(self) -> bool:
@@ -93,6 +97,7 @@ class PacketDecoder:
         if self._codec == "h264" and self._order.lost(data):
             self._broken = True
             raise DataError("the packet before it was lost")
+        self._waiting = {n for n in self._waiting if n > number - _MOST_WAITING} | {number}
         packet = av.Packet(cast(bytes, data))
         packet.pts = packet.dts = number
         return list(self._run(packet))
@@ -109,7 +114,8 @@ class PacketDecoder:
             name = CODECS[self._codec][1]
             self._context = cast(VideoCodecContext, CodecContext.create(name, "r"))
             self._context.thread_count = 1
-            self._context.options = {"err_detect": "crccheck+bitstream+buffer+explode"}
+            # FFmpeg checks the size before it gives memory to as many as 16 pictures.
+            self._context.options = {"err_detect": _STRICT, "max_pixels": str(_MAX_PIXELS)}
         try:
             frames = self._context.decode(packet)
         except (av.FFmpegError, ValueError, MemoryError) as error:
@@ -117,8 +123,9 @@ class PacketDecoder:
             reason = getattr(error, "strerror", None) or str(error)
             raise DataError(f"the packet cannot be decoded ({reason})") from error
         for frame in frames:
-            check_pixels(frame.width, frame.height)
-            if frame.pts is not None and not frame.is_corrupt:
+            # A damaged packet may give a second picture: it is nobody's.
+            if frame.pts in self._waiting and not frame.is_corrupt:
+                self._waiting.remove(frame.pts)
                 frame.pict_type = PictureType.NONE  # an encoder would take it for an order
                 yield frame.pts, frame
 
