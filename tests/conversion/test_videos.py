@@ -13,13 +13,25 @@ import numpy as np
 import pytest
 
 import penstock
+from penstock.bags import open_bag
 from penstock.conversion.settings import from_json
 from penstock.dataset.reader import Dataset
 from penstock.errors import DataError
 from penstock.media.packets import PacketDecoder, is_key
 
 from ..bags.damage import mutate
-from .videos import ENCODERS, HEIGHT, WIDTH, Packet, decoded, encode, number_in, record
+from .videos import (
+    ENCODERS,
+    HEIGHT,
+    PERIOD_NS,
+    START_NS,
+    WIDTH,
+    Packet,
+    decoded,
+    encode,
+    number_in,
+    record,
+)
 
 QUIET = {"progress": "quiet", "memory": "1GB"}
 KEY = "observation.images.cam"
@@ -80,6 +92,20 @@ def test_every_encoding(tmp_path, encoding, codec):
     assert frames_of(tmp_path / "out") == [(n, n) for n in range(90)]
 
 
+@pytest.mark.parametrize("encoding", ["protobuf", "json", "cdr"])
+def test_stamps_without_a_header(tmp_path, encoding):
+    """Foxglove's messages have a timestamp of their own: a pause that only it knows is kept."""
+    packets = encode("h264 with B-frames", 90)
+    late = [(k, Packet(p.data, p.shows + 30 * (p.shows > 50), p[2])) for k, p in placed(packets)]
+    path = record(tmp_path / "a.mcap", "h264", late, encoding)
+    with open_bag(path) as bag:
+        stamps = bag.header_stamps(["/cam"])["/cam"]
+    assert [round((t - START_NS) / PERIOD_NS) for t in stamps] == [p.shows for _, p in late]
+    report = convert(path, tmp_path / "out", clock="header")
+    assert report.ok, report.text()
+    assert [n for _, n in frames_of(tmp_path / "out")][:50] == list(range(50))
+
+
 @pytest.mark.parametrize("clock", ["bag", "header"])
 @pytest.mark.parametrize("codec", ["copy", "h264"])
 @pytest.mark.parametrize("kind", ENCODERS)
@@ -111,6 +137,7 @@ def test_a_recording_that_starts_late(tmp_path, key_every, codec):
         return
     report = convert(path, tmp_path / "out", codec=codec)
     assert report.ok, report.text()
+    assert report.account.balanced
     assert frames_of(tmp_path / "out") == [(n, n) for n in range(first + 5, 300)]
 
 

@@ -234,7 +234,10 @@ class RosLayout:
         """
         fields = self.types[self.root]
         header = next((f for f in fields if f.type == HEADER and f.size is None), None)
-        if header is None:
+        stamps = [f.name for f in fields if f.name in ("timestamp", "stamp") and f.size is None]
+        kinds = {f.name: f.type for f in fields}
+        path = f"{header.name}.stamp" if header else next(iter(stamps), "")
+        if header is None and TIMES.get(kinds.get(path, "")) != "time":  # Foxglove has no header
             return None, None
         cdr = self.cdr
         if fields[0] is header:
@@ -248,7 +251,6 @@ class RosLayout:
                 return int(sec) * 10**9 + int(nsec)
 
             return first, _STAMP_BYTES
-        path = f"{header.name}.stamp"
         seconds, parts = self.find(f"{path}.sec"), self.find(f"{path}.nanosec")
 
         return lambda data: int(seconds(data)[0]) * 10**9 + int(parts(data)[0]), None

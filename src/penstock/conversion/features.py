@@ -51,6 +51,8 @@ def describe(
             image = bag.decoder(camera.topic).image(first[camera.topic].data)
             size = picture_size(image.data, image.encoding, image.width, image.height)
         codec = mapping.codec_of(feature)
+        if camera.video is not None and feature.kind == "depth":
+            raise DataError(f"{bag.path}: {camera.topic} is a video of colours: set kind: color")
         if codec == "copy" and camera.video is not None:
             _check_copied(bag, camera, plan.episodes)
         width, height = size

@@ -189,6 +189,8 @@ def lay_out(
         return Frames(slots.times, slots.picks, ~nothing, nothing)
     topic = stamps.of(timeline)
     account.frames_in = stamps.count(timeline)
+    key = stamps.first_key(timeline)
+    account.drop("before the first key frame", key.ordinal if key else 0)
     account.drop("duplicate stamp", topic.duplicates)
     account.drop("stamp out of order", topic.disordered)
     times, ends = topic.times, mapping.drop_ends
