@@ -37,7 +37,7 @@ QUIET = {"progress": "quiet", "memory": "1GB"}
 KEY = "observation.images.cam"
 
 
-def convert(path: Path, out: Path, **settings: Any) -> Any:
+def convert(path: Any, out: Path, **settings: Any) -> Any:
     features = {
         "observation.state": {"topic": "/state", "field": "n"},
         KEY: {"topic": "/cam", "kind": "color"},
@@ -182,6 +182,21 @@ def test_a_copied_episode_begins_with_a_key_frame(tmp_path):
         convert(path, tmp_path / "out", codec="copy", split_frames=50)
     assert convert(path, tmp_path / "three", codec="h264", split_frames=50).ok
     assert frames_of(tmp_path / "three") == [(n, n) for n in range(120)]
+
+
+def test_bags_of_several_codecs(tmp_path):
+    """Copied, the second fails with its reason; decoded, both are in the dataset."""
+    bags = [
+        record(tmp_path / f"{kind}.mcap", kind, placed(encode(kind, 60)))
+        for kind in ("h264", "h265")
+    ]
+    report = convert(bags, tmp_path / "copy", codec="copy")
+    ((path, reason),) = report.failed.items()
+    assert path.name == "h265.mcap"
+    assert "is a video of hevc, and codec copy of the dataset needs h264: use h264" in reason
+    assert frames_of(tmp_path / "copy") == [(n, n) for n in range(60)]
+    assert convert(bags, tmp_path / "both").ok
+    assert frames_of(tmp_path / "both") == [(n, n) for n in range(60)] * 2
 
 
 def test_the_guess_takes_it(tmp_path):

@@ -8,6 +8,7 @@ from __future__ import annotations
 import base64
 import json
 from collections.abc import Iterable
+from contextlib import nullcontext
 from fractions import Fraction
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -18,6 +19,8 @@ from google.protobuf import descriptor_pb2, descriptor_pool, message_factory
 from mcap.reader import make_reader
 from mcap.writer import Writer
 from rosbags.typesys import Stores, get_types_from_msg, get_typestore
+
+from penstock.media.video import _no_realtime
 
 WIDTH, HEIGHT = 64, 64
 PERIOD_NS = 33_333_333
@@ -69,7 +72,8 @@ def encode(kind: str, count: int, key_every: int = 30) -> list[Packet]:
         if number < count:
             frame = av.VideoFrame.from_ndarray(picture(number % 2**16), "rgb24")
             frame.pts = number
-        packets += (Packet(bytes(p), p.pts, p.is_keyframe) for p in encoder.encode(frame))
+        with nullcontext() if number else _no_realtime():  # SVT-AV1 takes it when it is opened
+            packets += [Packet(bytes(p), p.pts, p.is_keyframe) for p in encoder.encode(frame)]
     return packets
 
 

@@ -17,6 +17,8 @@ from penstock.conversion.plan import CameraPlan, Plan
 from penstock.dataset.layout import Feature
 from penstock.errors import DataError, UsageError
 from penstock.media.images import picture_size
+from penstock.media.packets import CODECS
+from penstock.media.video import video_info
 from penstock.ui.suggestions import did_you_mean
 
 Joints = dict[tuple[str, str], tuple[str, ...]]
@@ -63,7 +65,12 @@ def describe(
             )
         channels = 1 if codec == "depth12" else 3
         dtype = "image" if codec == "png" else "video"
-        features[name] = Feature(dtype, (channels, height, width), ["channels", "height", "width"])
+        info = None
+        if codec == "copy" and camera.video is not None:  # every bag must have the same
+            kind = CODECS[camera.video.codec][0]
+            info = video_info(width, height, mapping.fps, kind, camera.video.pix_fmt)
+        words = ["channels", "height", "width"]
+        features[name] = Feature(dtype, (channels, height, width), words, info)
     if mapping.stamps:
         features[STAMP] = Feature("float64", (1,), ["seconds"])
     if mapping.gap == "flag":

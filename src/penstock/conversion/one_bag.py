@@ -148,6 +148,13 @@ def _check_features(bag: Bag, wanted: Mapping[str, Feature], found: Mapping[str,
                 f"{bag.path}: {name} is {feature.dtype} {list(feature.shape)}, and the dataset has "
                 f"{expected.dtype} {list(expected.shape)}: convert it into a dataset of its own"
             )
+        for key in ("video.codec", "video.pix_fmt"):
+            one, other = ((it.info or {}).get(key) for it in (feature, expected))
+            if feature.info is not None and one != other:
+                raise DataError(
+                    f"{bag.path}: {name} is a video of {one}, and codec copy of the dataset needs "
+                    f"{other}: use h264, which decodes it"
+                )
 
 
 class _Run:

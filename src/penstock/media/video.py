@@ -338,17 +338,24 @@ class VideoWriter:
                 pix_fmt = _JPEG_FORMATS.get(self._jpeg.subsampling, "yuvj420p")
         else:
             name, pix_fmt = _ENCODERS[codec].canonical, _ENCODERS[codec].pix_fmt
-        info = {
-            "video.height": self._size[1],
-            "video.width": self._size[0],
-            "video.codec": name,
-            "video.pix_fmt": pix_fmt,
-            "video.is_depth_map": codec == "depth12",
-            "video.fps": self._fps,
-            "video.channels": 1 if pix_fmt.startswith("gray") else 3,
-            "has_audio": False,
-        }
-        return info | (self._settings.depth.to_info() if codec == "depth12" else {})
+        info = video_info(*self._size, self._fps, name, pix_fmt)
+        if codec == "depth12":
+            info |= {"video.is_depth_map": True, **self._settings.depth.to_info()}
+        return info
+
+
+def video_info(width: int, height: int, fps: int, codec: str, pix_fmt: str) -> dict[str, Any]:
+    """Return what info.json says of a video of colours."""
+    return {
+        "video.height": height,
+        "video.width": width,
+        "video.codec": codec,
+        "video.pix_fmt": pix_fmt,
+        "video.is_depth_map": False,
+        "video.fps": fps,
+        "video.channels": 1 if pix_fmt.startswith("gray") else 3,
+        "has_audio": False,
+    }
 
 
 def _limited_range(frame: av.VideoFrame) -> av.VideoFrame:
