@@ -262,7 +262,8 @@ def wrong_words(words: list[str], helps: dict[str, str]) -> list[str]:
     if verb == "train":
         load_config(settings)
     if verb == "convert":
-        dotted = {word.split("=")[0] for word in settings if "." in word.split("=")[0]}
+        keys = {word.split("=")[0] for word in settings}
+        dotted = {key for key in keys if "." in key and not key.startswith("features.")}
         wrong += sorted(dotted - set(kuavo._DEFAULTS))
     return wrong
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import sqlite3
 from collections import defaultdict
 from contextlib import closing
@@ -19,7 +20,10 @@ from rosbags.rosbag1 import Reader as Reader1
 
 from penstock import convert
 from penstock.bags import open_bag
+from penstock.cli import main
 from penstock.errors import PenstockError
+
+from .conversion.maps import switched_on
 
 pytestmark = pytest.mark.recordings
 FOLDER = Path(
@@ -98,3 +102,19 @@ def test_it_converts_or_says_why_not(path, tmp_path):
         return
     assert report.ok
     assert report.peak_bytes <= 512 * 10**6
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: path.name)
+def test_every_written_map_converts_and_so_does_what_it_leaves_out(path, tmp_path):
+    target = tmp_path / "map.yaml"
+    if main(["info", str(path), "--write-map", str(target)]):
+        assert not target.exists()
+        return
+    text = target.read_text()
+    maps = list(switched_on(text))
+    if re.search(r"^  [a-z]", text.partition("\nfeatures:\n")[2], re.MULTILINE):
+        maps.append(("", text))
+    for number, (name, content) in enumerate(maps):
+        target.write_text(content)
+        report = convert(path, tmp_path / str(number), target, progress="quiet", check=False)
+        assert report.ok, f"{name}: {report.text()}"

@@ -255,9 +255,16 @@ def _add_convert(verbs: Any) -> None:
     which = convert.add_mutually_exclusive_group()
     which.add_argument("--map", metavar="FILE", help="a mapping of topics to features (YAML)")
     which.add_argument("--config", metavar="FILE", help="a Kuavo settings file (Hydra YAML)")
+    convert.add_argument(
+        "--set",
+        action="append",
+        default=[],
+        metavar="KEY=VALUE",
+        help="one setting: features.action.topic=/cmd",
+    )
     convert.add_argument("--fps", type=_natural, metavar="N", help="frames per second")
     convert.add_argument(
-        "--codec", metavar="NAME", help="h264 (default), av1, copy (JPEG as recorded) or png"
+        "--codec", metavar="NAME", help="h264 (default), av1, copy (as recorded) or png"
     )
     convert.add_argument("--depth-codec", metavar="NAME", help="depth12 (default) or grey8")
     convert.add_argument("--clock", metavar="NAME", help="bag (default) or header")

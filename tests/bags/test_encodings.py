@@ -359,10 +359,11 @@ def attack(what: str, first: int, cases: int) -> int:
             definition = definition.decode("utf-8", "replace")
         try:
             decode = decoder(definition, encoding)
-            for path in [*decode.fields(), "one", "many", "joints", "pose"]:
+            for path in [*decode.fields(), "one", "many", "joints", "pose", "map>base"]:
                 try:
                     decode.vector(data, path)
                     decode.names(data, path)
+                    decode.text(data, "text")
                 except PenstockError as error:
                     assert "\n" not in str(error) and len(str(error)) < 1000
                     errors += 1

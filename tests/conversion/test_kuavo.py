@@ -1,10 +1,14 @@
 import math
+from pathlib import Path
 
 import pytest
+from rosbags.rosbag1 import Reader, Writer
 
+import penstock
 from penstock.conversion.kuavo import choose_used, load_kuavo
 from penstock.conversion.mapping import Camera, options
 from penstock.conversion.settings import from_json
+from penstock.dataset.reader import Dataset
 from penstock.errors import UsageError
 
 YAML = """
@@ -191,3 +195,63 @@ def test_drawing_bags_is_the_robots_own(tmp_path):
     assert choose_used(bags, 20) == bags
     drawn = choose_used(bags, 3)
     assert [bag.stem for bag in drawn] == ["8", "1", "5"]
+
+
+def without(source: Path, target: Path, *topics: str) -> Path:
+    """Copy a bag without some topics."""
+    with Reader(source) as reader, Writer(target) as writer:
+        kept = {
+            c.id: writer.add_connection(
+                c.topic, c.msgtype, msgdef=c.msgdef.data, md5sum=c.digest
+            )
+            for c in reader.connections
+            if c.topic not in topics
+        }  # fmt: skip
+        for connection, t_ns, data in reader.messages():
+            if connection.id in kept:
+                writer.write(kept[connection.id], t_ns, data)
+    return target
+
+
+def test_it_is_recognised_without_joint_cmd_and_without_hands(samples, tmp_path):
+    """The arm command is in degrees: without the profile it would be beside radians."""
+    take = samples(seconds=1).path
+    whole = penstock.convert(take, tmp_path / "whole", progress="quiet")
+    hands = ("/leju_claw_state", "/leju_claw_command")
+    for number, gone in enumerate([("/joint_cmd",), ("/joint_cmd", *hands)]):
+        bag = without(take, tmp_path / f"{number}.bag", *gone)
+        report = penstock.convert(bag, tmp_path / str(number), progress="quiet")
+        assert report.ok, report.text()
+        assert report.mapping.robot_type == "kuavo4pro"
+        frames, wanted = (
+            list(Dataset(tmp_path / name).episode(0).frames(["observation.state", "action"]))
+            for name in (str(number), "whole")
+        )
+        names = Dataset(tmp_path / str(number)).features["action"].names
+        assert len(next(iter(names.values()))) == (16 if number == 0 else 14)
+        assert abs(frames[3]["action"][:7] - wanted[3]["action"][:7]).max() < 1e-6
+    assert whole.ok
+
+
+NEWER = """
+rosbag:
+  mode: normal
+  rosbag_dir: /path/to/rosbags
+  target_dir: /path/to/target
+  lerobot_dir_resume: /path/to/old
+  lerobot_dir_merge: ["/path/to/one", "/path/to/two"]
+dataset: {platform_type: "5", eef_type: rq2f85, which_arm: both, train_hz: 10}
+"""
+
+
+def test_the_keys_of_the_newer_files(tmp_path):
+    path = tmp_path / "Kuavo.yaml"
+    path.write_text(NEWER)
+    found = load_kuavo(path)
+    assert (found.bags, found.out) == (Path("/path/to/rosbags"), Path("/path/to/target/lerobot"))
+    with pytest.raises(UsageError, match="convert BAGS /path/to/old --append"):
+        load_kuavo(path, ["rosbag.mode=resume"])
+    with pytest.raises(UsageError, match="lerobot-edit-dataset"):
+        load_kuavo(path, ["rosbag.mode=merge"])
+    with pytest.raises(UsageError, match=r"rosbag.mode is 'rezume'"):
+        load_kuavo(path, ["rosbag.mode=rezume"])

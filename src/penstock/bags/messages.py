@@ -8,6 +8,7 @@ from __future__ import annotations
 import struct
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from typing import Final, Protocol
 
 import numpy as np
@@ -15,6 +16,7 @@ from numpy.typing import NDArray
 
 from penstock.bags.limits import Limits
 from penstock.bags.reader import Topic
+from penstock.bags.transforms import Transforms, is_pair, names_of
 from penstock.errors import DataError
 from penstock.ui.suggestions import did_you_mean
 
@@ -47,6 +49,11 @@ class Layout(Protocol):
 
     def find_names(self, path: str) -> Callable[[Data], tuple[str, ...]] | None:
         """Return a function from a message to the names of the numbers; None if it has none."""
+
+    def find_texts(
+        self, path: str, names: tuple[str, ...]
+    ) -> Callable[[Data], list[tuple[str, ...]]]:
+        """Return a function from a message to some texts of every item of a list."""
 
     def find_bytes(self, path: str) -> Callable[[Data], memoryview]:
         """Return a function from a message to the bytes of a text or blob."""
@@ -115,6 +122,8 @@ class Decoder:
             raise type(error)(f"{self._where}: {error}") from error
         self._vectors: dict[str, Callable[[Data], NDArray[np.float64]]] = {}
         self._names: dict[str, Callable[[Data], tuple[str, ...]] | None] = {}
+        self._texts: dict[str, Callable[[Data], memoryview]] = {}
+        self._transforms: Transforms | None = None
         self._stamp, self.stamp_bytes = self._layout.stamp_reader()
         self._image: Callable[[Data], ImageMessage] | None = None
 
@@ -125,6 +134,7 @@ class Decoder:
             data: The message.
             path: "position", "joint_data.joint_q", "data[3]", or a sub-message of numbers such as
                 "pose.position", which gives its numbers in order. A time is a number of seconds.
+                "map>base" is the transform between two frames; a message without it has none.
 
         Raises:
             DataError: There are no numbers at that path, or the message is damaged.
@@ -132,7 +142,11 @@ class Decoder:
         find = self._vectors.get(path)
         if find is None:
             try:
-                find = self._vectors[path] = self._layout.find(path)
+                if is_pair(path):
+                    find = partial(self.transforms.vector, path=path)
+                else:
+                    find = self._layout.find(path)
+                self._vectors[path] = find
             except DataError as error:
                 raise DataError(f"{self._where}: {error}; {self._hint(path)}") from None
         try:
@@ -142,6 +156,8 @@ class Decoder:
 
     def names(self, data: Data, path: str) -> tuple[str, ...]:
         """Return the names of the numbers at a path, as a JointState gives them; () for none."""
+        if is_pair(path):
+            return names_of(path)
         if path not in self._names:
             self._names[path] = self._layout.find_names(path)
         find = self._names[path]
@@ -149,6 +165,33 @@ class Decoder:
             return () if find is None else find(data)
         except DataError as error:
             raise DataError(f"{self._where}: {path}: {error}") from None
+
+    @property
+    def transforms(self) -> Transforms:
+        """The transforms of its messages.
+
+        Raises:
+            DataError: They hold none.
+        """
+        if self._transforms is None:
+            try:
+                self._transforms = Transforms(self._layout)
+            except DataError as error:
+                raise DataError(f"{self._where}: {error}") from None
+        return self._transforms
+
+    def text(self, data: Data, path: str) -> str:
+        """Return the text at a path.
+
+        Raises:
+            DataError: There is no text at that path, or the message is damaged.
+        """
+        try:
+            if path not in self._texts:
+                self._texts[path] = self._layout.find_bytes(path)
+            return bytes(self._texts[path](data)).decode("utf-8", "replace")
+        except DataError as error:
+            raise DataError(f"{self._where}: {error}") from None
 
     def fields(self) -> dict[str, str]:
         """Return the paths of all numbers, and the text of their types, such as "float64[]"."""

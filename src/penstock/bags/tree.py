@@ -141,6 +141,34 @@ class TreeLayout(ABC):
 
         return names
 
+    def find_texts(
+        self, path: str, names: tuple[str, ...]
+    ) -> Callable[[Data], list[tuple[str, ...]]]:
+        """Return a function from a message to some texts of every item of a list.
+
+        Args:
+            path: Of the list; "" for the message itself.
+            names: The paths of the texts within an item.
+
+        Raises:
+            DataError: There are no such texts.
+        """
+        if path and not self._getter(path)[1].repeated:
+            raise DataError(f"{path!r} is no list")
+        getters = []
+        for name in names:
+            get, node = self._getter(f"{path}.{name}" if path else name)
+            if node.type != "string" or node.repeated:
+                raise DataError(f"{path!r} has no texts {name}")
+            getters.append(get)
+
+        def texts(data: Data) -> list[tuple[str, ...]]:
+            tree = self._tree(data)
+            found = ([str(value or "") for value in get(tree)] for get in getters)
+            return list(zip(*found, strict=True))
+
+        return texts
+
     def find_bytes(self, path: str) -> Callable[[Data], memoryview]:
         """Return a function from a message to the bytes of a text or blob.
 

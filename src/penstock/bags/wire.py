@@ -132,10 +132,13 @@ class RosLayout:
         They are the texts of the field "name" beside an array, as in JointState. None if there is
         no such field, or no array.
         """
-        path = path.partition("[")[0] if path.endswith("]") else path  # one item has its array's
+        path = path.rpartition("[")[0] if path.endswith("]") else path  # one item has its array's
         head, dot, _ = path.rpartition(".")
+        beside = f"{head}{dot}name"
+        if head.endswith("]"):  # a point of a JointTrajectory, whose names stand above the points
+            beside = f"{head.rpartition('.')[0]}.joint_names".lstrip(".")
         try:
-            steps, field = self._plan(f"{head}{dot}name")
+            steps, field = self._plan(beside)
             _, numbers = self._plan(path)
         except DataError:
             return None
@@ -161,6 +164,44 @@ class RosLayout:
                 raise DataError("the message is cut") from None
 
         return names
+
+    def find_texts(
+        self, path: str, names: tuple[str, ...]
+    ) -> Callable[[Data], list[tuple[str, ...]]]:
+        """Return a function from a message to some texts of every item of a list.
+
+        Args:
+            path: Of the list; "" for the message itself.
+            names: The paths of the texts within an item.
+
+        Raises:
+            DataError: There are no such texts.
+        """
+        lead, field = self._plan(path) if path else ([], Field("", self.root))
+        if bool(path) != (field.size is not None):
+            raise DataError(f"{path!r} is no list")
+        plans = [self._plan(name, field.type) for name in names]
+        if any(found.type != "string" or found.size is not None for _, found in plans):
+            raise DataError(f"{path!r} has no texts {', '.join(names)}")
+        skip = self._node(Field("", field.type)).skip
+
+        def texts(data: Data) -> list[tuple[str, ...]]:
+            try:
+                reader, pos = self._reach(lead, data)
+                count = 1 if field.size is None else field.size
+                if count < 0:
+                    count, pos = reader.count(pos)
+                if count > reader.size:
+                    raise DataError("the message is cut")
+                items = []
+                for _ in range(count):
+                    items.append(tuple(_text_at(reader, pos, steps) for steps, _ in plans))
+                    pos = skip(reader, pos)
+                return items
+            except struct.error:
+                raise DataError("the message is cut") from None
+
+        return texts
 
     def find_bytes(self, path: str) -> Callable[[Data], memoryview]:
         """Return a function from a message to the bytes of a text or an array of bytes.
@@ -193,7 +234,10 @@ class RosLayout:
         """
         fields = self.types[self.root]
         header = next((f for f in fields if f.type == HEADER and f.size is None), None)
-        if header is None:
+        stamps = [f.name for f in fields if f.name in ("timestamp", "stamp") and f.size is None]
+        kinds = {f.name: f.type for f in fields}
+        path = f"{header.name}.stamp" if header else next(iter(stamps), "")
+        if header is None and TIMES.get(kinds.get(path, "")) != "time":  # Foxglove has no header
             return None, None
         cdr = self.cdr
         if fields[0] is header:
@@ -207,7 +251,6 @@ class RosLayout:
                 return int(sec) * 10**9 + int(nsec)
 
             return first, _STAMP_BYTES
-        path = f"{header.name}.stamp"
         seconds, parts = self.find(f"{path}.sec"), self.find(f"{path}.nanosec")
 
         return lambda data: int(seconds(data)[0]) * 10**9 + int(parts(data)[0]), None
@@ -220,10 +263,10 @@ class RosLayout:
             pos = step(reader, pos)
         return reader, pos
 
-    def _plan(self, path: str) -> tuple[list[Skip], Field]:
+    def _plan(self, path: str, root: str | None = None) -> tuple[list[Skip], Field]:
         """Return the moves that lead to the value at a path, and what it is."""
         steps: list[Skip] = []
-        kind, field = self.root, Field("", self.root)
+        kind, field = root or self.root, Field("", root or self.root)
         for part in path.split("."):
             match = _STEP.fullmatch(part)
             names = {f.name: f for f in self.types.get(kind, ())}
@@ -384,11 +427,18 @@ def _texts(reader: Reader, pos: int, fixed: int) -> tuple[str, ...]:
         count, pos = reader.count(pos)
     found = []
     for _ in range(count):
-        length, pos = reader.count(pos)
-        text = bytes(reader.view[pos : pos + length]).rstrip(b"\0")
-        found.append(text.decode("utf-8", "replace"))
-        pos += length
+        found.append(_text_at(reader, pos, []))
+        pos = _skip_string(reader, pos)
     return tuple(found)
+
+
+def _text_at(reader: Reader, pos: int, steps: list[Skip]) -> str:
+    for step in steps:
+        pos = step(reader, pos)
+    length, pos = reader.count(pos)
+    if length > reader.size - pos:
+        raise DataError("the message is cut")
+    return bytes(reader.view[pos : pos + length]).rstrip(b"\0").decode("utf-8", "replace")
 
 
 def _skip_string(reader: Reader, pos: int) -> int:

@@ -19,6 +19,7 @@ SECOND_NS: Final = 1_000_000_000
 MISSING: Final = -1
 _LATE_RUN: Final = 2
 _LATE_NS: Final = 2 * SECOND_NS
+_MOST_B_FRAMES: Final = 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,8 +43,13 @@ class Ordered:
         """The usual time between two messages; infinite when there are fewer than two."""
         return float(np.median(np.diff(self.times))) if len(self.times) > 1 else float("inf")
 
+    @property
+    def in_file_order(self) -> bool:
+        """Whether the stamps rise as the messages lie in the file."""
+        return bool(np.all(np.diff(self.ordinals) > 0))
 
-def in_order(times: Times) -> Ordered:
+
+def in_order(times: Times, reordered: bool = False) -> Ordered:
     """Put the messages of a topic in the order of their stamps.
 
     A message or two that were only written late into the file are put where they belong. For the
@@ -51,11 +57,15 @@ def in_order(times: Times) -> Ordered:
     costs one message, and a clock that was set back by half a second costs half a second,
     whichever side is shorter; a filter by the running maximum would lose all that follows the
     wild stamp.
+
+    Args:
+        times: In file order.
+        reordered: They are packets of a video, whose B-frames come late, however long it pauses.
     """
     times = np.asarray(times, np.int64)
     if len(times) < 2 or np.all(np.diff(times) > 0):
         return Ordered(times, np.arange(len(times), dtype=np.int64))
-    late = _late(times)
+    late = _late(times, *((_MOST_B_FRAMES, 2**62) if reordered else (_LATE_RUN, _LATE_NS)))
     on_time = np.flatnonzero(~late)
     kept = np.concatenate([on_time[_longest_rise(times[on_time])], np.flatnonzero(late)])
     kept = kept[np.argsort(times[kept], kind="stable")]
@@ -67,14 +77,14 @@ def in_order(times: Times) -> Ordered:
     return Ordered(times[kept], kept, duplicates, len(left_out) - duplicates)
 
 
-def _late(times: Times) -> NDArray[np.bool_]:
-    """Tell the messages that are a little late in the file, alone or in twos."""
+def _late(times: Times, late_run: int, late_ns: int) -> NDArray[np.bool_]:
+    """Tell the messages that are a little late in the file, a few in a row at most."""
     newest = np.maximum.accumulate(times)
     below = np.concatenate(([False], times[1:] < newest[:-1]))
     edges = np.flatnonzero(np.diff(np.concatenate(([False], below, [False])).astype(np.int8)))
     late = np.zeros(len(times), bool)
     for first, after in edges.reshape(-1, 2):
-        if after - first <= _LATE_RUN and newest[first] - times[first:after].min() <= _LATE_NS:
+        if after - first <= late_run and newest[first] - times[first:after].min() <= late_ns:
             late[first:after] = True
     return late
 

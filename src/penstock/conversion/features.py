@@ -6,13 +6,20 @@ The first message of each topic tells; nothing else of the bag is decoded.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from fnmatch import fnmatchcase
+
+import numpy as np
 
 from penstock.bags import Bag, Message
-from penstock.conversion.mapping import GAP_FLAG, Mapping, Vector
-from penstock.conversion.plan import Plan
+from penstock.bags.transforms import is_pair
+from penstock.conversion.mapping import GAP_FLAG, STAMP, Mapping, Source, Vector
+from penstock.conversion.plan import CameraPlan, Plan
 from penstock.dataset.layout import Feature
 from penstock.errors import DataError, UsageError
 from penstock.media.images import picture_size
+from penstock.media.packets import CODECS
+from penstock.media.video import video_info
+from penstock.ui.suggestions import did_you_mean
 
 Joints = dict[tuple[str, str], tuple[str, ...]]
 """By topic and field: the names of the numbers, in the order that a dataset has them."""
@@ -40,10 +47,16 @@ def describe(
             continue
         camera = plan.cameras[name]
         size = camera.camera.resize
-        if size is None:
+        if size is None and camera.video is not None:
+            size = camera.video.width, camera.video.height
+        elif size is None:
             image = bag.decoder(camera.topic).image(first[camera.topic].data)
             size = picture_size(image.data, image.encoding, image.width, image.height)
         codec = mapping.codec_of(feature)
+        if camera.video is not None and feature.kind == "depth":
+            raise DataError(f"{bag.path}: {camera.topic} is a video of colours: set kind: color")
+        if codec == "copy" and camera.video is not None:
+            _check_copied(bag, camera, plan.episodes)
         width, height = size
         if codec != "png" and codec != "copy" and (width % 2 or height % 2):
             raise DataError(
@@ -52,10 +65,27 @@ def describe(
             )
         channels = 1 if codec == "depth12" else 3
         dtype = "image" if codec == "png" else "video"
-        features[name] = Feature(dtype, (channels, height, width), ["channels", "height", "width"])
+        info = None
+        if codec == "copy" and camera.video is not None:  # every bag must have the same
+            kind = CODECS[camera.video.codec][0]
+            info = video_info(width, height, mapping.fps, kind, camera.video.pix_fmt)
+        words = ["channels", "height", "width"]
+        features[name] = Feature(dtype, (channels, height, width), words, info)
+    if mapping.stamps:
+        features[STAMP] = Feature("float64", (1,), ["seconds"])
     if mapping.gap == "flag":
         features[GAP_FLAG] = Feature("float32", (1,), ["gap"])
     return features
+
+
+def _check_copied(bag: Bag, camera: CameraPlan, episodes: Sequence[tuple[int, int]]) -> None:
+    """Check that packets can be copied: each frame shows the next one of them, and all do."""
+    for number, (first, after) in enumerate(episodes):
+        if np.any(np.diff(np.sort(camera.ordinals[first:after])) != 1):
+            raise DataError(
+                f"{bag.path}: {camera.topic}: the frames of episode {number} leave packets out or "
+                "repeat them, and codec copy needs each once: use h264, which decodes them"
+            )
 
 
 def _vector(
@@ -74,7 +104,9 @@ def _vector(
             length += 1
             continue
         decoder, data = bag.decoder(part.topic), first[part.topic].data
-        values, named = decoder.vector(data, source.field), decoder.names(data, source.field)
+        named = decoder.names(data, source.field)
+        pair = is_pair(source.field)  # it need not be in the first message
+        values = np.zeros(len(named)) if pair else decoder.vector(data, source.field)
         place = part.topic, source.field
         one = source.field.endswith("]")
         if place in joints:
@@ -85,21 +117,52 @@ def _vector(
             plan.joints[place] = joints[place]
         elif named and len(named) == len(set(named)) and (one or len(named) == len(values)):
             plan.joints[place] = named
-        start, after = source.select or (0, len(values))
-        if after > len(values) or start == after:
-            raise DataError(
-                f"{bag.path}: {part.topic}: {source.field} has {len(values)} numbers, and "
-                f"[{start}, {after}] was asked for: check the robot's platform or the mapping"
-            )
-        length += after - start
         known = () if one else plan.joints.get(place, ())
-        named_by += [(joint, source.field, part.topic) for joint in known[start:after]]
-    names = list(feature.names) if feature.names else _joint_names(named_by, length)
+        try:
+            taken = places_of(source, known, len(values))
+        except DataError as error:
+            raise DataError(f"{bag.path}: {part.topic}: {source.field} {error}") from None
+        length += len(taken)
+        if known:
+            named_by += [(known[k], source.field, part.topic) for k in taken]
+    length //= feature.window or 1
+    names = list(feature.names) if feature.names else _joint_names(named_by[:length], length)
     if names is not None and len(names) != length:
         raise UsageError(f"feature {name!r} has {length} numbers and {len(names)} names")
+    shape = (length,) if feature.window is None else (feature.window, length)
+    names = names if feature.window is None else None  # lerobot names the numbers of vectors only
+    dtype = feature.dtype or "float32"
     return Feature(
-        "float32", (length,), {feature.names_key: names} if feature.names_key and names else names
+        dtype, shape, {feature.names_key: names} if feature.names_key and names else names
     )
+
+
+def places_of(source: Source, names: Sequence[str], count: int) -> list[int]:
+    """Return the places of the numbers that a source takes of its field.
+
+    Raises:
+        DataError: There are not so many numbers, or none of such names.
+    """
+    start, after = source.select or (0, count)
+    if after > count or start == after:
+        raise DataError(
+            f"has {count} numbers, and [{start}, {after}] was asked for: check the robot's "
+            "platform or the mapping"
+        )
+    if not source.joints and not source.exclude:
+        return list(range(start, after))
+    if not names:
+        raise DataError("does not name its numbers: use select instead of names")
+    wanted = source.joints or ("*",)
+    for pattern in (*wanted, *source.exclude):
+        if not any(fnmatchcase(name, pattern) for name in names):
+            raise DataError(f"has no number named {pattern!r}: {did_you_mean(pattern, names)}")
+    return [
+        place
+        for place in range(start, after)
+        if any(fnmatchcase(names[place], pattern) for pattern in wanted)
+        and not any(fnmatchcase(names[place], pattern) for pattern in source.exclude)
+    ]
 
 
 def _joint_names(named_by: list[tuple[str, ...]], length: int) -> list[str] | None:

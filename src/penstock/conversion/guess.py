@@ -4,28 +4,38 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Container, Iterator, Sequence
+from collections.abc import Container, Iterable, Iterator, Sequence
 from collections.abc import Mapping as Mapped
 from dataclasses import asdict, dataclass, fields, replace
 from typing import Any, Final, Literal
 
+import numpy as np
+
 from penstock.bags import Bag
+from penstock.bags.transforms import is_pair
 from penstock.conversion import kuavo
-from penstock.conversion.align import SECOND_NS, in_order
+from penstock.conversion.align import SECOND_NS, Times, in_order
+from penstock.conversion.features import describe
 from penstock.conversion.mapping import (
     GAP_FLAG,
+    STAMP,
     Camera,
+    Clock,
     Mapping,
     Source,
     Vector,
 )
-from penstock.conversion.worth import Worth, first_message, worth_of
+from penstock.conversion.plan import plan_bag
+from penstock.conversion.worth import Worth, fields_at_all, first_key, first_message, worth_of
 from penstock.errors import DataError, UsageError
-from penstock.media.images import ImageDecoder
+from penstock.media.images import DEPTH_ENCODINGS, ImageDecoder
 
 _DEFAULT_FPS: Final = 30
 _MOST_OF_A_STATE: Final = 64
 _MOST_FPS: Final = 100  # without a camera
+_MOST_IN_BURSTS: Final = 0.3
+_FAR_CLOCK_NS: Final = 10 * SECOND_NS  # between stamp and log time of one message
+_STAMPS_LOOKED_AT: Final = 500
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,12 +47,19 @@ class Rate:
         usual_hz: By the median time between two: other than `hz` for bursts, or with long gaps.
         longest_gap_s: The longest time between two messages.
         disorder: Messages whose stamp does not rise.
+        in_bursts: The share of the gaps that are below a tenth of the mean one.
     """
 
     hz: float
     usual_hz: float
     longest_gap_s: float
     disorder: int
+    in_bursts: float = 0.0
+
+    @property
+    def is_bursty(self) -> bool:
+        """Whether messages were received many at once: their log times say little."""
+        return self.in_bursts > _MOST_IN_BURSTS
 
 
 def rate_of(bag: Bag, topic: str) -> Rate:
@@ -57,7 +74,34 @@ def rate_of(bag: Bag, topic: str) -> Rate:
         SECOND_NS / ordered.period_ns,
         float(steps.max()) / SECOND_NS,
         ordered.duplicates + ordered.disordered,
+        _in_bursts(ordered.times),
     )
+
+
+def _in_bursts(times: Times) -> float:
+    steps = np.diff(times)
+    return float((steps < steps.mean() / 10).mean()) if len(steps) else 0.0
+
+
+def guess_clock(bag: Bag, topics: Iterable[str]) -> Clock:
+    """Return "header" where log times come in bursts, and the stamps of all topics are sane."""
+    names = [name for name in dict.fromkeys(topics) if bag.topics[name].count]
+    stamped = [name for name in names if bag.decoder(name).stamp_reader() is not None]
+    bursty = [name for name in stamped if rate_of(bag, name).is_bursty]
+    if not bursty:
+        return "bag"
+    for name, first in bag.first_messages(stamped).items():
+        stamp_ns = bag.decoder(name).stamp_ns(first.data) or 0
+        if abs(stamp_ns - first.t_ns) > _FAR_CLOCK_NS:
+            return "bag"
+    wanted = {name: np.arange(min(bag.topics[name].count, _STAMPS_LOOKED_AT)) for name in bursty}
+    stamps: dict[str, list[int]] = {name: [] for name in bursty}
+    for message in bag.read(bursty, wanted):
+        stamps[message.topic].append(bag.decoder(message.topic).stamp_ns(message.data) or 0)
+    for times in map(np.array, stamps.values()):
+        if np.any(np.diff(times) <= 0) or _in_bursts(times) > _MOST_IN_BURSTS / 4:
+            return "bag"
+    return "header"
 
 
 def guess_mapping(bag: Bag) -> Mapping:
@@ -86,17 +130,18 @@ def guess_mapping(bag: Bag) -> Mapping:
         groups.setdefault(key, []).extend(Source((name,), field) for field in worth.fields)
     for key in sorted(groups, key=lambda key: (key != "observation.state", key != "action")):
         slowest = min(rate_of(bag, source.topics[0]).hz for source in groups[key])
-        features[key] = _vector(groups[key], slow=slowest * 1.5 < fps)
+        pairs = any(is_pair(source.field) for source in groups[key])
+        features[key] = _vector(groups[key], slow=pairs or slowest * 1.5 < fps)
     for topic, camera in cameras.items():
         name = _camera_name(topic)
         features[_free(features, name if camera.kind == "depth" else f"images.{name}")] = camera
-    return Mapping(fps=fps, features=features)
+    return Mapping(fps=fps, features=features, clock=guess_clock(bag, [*chosen, *cameras]))
 
 
 def _free(taken: Container[str], name: str) -> str:
     """Return the key of an observation that no other has, and that means nothing else."""
     key, number = f"observation.{name}", 1
-    while key in taken or key in ("observation.state", GAP_FLAG):
+    while key in taken or key in ("observation.state", GAP_FLAG, STAMP):
         number += 1
         key = f"observation.{name}_{number}"
     return key
@@ -108,16 +153,23 @@ def _camera(bag: Bag, topic: str) -> Camera:
     Raises:
         DataError: It cannot.
     """
+    if bag.topics[topic].media == "video":
+        key = first_key(bag, topic)
+        return _sized(topic, "color", key.width, key.height)
     image = bag.decoder(topic).image(first_message(bag, topic))
     words = (image.data, image.encoding, image.width, image.height, image.step, image.is_big_endian)
     plain = image.encoding in ("mono16", "png") and "depth" in topic.lower()
-    if plain or image.encoding in ("16UC1", "32FC1", "compressedDepth"):
+    if plain or image.encoding in DEPTH_ENCODINGS:
         kind: Literal["color", "depth"] = "depth"
         height, width = ImageDecoder().depth_mm(*words).shape
     else:
         kind = "color"
         frame = ImageDecoder().color(*words)
         width, height = frame.width, frame.height
+    return _sized(topic, kind, width, height)
+
+
+def _sized(topic: str, kind: Literal["color", "depth"], width: int, height: int) -> Camera:
     if min(width, height) < 2:
         raise DataError(f"its pictures are {width}x{height}")
     even = width // 2 * 2, height // 2 * 2
@@ -146,12 +198,10 @@ def look(bag: Bag) -> tuple[dict[str, Worth], dict[str, Camera], dict[str, str]]
     for name, topic in bag.topics.items():
         found = Worth(reason="no messages")
         try:
-            if topic.count and topic.media == "image":
+            if topic.count and topic.media is not None:
                 cameras[name] = _camera(bag, name)
                 continue
-            if topic.count and topic.media == "video":
-                found = Worth(reason="compressed video, which is not converted yet")
-            elif topic.count:
+            if topic.count:
                 found = worth_of(topic, bag)
         except (DataError, UsageError) as error:
             reason = str(error).removeprefix(f"{bag.path}: ").removeprefix(f"{name}: ")
@@ -164,8 +214,9 @@ def look(bag: Bag) -> tuple[dict[str, Worth], dict[str, Camera], dict[str, str]]
     spans = {name: _span_s(bag, name) for name in [*chosen, *cameras]}
     longest = max(spans.values(), default=0.0)
     for name, span_s in spans.items():
-        if span_s < longest / 2:
-            left_out[name] = f"it covers {span_s:.1f} of {longest:.1f} s"
+        if span_s < longest / 2 or not span_s:
+            short = f"it covers {span_s:.1f} of {longest:.1f} s"
+            left_out[name] = short if longest else "a single message"
             chosen.pop(name, None)
             cameras.pop(name, None)
     return chosen, cameras, left_out
@@ -202,7 +253,9 @@ def _guess_kuavo(bag: Bag) -> Mapping:
         name: replace(f, resize=None) if isinstance(f, Camera) else f
         for name, f in mapping.features.items()
     }
-    return replace(mapping, features=features)
+    used = [name for feature in features.values() for name in _topics(feature)]
+    clock = guess_clock(bag, [name for name in used if name in present])
+    return replace(mapping, features=features, clock=clock)
 
 
 def _vector(sources: list[Source], slow: bool) -> Vector:
@@ -223,8 +276,15 @@ def _camera_name(topic: str) -> str:
     return "_".join(kept)[:60] or "camera"
 
 
-def to_yaml(mapping: Mapping, bag: Bag) -> str:
-    """Write a mapping as a YAML file with comments, ready to edit."""
+def to_yaml(mapping: Mapping | None, bag: Bag) -> str:
+    """Write a mapping as a YAML file with comments, ready to edit.
+
+    Args:
+        mapping: The guess; None if there was nothing to guess.
+        bag: What it is of. All that is left out follows as comments that can be switched on.
+    """
+    speaking = [name for name, topic in bag.topics.items() if topic.count]
+    mapping = mapping or Mapping(_common_rate(bag, speaking) if speaking else _DEFAULT_FPS, {})
     lines = [
         f"# Mapping of {_comment(bag.path.name)}: which topics make which features.",
         "# Use it with: penstock convert BAGS OUT --map THIS_FILE",
@@ -237,7 +297,7 @@ def to_yaml(mapping: Mapping, bag: Bag) -> str:
         f"clock: {mapping.clock}             # bag (when recorded) or header (the message's stamp)",
         f"gap: {mapping.gap}              # a hole of the timeline: drop, split, hold or flag",
         f"hold_s: {mapping.hold_s}            # holes up to this many seconds show the last one",
-        f"codec: {mapping.codec}            # h264, av1, copy (JPEG as recorded) or png",
+        f"codec: {mapping.codec}            # h264, av1, copy (JPEG, video as recorded) or png",
         f"depth_codec: {mapping.depth_codec}   # depth12 (12 bit, lossless) or grey8",
         *([f"timeline: {json.dumps(mapping.timeline)}"] if mapping.timeline else []),
         *([f"timeline_hz: {mapping.timeline_hz}"] if mapping.timeline_hz else []),
@@ -253,13 +313,45 @@ def to_yaml(mapping: Mapping, bag: Bag) -> str:
             lines += _vector_lines(feature, bag)
     used = {name for f in mapping.features.values() for name in _topics(f)}
     reasons = {name: why for name, why in look(bag)[2].items() if name not in used}
-    if reasons:
-        lines += [
-            "",
-            "# Left out:",
-            *(_comment(f"#   {name}: {why}") for name, why in reasons.items()),
-        ]
+    never = []
+    if not mapping.features:
+        lines.append("  # nothing was found that a learner would want: switch on what you need")
+    for name, why in reasons.items():
+        extra = _switchable(name, bag, mapping)
+        if extra is None:
+            never.append(f"#   {name}: {why}")
+            continue
+        key = _free(mapping.features, _plain_name(name))
+        block = [f"{key}:    # left out: {_comment(why)}; remove the # to take it"]
+        if isinstance(extra, Camera):
+            described = _camera_lines(extra, bag)
+        else:
+            described = _vector_lines(extra, bag)
+        lines += [f"  # {line}" for line in (*block, *(line[2:] for line in described))]
+    if never:
+        lines += ["", "# Cannot be taken:", *map(_comment, never)]
     return "\n".join(lines) + "\n"
+
+
+def _switchable(name: str, bag: Bag, mapping: Mapping) -> Vector | Camera | None:
+    """Return a feature of a topic that is left out, if it can be converted with the others."""
+    topic = bag.topics[name]
+    if not topic.count:
+        return None
+    feature: Vector | Camera
+    try:
+        if topic.media is not None:
+            feature = replace(_camera(bag, name), align="hold", tolerance_s=0.0)
+        else:
+            fields = fields_at_all(topic, bag)
+            if not fields:
+                return None
+            feature = _vector([Source((name,), field) for field in fields], slow=True)
+        whole = replace(mapping, features={**mapping.features, "observation.it": feature})
+        describe(bag, whole, plan_bag(bag, whole))
+    except (DataError, UsageError):
+        return None
+    return feature
 
 
 def _topics(feature: Vector | Camera) -> Iterator[str]:

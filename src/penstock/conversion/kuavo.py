@@ -5,6 +5,10 @@ The settings (their file is KuavoRosbag2Lerobot.yaml; every key, with its defaul
 rosbag.rosbag_dir            folder of the bags, in the order of their names
 rosbag.num_used      null    use only so many, drawn without replacement (seed 42)
 rosbag.lerobot_dir           the dataset goes to <rosbag_dir>/../<lerobot_dir>/lerobot
+rosbag.target_dir            newer files: the dataset goes to <target_dir>/lerobot
+rosbag.mode          normal  newer files: resume and merge are refused, with what to do instead
+rosbag.lerobot_dir_resume    of the mode resume
+rosbag.lerobot_dir_merge     of the mode merge
 rosbag.chunk_size    100     frames that are put together before they are written
 dataset.platform_type 4pro   4pro, 5 or 5w: where the arms are among the joints
 dataset.only_arm     true    false adds the walking command and ctrl_change_cmd to the action
@@ -40,6 +44,7 @@ from penstock.conversion.mapping import (
     Mapping,
     Source,
     Vector,
+    options,
 )
 from penstock.conversion.settings import load_yaml, parse_value
 from penstock.errors import UsageError
@@ -98,6 +103,10 @@ _DEFAULTS: Final[dict[str, Any]] = {
     "rosbag.rosbag_dir": None,
     "rosbag.num_used": None,
     "rosbag.lerobot_dir": None,
+    "rosbag.target_dir": None,
+    "rosbag.mode": "normal",
+    "rosbag.lerobot_dir_resume": None,
+    "rosbag.lerobot_dir_merge": None,
     "rosbag.chunk_size": 100,
     "dataset.platform_type": "4pro",
     "dataset.only_arm": True,
@@ -118,6 +127,7 @@ _DEFAULTS: Final[dict[str, Any]] = {
     "dataset.resize.height": 480,
 }
 _CHOICES: Final[dict[str, tuple[Any, ...]]] = {
+    "rosbag.mode": ("normal", "resume", "merge"),
     "dataset.platform_type": tuple(_ARMS_AT),
     "dataset.eef_type": tuple(_EFFECTORS),
     "dataset.which_arm": ("left", "right", "both"),
@@ -172,9 +182,9 @@ def load_kuavo(path: Path, overrides: Sequence[str] = ()) -> Kuavo:
 
 
 def is_kuavo(topics: Collection[str]) -> bool:
-    """Tell a Kuavo, with one of its end effectors, by the topics that its recording speaks of."""
-    effectors = any(e.state[0] in topics and e.action[0] in topics for e in _EFFECTORS.values())
-    return SENSORS in topics and "/joint_cmd" in topics and effectors
+    """Tell a Kuavo by the topics that its recording speaks of: its sensors, and a command."""
+    commands = (_ARM_COMMAND_SYNCED, _ARM_COMMAND, "/joint_cmd")
+    return SENSORS in topics and any(command in topics for command in commands)
 
 
 def guess(topics: Collection[str], joints: int, fps: int) -> Mapping:
@@ -197,17 +207,33 @@ def guess(topics: Collection[str], joints: int, fps: int) -> Mapping:
         settings["dataset.which_arm"] = "left" if has["left"] else "right"
     settings["dataset.use_depth"] = _DEPTH["depth_h"] in topics
     mapping = from_settings(settings).mapping
-    features = {
-        name: feature
-        for name, feature in mapping.features.items()
-        if not isinstance(feature, Camera) or any(topic in topics for topic in feature.topics)
-    }
+    features: dict[str, Vector | Camera] = {}
+    for name, feature in mapping.features.items():
+        if isinstance(feature, Vector):
+            features[name] = _recorded(feature, topics)
+        elif any(topic in topics for topic in feature.topics):
+            features[name] = feature
     return replace(mapping, features=features, timeline=None)
+
+
+def _recorded(vector: Vector, topics: Collection[str]) -> Vector:
+    """Leave out the end effectors that a recording does not have."""
+    sources: list[Source] = []
+    names: list[str] = []
+    at = 0
+    for source in vector.sources:
+        first, after = source.select or (0, 1)
+        if any(topic in topics for option in options(source) for topic in option.topics):
+            sources.append(source)
+            names += (vector.names or ())[at : at + after - first]
+        at += after - first
+    return replace(vector, sources=tuple(sources), names=tuple(names))
 
 
 def own_settings(words: Sequence[str]) -> list[str]:
     """Return the `key=value` words that are settings of the robot: their keys have a dot."""
-    return [word for word in words if "." in word.partition("=")[0]]
+    dotted = [word for word in words if "." in word.partition("=")[0]]
+    return [word for word in dotted if not word.startswith("features.")]
 
 
 def from_settings(settings: dict[str, Any]) -> Kuavo:
@@ -215,9 +241,20 @@ def from_settings(settings: dict[str, Any]) -> Kuavo:
     bags = settings["rosbag.rosbag_dir"]
     out = settings["rosbag.lerobot_dir"]
     where = Path(bags) if bags else None
+    instead = {
+        "resume": "set it to normal, and add to the dataset by "
+        f"`penstock convert BAGS {settings['rosbag.lerobot_dir_resume'] or 'DATASET'} --append`",
+        "merge": "datasets are merged by lerobot-edit-dataset --operation.type merge",
+    }
+    if settings["rosbag.mode"] in instead:
+        mode = settings["rosbag.mode"]
+        raise UsageError(f"rosbag.mode is {mode!r}: {instead[mode]}")
+    target = (
+        Path(settings["rosbag.target_dir"]) / "lerobot" if settings["rosbag.target_dir"] else None
+    )
     return Kuavo(
         where,
-        where.parent / out / "lerobot" if where and out else None,
+        target or (where.parent / out / "lerobot" if where and out else None),
         settings["rosbag.num_used"],
         _mapping(settings),
     )
@@ -278,6 +315,8 @@ def _problem(key: str, value: Any) -> str | None:
         if not pair or not all(isinstance(v, int | float) for v in value) or value[0] >= value[1]:
             return "give [nearest, farthest] in millimetres"
         return None
+    if key == "rosbag.lerobot_dir_merge" and isinstance(value, list):
+        return None if all(isinstance(v, str) for v in value) else "give a list of folders"
     return None if value is None or isinstance(value, str) else "give a text"
 
 

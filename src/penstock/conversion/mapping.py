@@ -39,6 +39,11 @@ AUTO_NAMES: Final = frozenset(
     ("timestamp", "frame_index", "episode_index", "index", "task_index", "task")
 )
 GAP_FLAG: Final = "observation.gap"
+STAMP: Final = "observation.stamp"
+# So that the datasets of earlier versions go on with the settings that they were begun with.
+_ADDED_LATER: Final = frozenset(
+    ("episodes", "tasks", "table", "joints", "exclude", "offset", "window", "dtype", "stamps")
+)
 _FEATURE_NAME: Final = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,99}")
 
 
@@ -48,9 +53,14 @@ class Source:
 
     Attributes:
         topics: Names to try; the first one that the bag has messages of is taken.
-        field: Path of the field within the message, such as "position" or "joint_data.joint_q".
+        field: Path of the field within the message, such as "position" or "joint_data.joint_q";
+            "parent>child" is the transform between two frames (in a file: frame: [parent, child]).
         select: First and one-past-last place within the field; None takes all.
+        joints: Only the numbers that the message names like this, such as "arm_*" (in a file:
+            field: position[arm_*]).
+        exclude: Not the numbers that the message names like this.
         scale: Factor.
+        offset: Added after the factor.
         threshold: Instead of a factor: 1 above this value, 0 otherwise.
         relative_start: Subtract the value of the episode's first frame.
         delta: Subtract what `Vector.delta_from` has at the same place.
@@ -65,7 +75,10 @@ class Source:
     topics: tuple[str, ...]
     field: str = ""
     select: tuple[int, int] | None = None
+    joints: tuple[str, ...] = ()
+    exclude: tuple[str, ...] = ()
     scale: float = 1.0
+    offset: float = 0.0
     threshold: float | None = None
     relative_start: bool = False
     delta: bool = False
@@ -89,6 +102,9 @@ class Vector:
         missing: What a frame without a message does: "drop" the frame, "hold" the last value, or
             "fail" the bag.
         delta_from: The feature that sources with `delta` are relative to.
+        window: So many messages up to the one of the frame, the oldest first, for topics faster
+            than the frames: rows of [window, numbers].
+        dtype: "float32", or "float64" for numbers that need it, such as GPS.
     """
 
     sources: tuple[Source, ...]
@@ -98,6 +114,8 @@ class Vector:
     tolerance_s: float | None = None
     missing: Missing = "drop"
     delta_from: str | None = None
+    window: int | None = None
+    dtype: Literal["float32", "float64"] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,6 +144,58 @@ class Camera:
 
 
 @dataclass(frozen=True, slots=True)
+class Events:
+    """A topic that tells where episodes begin; what lies outside of them is left out.
+
+    Attributes:
+        topic: Its name. That of a recorded service (".../_service_event") begins one by each call.
+        field: A flag or number: an episode lasts for as long as it is above 0.5. A text: see
+            `begin`. None: each message begins an episode, which lasts to the next.
+        begin: Texts that begin an episode, such as "start*".
+        end: Texts that end it; None lets it last to the next.
+    """
+
+    topic: str
+    field: str = ""
+    begin: str | None = None
+    end: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Tasks:
+    """What the robot does, in words, by bag or by episode; one of these.
+
+    Attributes:
+        topic: The text last said there when an episode begins, or first said in it.
+        field: Of its messages.
+        name: What the name of the bag is like, such as "{task}_*"; "_" becomes a space.
+        folder: The name of the folder that the bag lies in; "_" becomes a space.
+    """
+
+    topic: str | None = None
+    field: str = "data"
+    name: str | None = None
+    folder: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class TableRow:
+    """A row of a table of episodes and tasks.
+
+    Attributes:
+        bag: The name of the bag, with or without its ending or folders; "" for any.
+        start_s: When an episode begins, from the start of the recording, or from 1970.
+        end_s: When it ends; None for the start of the next.
+        task: What the robot does; "" leaves that to the rest of the mapping.
+    """
+
+    bag: str = ""
+    start_s: float | None = None
+    end_s: float | None = None
+    task: str = ""
+
+
+@dataclass(frozen=True, slots=True)
 class Mapping:
     """Everything that decides what the dataset holds.
 
@@ -144,7 +214,12 @@ class Mapping:
         codec: For colour pictures: h264, av1, copy or png.
         depth_codec: For depth pictures: depth12 or grey8.
         task: What the robot does, for the learner.
+        episodes: The topic that tells where episodes begin; None for one per bag.
+        tasks: Where the task of each bag or episode comes from; None for `task`.
+        table: Episodes and tasks by bag.
         robot_type: Name of the robot.
+        stamps: Adds the feature `observation.stamp`: when each frame was recorded, in seconds from
+            1970, beside the nominal `timestamp`.
         window_frames: Frames that are put together before they are written.
         nonfinite: What NaN and infinity do: "keep" them and say so, "hold" the last finite value
             of the field, or "fail" the bag.
@@ -164,7 +239,11 @@ class Mapping:
     codec: Codec = "h264"
     depth_codec: Codec = "depth12"
     task: str = "task"
+    episodes: Events | None = None
+    tasks: Tasks | None = None
+    table: tuple[TableRow, ...] = ()
     robot_type: str = "unknown"
+    stamps: bool = False
     window_frames: int = 1000
     nonfinite: NonFinite = "keep"
     bad_pictures: BadPictures = "hold"
@@ -189,7 +268,7 @@ class Mapping:
         return self.depth_codec if camera.kind == "depth" else self.codec
 
     def to_json(self) -> dict[str, Any]:
-        """Return all of it as JSON values."""
+        """Return all of it as JSON values; what was added later only where it is used."""
         content: dict[str, Any] = _plain(asdict(self))
         for name, feature in self.features.items():
             content["features"][name]["feature"] = (
@@ -223,6 +302,17 @@ def _check(mapping: Mapping) -> None:
     if mapping.depth_codec not in DEPTH_CODECS:
         hint = did_you_mean(mapping.depth_codec, DEPTH_CODECS)
         raise UsageError(f"depth_codec is {mapping.depth_codec!r}: {hint}")
+    if mapping.episodes is not None and any(row.start_s is not None for row in mapping.table):
+        raise UsageError("episodes and a table with times exclude each other: choose one")
+    events = mapping.episodes
+    if events and (events.begin or events.end) and not (events.begin and events.field):
+        raise UsageError("episodes: begin and end are texts of a field: give field and begin")
+    if mapping.tasks is not None:
+        ways = (mapping.tasks.topic, mapping.tasks.name, mapping.tasks.folder or None)
+        if sum(way is not None for way in ways) != 1:
+            raise UsageError("tasks: give one of topic, name and folder")
+        if mapping.tasks.name is not None and mapping.tasks.name.count("{task}") != 1:
+            raise UsageError(f"tasks: name is {mapping.tasks.name!r}: put {{task}} into it, once")
     for name, feature in mapping.features.items():
         _check_feature(mapping, name, feature)
 
@@ -231,7 +321,7 @@ def _check_feature(mapping: Mapping, name: str, feature: Vector | Camera) -> Non
     where = f"feature {name!r}"
     if not _FEATURE_NAME.fullmatch(name) or ".." in name:
         raise UsageError(f"{where}: use letters, digits, '_', '-' and single '.', 100 at most")
-    if name in AUTO_NAMES or name == GAP_FLAG:
+    if name in AUTO_NAMES or name in (GAP_FLAG, STAMP):
         raise UsageError(f"{where}: this name is made by penstock itself; choose another")
     if feature.tolerance_s is not None and feature.tolerance_s < 0:
         raise UsageError(f"{where}: tolerance_s is {feature.tolerance_s}: give 0 or more")
@@ -262,13 +352,22 @@ def _check_feature(mapping: Mapping, name: str, feature: Vector | Camera) -> Non
                 f"{where}: delta_from is {feature.delta_from!r}: "
                 f"{did_you_mean(feature.delta_from, mapping.vectors)}"
             )
+        moved = source.relative_start or source.delta or source.fill_gaps or source.flag_gaps
+        if feature.window is not None and moved:
+            raise UsageError(f"{where}: a window takes numbers as they are: drop the other keys")
+    if feature.window is not None and not 1 <= feature.window <= 10_000:
+        raise UsageError(f"{where}: window is {feature.window}: give 1 to 10000 messages")
+    if feature.window is not None and feature.align not in ("nearest", "hold"):
+        raise UsageError(f"{where}: a window cannot be aligned {feature.align!r}: use hold")
     if feature.align == "slerp" and len(feature.sources) != 1:
         raise UsageError(f"{where}: slerp takes one source of quaternions: split the feature")
 
 
 def _plain(value: Any) -> Any:
     if isinstance(value, dict):
-        return {key: _plain(entry) for key, entry in value.items()}
+        return {
+            key: _plain(entry) for key, entry in value.items() if entry or key not in _ADDED_LATER
+        }
     if isinstance(value, list | tuple):
         return [_plain(entry) for entry in value]
     return value

@@ -25,7 +25,7 @@ from penstock.conversion.align import Times
 from penstock.conversion.budget import BASE_BYTES, MemoryWatch, encoder_bytes
 from penstock.conversion.features import describe
 from penstock.conversion.lanes import Lanes, Spool
-from penstock.conversion.pictures import Pictures, Shown
+from penstock.conversion.pictures import Pictures, Shown, VideoPictures
 from penstock.conversion.plan import Plan, plan_bag, summary
 from penstock.conversion.rows import Rows
 from penstock.core.files import make_folder
@@ -33,6 +33,7 @@ from penstock.core.interrupt import check_stop
 from penstock.dataset.layout import Feature
 from penstock.dataset.unit import Episode, UnitRecord, UnitWriter
 from penstock.errors import DataError
+from penstock.media.packets import CODECS, KeyFrame
 from penstock.media.video import VideoSettings
 
 Advance = Callable[[int, int], None]  # bytes read, frames written, since the last call
@@ -147,6 +148,13 @@ def _check_features(bag: Bag, wanted: Mapping[str, Feature], found: Mapping[str,
                 f"{bag.path}: {name} is {feature.dtype} {list(feature.shape)}, and the dataset has "
                 f"{expected.dtype} {list(expected.shape)}: convert it into a dataset of its own"
             )
+        for key in ("video.codec", "video.pix_fmt"):
+            one, other = ((it.info or {}).get(key) for it in (feature, expected))
+            if feature.info is not None and one != other:
+                raise DataError(
+                    f"{bag.path}: {name} is a video of {one}, and codec copy of the dataset needs "
+                    f"{other}: use h264, which decodes it"
+                )
 
 
 class _Run:
@@ -175,11 +183,11 @@ class _Run:
     def run(self) -> None:
         times = self._plan.times
         episodes = [
-            Episode(after - first, self._mapping.task, int(times[first]), int(times[after - 1]))
-            for first, after in self._plan.episodes
+            Episode(after - first, task, int(times[first]), int(times[after - 1]))
+            for (first, after), task in zip(self._plan.episodes, self._plan.tasks, strict=False)
         ]
         settings = {
-            name: _video_settings(self._mapping.codec_of(camera.camera))
+            name: _video_settings(self._mapping.codec_of(camera.camera), camera.video)
             for name, camera in self._plan.cameras.items()
         }
         record = replace(self._job.record, episodes=episodes)
@@ -266,7 +274,8 @@ class _Camera:
         self._run = run
         _, height, width = run._features[name].picture_size
         self.needs_bytes = encoder_bytes(run._mapping.codec_of(self.plan.camera), width, height)
-        self._pictures = Pictures(
+        kind = Pictures if self.plan.video is None else VideoPictures
+        self._pictures = kind(
             run._bag,
             self.plan,
             run._mapping.codec_of(self.plan.camera),
@@ -277,13 +286,20 @@ class _Camera:
         # The frames change their picture here; the ordinals rise, but for pictures that were
         # written late into the file: those that come before their turn wait.
         changes = np.flatnonzero(np.diff(self.plan.ordinals)) + 1
-        self._firsts = np.concatenate(([0], changes, [len(self.plan.ordinals)]))
-        self._wanted = self.plan.ordinals[self._firsts[:-1]]
+        edges = np.concatenate(([0], changes, [len(self.plan.ordinals)]))
+        self._spans = np.stack([edges[:-1], edges[1:]], axis=1)
+        self._wanted = self.plan.ordinals[edges[:-1]]
+        if self.plan.video is not None:  # a packet needs those before it, shown or not
+            start, shown, spans = self.plan.video.ordinal, self._wanted, self._spans
+            self._wanted = np.arange(start, shown.max() + 1)
+            self._spans = np.zeros((len(self._wanted), 2), np.int64)
+            self._spans[shown - start] = spans
         self._turns = (
             {int(o): k for k, o in enumerate(self._wanted)} if _mixed(self._wanted) else None
         )
         self._early: dict[int, Any] = {}
         self._next = 0
+        self._worked = 0
         self._open = -1
         self._video: Any = None
 
@@ -309,14 +325,16 @@ class _Camera:
 
     def _take(self, data: bytes | memoryview) -> Shown:
         data = bytes(data)  # a view keeps its whole chunk, and only its own bytes are counted
-        first, after = self._firsts[self._next : self._next + 2].tolist()
+        first, after = self._spans[self._next].tolist()
         self._next += 1
         return data, first, after
 
     def work(self, item: Shown) -> None:
         """Show one picture; runs in the lane's thread."""
         self._pictures.show(item)
-        if item[2] == len(self.plan.ordinals):
+        self._worked += 1
+        if self._worked == len(self._wanted):
+            self._pictures.flush()
             self._close()
 
     def finish(self) -> None:
@@ -351,7 +369,7 @@ def _wanted(users: Iterable[Rows | _Camera]) -> dict[str, Times]:
     return found
 
 
-def _video_settings(codec: maps.Codec) -> VideoSettings:
+def _video_settings(codec: maps.Codec, video: KeyFrame | None) -> VideoSettings:
     """Return how the pictures are stored; a grey picture is a picture like others.
 
     AV1 pays for every frame that stands alone: with one in 6 instead of one in 2 it takes half
@@ -359,6 +377,8 @@ def _video_settings(codec: maps.Codec) -> VideoSettings:
     """
     if codec == "av1":
         return VideoSettings("av1", g=6)
+    if codec == "copy" and video is not None:
+        return VideoSettings("copy", copied=CODECS[video.codec][0], copied_pix_fmt=video.pix_fmt)
     return VideoSettings("h264" if codec == "grey8" else codec)
 
 

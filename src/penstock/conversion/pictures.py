@@ -1,23 +1,26 @@
 """The pictures of one camera: messages in, frames of a video out, in a thread of its own.
 
 A picture is decoded only if a frame shows it, and never with the codec "copy", which puts the
-recorded JPEG into the video as it is.
+recorded JPEG into the video as it is. Packets of a video build on each other: all are decoded.
 """
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable
-from typing import Any
+from heapq import heappop, heappush
+from typing import Any, Final
 
 from penstock.bags import Bag, ImageMessage
 from penstock.conversion.mapping import BadPictures, Codec
 from penstock.conversion.plan import CameraPlan
 from penstock.errors import DataError
 from penstock.media.images import ImageDecoder, grey_from_depth, jpeg_body, thumbnail
+from penstock.media.packets import PacketDecoder, is_key
 
 # What a lane hands over: the bytes of a message, and the frames that show it.
 Shown = tuple[bytes | memoryview, int, int]
+_MOST_REORDERED: Final = 16  # pictures that a decoder keeps back at most
 
 
 class Pictures:
@@ -66,17 +69,28 @@ class Pictures:
         except _Mismatch as error:
             raise DataError(str(error)) from error
         except DataError as error:
-            if self._bad == "fail":
-                raise DataError(f"{self._where}: frame {first}: {error}") from error
-            self.notes[f"{self._plan.topic}: pictures that cannot be decoded (held)"] += 1
-            if self._last is None:
-                self._waiting += range(first, after)
-                return
-            picture = self._last
+            self._hold(first, after, error)
+            return
+        self._put(first, after, picture)
+
+    def _hold(self, first: int, after: int, error: DataError) -> None:
+        """Show the last good picture where there is none."""
+        if self._bad == "fail":
+            raise DataError(f"{self._where}: frame {first}: {error}") from error
+        self.notes[f"{self._plan.topic}: pictures that cannot be decoded (held)"] += 1
+        if self._last is None:
+            self._waiting += range(first, after)
+        else:
+            self._put(first, after, self._last)
+
+    def _put(self, first: int, after: int, picture: Any) -> None:
         for frame in (*self._waiting, *range(first, after)):
             self._write(frame, picture)
         self._waiting.clear()
         self._last = picture
+
+    def flush(self) -> None:
+        """Every message has passed: bring what waits into its frames."""
 
     def finish(self) -> None:
         """Check that every frame has its picture."""
@@ -106,6 +120,10 @@ class Pictures:
         frame = self._images.color(
             image.data, image.encoding, image.width, image.height, image.step, image.is_big_endian
         )
+        return self._scaled(frame)
+
+    def _scaled(self, frame: Any) -> Any:
+        """Return a colour picture in the size of the feature."""
         if self._plan.camera.resize:
             frame = self._images.resize(frame, *self._size)
         self._check_size(frame.width, frame.height)
@@ -130,6 +148,116 @@ class Pictures:
                 f"{self._where} has a picture of {width}x{height}, and the others are "
                 f"{self._size[0]}x{self._size[1]}: set resize, and a codec other than copy"
             )
+
+
+class VideoPictures(Pictures):
+    """Works on the packets of one camera that sends a video: every one, in file order.
+
+    With the codec "copy" they go into the video as they are, and are decoded all the same: only
+    that shows which frame each of them is, and that none is missing.
+    """
+
+    def __init__(self, bag: Bag, plan: CameraPlan, *words: Any) -> None:
+        super().__init__(bag, plan, *words)
+        assert plan.video is not None
+        self._video_codec = plan.video.codec
+        self._packets = PacketDecoder(plan.video.codec)
+        self._number = 0  # of the next packet
+        self._frames: dict[int, tuple[int, int]] = {}  # of packets without a picture as yet
+        self._ready: dict[int, tuple[int, int, Any]] = {}  # by first frame: after, packet, picture
+        self._next_frame = 0
+        self._early: deque[tuple[int, Any]] = deque()
+        self._numbers: list[int] = []  # of the packets of `_early`, a heap
+        self._copies: deque[tuple[int, bytes]] = deque()  # packets that are not in the video yet
+        self._frame_of: dict[int, int] = {}  # the frame that such a packet shows
+        self._first_frame = self._copied = 0  # of the episode: its first frame, packets written
+        self._delay: int | None = None  # from a packet to its picture, in packets
+
+    def show(self, shown: Shown) -> None:
+        """Take a packet; put the pictures that it completes into their frames."""
+        data, first, after = shown
+        number, self._number = self._number, self._number + 1
+        self._frames[number] = first, after
+        try:
+            packet = bytes(self._decoder.image(data).data)
+            if self._codec == "copy" and after > first:
+                self._copies.append((number, packet))
+            pictures = self._packets.decode(number, packet)
+        except DataError as error:
+            self._settle(number, number, error)
+            return
+        self._take(pictures)
+
+    def flush(self) -> None:
+        """Bring the pictures that the decoder has kept into their frames."""
+        self._take(self._packets.flush())
+        while self._early:
+            self._settle(heappop(self._numbers), *self._early.popleft())
+        for number in list(self._frames):
+            self._settle(number, number, DataError("its packet gives no picture"))
+
+    def _take(self, pictures: list[tuple[int, Any]]) -> None:
+        for packet, picture in pictures:
+            number = packet
+            # Pictures come in the order in which they are shown. Where the stamps rise in the
+            # order of the packets nevertheless, the first of both belong together.
+            if self._plan.in_file_order and (self._packets.reorders or self._early):
+                heappush(self._numbers, packet)
+                self._early.append((packet, picture))
+                if len(self._early) <= _MOST_REORDERED:
+                    continue
+                number, (packet, picture) = heappop(self._numbers), self._early.popleft()
+            self._settle(number, packet, picture)
+            while (oldest := next(iter(self._frames), number)) < number - 4 * _MOST_REORDERED:
+                self._settle(oldest, oldest, DataError("its packet gives no picture"))
+
+    def _settle(self, number: int, packet: int, picture: Any) -> None:
+        """Note what the frames of a packet show, and write those whose turn it is."""
+        first, after = self._frames.pop(number)
+        if first == after:
+            return
+        if isinstance(picture, DataError) and self._codec == "copy":
+            raise DataError(f"{self._where}: {picture}: use h264, which holds the one before")
+        self._ready[first] = after, packet, picture
+        while self._next_frame in self._ready:
+            first = self._next_frame
+            self._next_frame, packet, picture = self._ready.pop(first)
+            if isinstance(picture, DataError):
+                self._hold(first, self._next_frame, picture)
+                continue
+            try:
+                self._put(first, self._next_frame, self._scaled(picture))
+            except _Mismatch as error:
+                raise DataError(str(error)) from error
+            if self._codec == "copy":
+                self._frame_of[packet] = first
+                self._copy(self._sink(first), packet)
+
+    def _write(self, frame: int, picture: Any) -> None:
+        if self._codec == "copy":
+            self._sink(frame).add_copied(picture)
+        else:
+            super()._write(frame, picture)
+
+    def _copy(self, sink: Any, packet: int) -> None:
+        """Write the packets whose frames are known; they go into the video in file order."""
+        if self._delay is None:
+            self._delay = self._number - 1 - packet
+        if sink.frames == 1:  # an episode begins
+            self._first_frame, self._copied = self._frame_of[packet], 0
+            if not is_key(self._video_codec, self._copies[0][1]):
+                raise DataError(
+                    f"{self._where}: an episode begins at frame {self._first_frame}, which is no "
+                    "key frame, and codec copy needs one: use h264, which decodes the packets"
+                )
+        while self._copies and self._copies[0][0] in self._frame_of:
+            number, data = self._copies.popleft()
+            frame = self._frame_of.pop(number) - self._first_frame
+            turn = self._copied - self._delay
+            if turn > frame:
+                raise DataError(f"{self._where}: its packets are not in order: use h264")
+            sink.add_packet(data, frame, turn, is_key(self._video_codec, data))
+            self._copied += 1
 
 
 class _Mismatch(Exception):

@@ -8,21 +8,25 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
+from itertools import product
 from typing import Any, Final
 
 import numpy as np
 
 from penstock.bags import Bag
+from penstock.bags.transforms import is_pair
 from penstock.conversion.account import Account
 from penstock.conversion.align import (
     MISSING,
     SECOND_NS,
     Match,
+    Ordered,
     Times,
     gaps,
     inside,
     match,
 )
+from penstock.conversion.episodes import find_spans, span_of, tasks_of
 from penstock.conversion.mapping import (
     Camera,
     Mapping,
@@ -40,6 +44,7 @@ from penstock.conversion.timeline import (
     split,
 )
 from penstock.errors import DataError
+from penstock.media.packets import KeyFrame
 
 _UNLIMITED: Final = float(2**62)
 
@@ -63,11 +68,21 @@ class SourcePlan:
 
 @dataclass(slots=True)
 class CameraPlan:
-    """One camera: its topic, and the picture of every frame."""
+    """One camera: its topic, and the picture of every frame.
+
+    Attributes:
+        camera: What is asked of it.
+        topic: The topic chosen among its own.
+        ordinals: The message of every frame.
+        video: For packets of a video, the first that stands alone; None for pictures.
+        in_file_order: The stamps of the messages rise in file order.
+    """
 
     camera: Camera
     topic: str
     ordinals: Times
+    video: KeyFrame | None = None
+    in_file_order: bool = True
 
 
 @dataclass(slots=True)
@@ -86,6 +101,7 @@ class Plan:
         timeline_hz: Its rate.
         joints: By topic and field: the names of the numbers in the first message, where it has any.
             Later messages may have them in another order.
+        tasks: What the robot does in each episode.
     """
 
     times: Times
@@ -99,6 +115,7 @@ class Plan:
     timeline_hz: float
     topics: list[str] = field(default_factory=list)
     joints: dict[tuple[str, str], tuple[str, ...]] = field(default_factory=dict)
+    tasks: list[str] = field(default_factory=list)
 
     @property
     def frames(self) -> int:
@@ -144,9 +161,19 @@ class Planner:
             DataError: A topic is missing, or nothing is left.
         """
         topics = dict(self._resolve())
-        self._stamps.prepare({topic for chosen in topics.values() for _, topic in chosen})
+        mapping = self._mapping
+        spoken = (
+            mapping.episodes and mapping.episodes.topic,
+            mapping.tasks and mapping.tasks.topic,
+        )
+        events = {topic for topic in spoken if topic and self._stamps.count(topic)}
+        self._stamps.prepare({t for chosen in topics.values() for _, t in chosen} | events)
         timeline, hz = choose_timeline(self._stamps, self._mapping, topics)
-        used = [topic for chosen in topics.values() for _, topic in chosen]
+        used: dict[str, bool] = {}
+        for name, feature in mapping.features.items():
+            for source, topic in topics[name]:
+                lasts = feature.align == "hold" and _tolerance_s(feature, source) == 0
+                used[topic] = lasts and used.get(topic, True)
         frames = lay_out(self._stamps, self._mapping, timeline, hz, used, self._account)
         keep = frames.keep
         reasons: list[tuple[str, Mask]] = []
@@ -162,7 +189,21 @@ class Planner:
         for reason, bad in reasons:
             self._account.drop(reason, int((keep & bad).sum()))
             keep &= ~bad
-        return self._finish(topics, timeline, hz, frames, found)
+        start_ns = self._bag.start_ns if mapping.clock == "bag" else int(frames.times[0])
+        spans = find_spans(self._bag, self._stamps, mapping, start_ns)
+        numbers = None
+        if spans is not None:
+            numbers = span_of(frames.times, spans, str(self._bag.path))
+            self._account.drop("outside of the episodes", int((keep & (numbers < 0)).sum()))
+            keep &= numbers >= 0
+            empty = len(spans) - len(np.unique(numbers[keep]))
+            self._account.note("episodes without a frame", empty)
+        plan = self._finish(topics, timeline, hz, frames, found, numbers)
+        tasks = tasks_of(self._bag, self._stamps, mapping, plan.times, plan.episodes)
+        if spans is not None and numbers is not None:
+            of = numbers[keep]
+            tasks = [spans[of[a]].task or t for (a, _), t in zip(plan.episodes, tasks, strict=True)]
+        return replace(plan, tasks=tasks)
 
     def _resolve(self) -> Iterator[tuple[str, list[Choice]]]:
         """Choose the topic of every source of every feature."""
@@ -188,11 +229,12 @@ class Planner:
         frames: Times,
     ) -> tuple[Match, list[tuple[str, Mask]]]:
         """Find the messages of a topic; return also the frames that have none, by reason."""
-        tolerance_s = feature.tolerance_s if source.tolerance_s is None else source.tolerance_s
-        key = (topic, feature.align, tolerance_s, feature.missing)
+        tolerance_s = _tolerance_s(feature, source)
+        pair = source.field if isinstance(source, Source) and is_pair(source.field) else ""
+        key = (topic, pair, feature.align, tolerance_s, feature.missing)
         if key in self._matches:
             return self._matches[key]
-        ordered = self._stamps.of(topic)
+        ordered = self._stamps.of(topic, pair)
         self._account.note(f"{topic}: duplicate stamps", ordered.duplicates)
         self._account.note(f"{topic}: stamps out of order", ordered.disordered)
         frame_ns = SECOND_NS / self._mapping.fps
@@ -235,6 +277,7 @@ class Planner:
         hz: float,
         frames: Frames,
         found: dict[str, Match],
+        spans: Times | None,
     ) -> Plan:
         mapping, account = self._mapping, self._account
         keep = frames.keep
@@ -249,21 +292,29 @@ class Planner:
         skew: dict[str, Times] = {}
         for name, feature in mapping.features.items():
             if isinstance(feature, Camera):
-                whole = found[f"{name}/0"]
-                cameras[name] = CameraPlan(feature, topics[name][0][1], whole.before[keep])
+                whole, topic = found[f"{name}/0"], topics[name][0][1]
+                video = self._stamps.first_key(topic)
+                ordered = video is None or self._stamps.of(topic).in_file_order
+                cameras[name] = CameraPlan(feature, topic, whole.before[keep], video, ordered)
                 skew[name] = whole.skew_ns[keep]
                 continue
             vectors[name] = []
-            for place, (source, topic) in enumerate(topics[name]):
+            # A window is the same sources once for each message in it, the oldest first.
+            lags = range((feature.window or 1) - 1, -1, -1)
+            for lag, (place, (source, topic)) in product(lags, enumerate(topics[name])):
                 assert isinstance(source, Source)
                 gap_s = source.flag_gaps or (source.fill_gaps and source.fill_gaps[0])
                 holes = gaps(self._stamps.of(topic).times, gap_s * SECOND_NS) if gap_s else None
                 gap = None if holes is None else inside(holes, times)
                 whole = found.get(f"{name}/{place}") or _nothing(len(keep))
                 part = taken.setdefault(id(whole), whole.take(keep))
+                if lag:
+                    pair = source.field if is_pair(source.field) else ""
+                    part = _earlier(part, self._stamps.of(topic, pair), lag)
                 vectors[name].append(SourcePlan(source, topic, part, gap))
-                skew.setdefault(name, part.skew_ns)
-        episodes = split(times, mapping, account)
+                if not lag:
+                    skew.setdefault(name, part.skew_ns)
+        episodes = split(times, mapping, account, None if spans is None else spans[keep])
         flagged = frames.held[keep] if mapping.gap == "flag" else None
         used_topics = dict.fromkeys(
             [camera.topic for camera in cameras.values()]
@@ -288,6 +339,10 @@ def plan_bag(bag: Bag, mapping: Mapping) -> Plan:
     return Planner(bag, mapping).plan()
 
 
+def _tolerance_s(feature: Vector | Camera, source: Source | Camera) -> float | None:
+    return feature.tolerance_s if source.tolerance_s is None else source.tolerance_s
+
+
 def _own(frames: Frames) -> Match:
     """The timeline's camera: its pictures are the frames."""
     count = len(frames.picks)
@@ -301,6 +356,14 @@ def _hold(found: Match, nothing: Mask) -> None:
     held = nothing & found.found[before]
     for array in (found.before, found.after, found.weight, found.skew_ns):
         array[held] = array[before[held]]
+
+
+def _earlier(found: Match, ordered: Ordered, lag: int) -> Match:
+    """Return the messages that lie so many before those found; the first one at the beginning."""
+    order = np.argsort(ordered.ordinals)
+    places = order[np.searchsorted(ordered.ordinals[order], found.before)]
+    before = ordered.ordinals[np.maximum(places - lag, 0)]
+    return Match(before, before, found.weight, found.skew_ns)
 
 
 def _nothing(count: int) -> Match:

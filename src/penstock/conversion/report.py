@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -61,6 +62,7 @@ class Report:
         account: Where all frames went.
         peak_bytes: Largest resident memory, workers included.
         findings: What the check found wrong; None if nobody checked.
+        training: What it found that a trainer may want to look at.
     """
 
     out: Path
@@ -78,6 +80,7 @@ class Report:
     total_frames: int = 0
     wall_s: float = 0.0
     findings: list[Finding] | None = None
+    training: list[Finding] = field(default_factory=list)
     checked: dict[str, int] = field(default_factory=dict)
     page: Path | None = None
 
@@ -125,6 +128,7 @@ class Report:
             "wall_s": round(self.wall_s, 3),
             "cpu_s": round(sum(bag.done.cpu_s for bag in self.bags), 3),
             "checked": self.checked,
+            "training": [note.what for note in self.training],
             "findings": None
             if self.findings is None
             else [f"{f.where}: {f.what}" for f in self.findings],
@@ -162,7 +166,20 @@ class Report:
         lines += [f"FAILED         {path}: {reason}" for path, reason in self.failed.items()]
         for finding in self.findings or ():
             lines.append(f"{finding.severity.upper():<14} {finding.where}: {finding.what}")
+        lines += [f"look           {note.what}; {note.todo}" for note in self.training]
+        if self.ok and self.total_frames:
+            lines += [f"next           {command}" for command in self.next_steps()]
         return "\n".join(lines)
+
+    def next_steps(self) -> list[str]:
+        """Return what to type next."""
+        out = shlex.quote(str(self.out))
+        name = shlex.quote(f"local/{self.out.name}")
+        return [
+            f"lerobot-dataset-viz --repo-id {name} --root {out} --episode-index 0",
+            f"lerobot-train --dataset.repo_id={name} --dataset.root={out} --policy.type=act "
+            "--policy.push_to_hub=false",
+        ]
 
     def _balance(self) -> str:
         account = self.account
@@ -218,6 +235,9 @@ class Report:
             page.heading("Findings of the check")
             rows = [(f.severity, f.where, f.what, f.todo) for f in self.findings]
             page.table(("severity", "where", "what", "what to do"), rows)
+        if self.training:
+            page.heading("Before you train")
+            page.table(("what", "what to do"), [(note.what, note.todo) for note in self.training])
         self.page = page.write(path)
         return self.page
 

@@ -15,8 +15,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from penstock.bags import Bag, Decoder, Message
-from penstock.conversion.features import other_joints
-from penstock.conversion.mapping import GAP_FLAG, Source, Vector
+from penstock.bags.transforms import SIZE, is_pair
+from penstock.conversion.features import other_joints, places_of
+from penstock.conversion.mapping import GAP_FLAG, STAMP, Source, Vector
 from penstock.conversion.mapping import Mapping as Settings
 from penstock.conversion.plan import Plan, SourcePlan
 from penstock.errors import CorruptFile, DataError
@@ -46,7 +47,10 @@ class _Topic:
         if message.ordinal != self.wanted[self.next_wanted]:
             return False
         for path in self.paths:
-            values = self._in_order(self.decoder.vector(message.data, path), path, message)
+            values = self.decoder.vector(message.data, path)
+            if is_pair(path) and not len(values):  # it is another transform that a frame needs
+                values = np.full(SIZE, np.nan)
+            values = self._in_order(values, path, message)
             if len(values) != self.lengths.setdefault(path, len(values)):
                 raise DataError(
                     f"{self.name}: {path} has {len(values)} numbers in message {message.ordinal}, "
@@ -206,10 +210,27 @@ class Rows:
                         1
                     ]
                 at += part.shape[1]
-            columns[name] = joined.astype(np.float32)
+            columns[name] = self._stored(name, feature, joined)
+        if self._settings.stamps:
+            columns[STAMP] = self._plan.times[first:after, None] / 1e9
         if self._plan.flags is not None:
             columns[GAP_FLAG] = self._plan.flags[first:after, None].astype(np.float32)
         return columns
+
+    def _stored(self, name: str, feature: Vector, values: Array) -> NDArray[Any]:
+        """Return the numbers as the dataset has them."""
+        if feature.window is not None:
+            values = values.reshape(len(values), feature.window, -1)
+        if feature.dtype == "float64":
+            return values
+        with np.errstate(over="ignore", invalid="ignore"):
+            stored = values.astype(np.float32)
+            lost = np.abs(values - stored).max(axis=0)
+            spread = np.ptp(values, axis=0)
+            seen = spread > 1e-8 * np.abs(values).max(axis=0)  # beyond the noise of a resting joint
+        if np.any(seen & (lost > 1e-3 * spread)):
+            self._plan.account.notes[f"{name}: float32 loses what changes; set dtype: float64"] = 1
+        return stored
 
     def _part(
         self, name: str, place: int, plan: SourcePlan, feature: Vector, first: int, after: int
@@ -232,7 +253,7 @@ class Rows:
         if source.threshold is not None:
             values = (values > source.threshold).astype(np.float64)
         else:
-            values = values * source.scale
+            values = values * source.scale + source.offset
         if source.relative_start:
             usable = np.ones(len(values), bool) if plan.gap is None else ~plan.gap[first:after]
             if (name, place) not in self._bases and usable.any():
@@ -241,15 +262,13 @@ class Rows:
         return values
 
     def _selected(self, values: Array, source: Source, topic: _Topic) -> Array:
-        if source.select is None:
+        if source.select is None and not source.joints and not source.exclude:
             return values
-        first, after = source.select
-        if after > values.shape[1]:
-            raise DataError(
-                f"{self._where}: {topic.name}: {source.field} has {values.shape[1]} numbers, and "
-                f"[{first}, {after}] was asked for: check the robot's platform or the mapping"
-            )
-        return values[:, first:after]
+        try:
+            taken = places_of(source, topic.joints.get(source.field, ()), values.shape[1])
+        except DataError as error:
+            raise DataError(f"{self._where}: {topic.name}: {source.field} {error}") from None
+        return values[:, taken]
 
     def _finite(self, name: str, place: int, topic: str, values: Array) -> Array:
         """Apply the policy for NaN and infinity."""

@@ -21,7 +21,7 @@ from penstock.conversion.mapping import Camera, Mapping
 from penstock.conversion.one_bag import Job
 from penstock.conversion.plan import plan_bag
 from penstock.conversion.report import BagReport, Report
-from penstock.conversion.settings import from_json, load_map, parse_value
+from penstock.conversion.settings import from_json, load_map, parse_value, set_word
 from penstock.conversion.workers import Outcome, run_jobs
 from penstock.core.files import storage_error
 from penstock.core.interrupt import interruptible
@@ -144,10 +144,7 @@ def make_request(
     paths = [bags] if isinstance(bags, str | os.PathLike) else list(bags)
     used = find_bags([Path(path) for path in paths])
     own = kuavo.own_settings(overrides) if config is not None else []
-    for word in overrides:
-        if word not in own:
-            key, _, text = word.partition("=")
-            settings[key] = parse_value(text)
+    words = [word.partition("=")[::2] for word in overrides if word not in own]
     if config is not None:
         if map is not None:
             raise UsageError("map and config exclude each other: choose one")
@@ -160,8 +157,11 @@ def make_request(
         going_on = _mapping_of(Path(out)) if resume or append else None
         mapping = going_on or _guess(used, salvage, Limits.for_memory(memory_bytes))
     given = {name: value for name, value in settings.items() if value is not None}
-    if given:
-        mapping = from_json({**mapping.to_json(), **given}, "the command")
+    if given or words:
+        content = {**mapping.to_json(), **given}
+        for key, text in words:
+            set_word(content, key, parse_value(text))
+        mapping = from_json(content, "the command")
     # Packing exchanges the folder: a relative name would then mean the old one.
     out = Path(out).absolute()
     if overwrite:
@@ -231,6 +231,7 @@ def _carry_out(request: Request) -> Report:
             with Progress(_size(request.out), "check", "bytes", request.progress) as progress:
                 checkup = doctor.check(request.out, "sample", progress)
             report.findings, report.checked = checkup.findings, checkup.checked
+            report.training = checkup.notes
     report.peak_bytes, report.memory = watch.peak_bytes, watch.samples
     return report
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+import csv
+import re
+from collections.abc import Collection, Iterator, Sequence
 from collections.abc import Mapping as AnyMapping
 from dataclasses import MISSING as NO_DEFAULT
 from dataclasses import fields
@@ -11,8 +13,11 @@ from typing import Any, Final, get_args, get_type_hints
 
 from penstock.conversion.mapping import (
     Camera,
+    Events,
     Mapping,
     Source,
+    TableRow,
+    Tasks,
     Vector,
 )
 from penstock.core.files import storage_error
@@ -20,6 +25,8 @@ from penstock.errors import UsageError
 from penstock.ui.suggestions import did_you_mean
 
 _MAX_YAML_BYTES: Final = 4 * 2**20
+_BY_NAME: Final = re.compile(r"([^\[\]]+)\[([^\[\]]*[^\[\]0-9][^\[\]]*)\]")
+_OF_SOURCES: Final = {f.name for f in fields(Source)} - {"tolerance_s"} | {"topic", "frame"}
 
 
 def from_json(content: AnyMapping[str, Any], where: str = "mapping") -> Mapping:
@@ -40,7 +47,29 @@ def from_json(content: AnyMapping[str, Any], where: str = "mapping") -> Mapping:
         if values["timeline"] != values.get("fps"):
             raise UsageError(f"{where}: timeline is {values['timeline']}, and fps is not: set fps")
         values["timeline"] = "rate"
-    return Mapping(features=features, **_fit(Mapping, values, where, skip={"features"}))
+    parts: dict[str, Any] = {}
+    for key, kind in (("episodes", Events), ("tasks", Tasks)):
+        part = values.pop(key, None)
+        if part is not None and not isinstance(part, AnyMapping):
+            raise UsageError(f"{where}: {key} is {part!r}: give it as keys, such as topic: /name")
+        if part is not None:
+            parts[key] = kind(**_fit(kind, dict(part), f"{where}: {key}"))
+    table = values.pop("table", None) or ()
+    parts["table"] = load_table(Path(table)) if isinstance(table, str) else _rows(table, where)
+    return Mapping(features=features, **parts, **_fit(Mapping, values, where, skip={"features"}))
+
+
+def _rows(table: Any, where: str) -> tuple[TableRow, ...]:
+    if not isinstance(table, Sequence) or not all(isinstance(row, AnyMapping) for row in table):
+        raise UsageError(f"{where}: a table is a list of rows with bag, start, end and task")
+    rows = []
+    for number, row in enumerate(table, 1):
+        values = {str(key).strip(): value for key, value in row.items() if value not in (None, "")}
+        for short in ("start", "end"):  # as people write them
+            if short in values:
+                values[f"{short}_s"] = values.pop(short)
+        rows.append(TableRow(**_fit(TableRow, values, f"{where}: row {number}")))
+    return tuple(rows)
 
 
 def _feature(entry: Any, where: str) -> Vector | Camera:
@@ -54,7 +83,7 @@ def _feature(entry: Any, where: str) -> Vector | Camera:
         return Camera(**_fit(Camera, values, where))
     if "sources" not in values:  # the short form: one source, its keys beside the feature's
         wide = {f.name for f in fields(Vector)}
-        own = ({f.name for f in fields(Source)} | {"topic"}) - wide
+        own = ({f.name for f in fields(Source)} | {"topic", "frame"}) - wide
         unknown = next((key for key in values if key not in own | wide), None)
         if unknown is not None:
             hint = did_you_mean(unknown, own | wide)
@@ -63,10 +92,54 @@ def _feature(entry: Any, where: str) -> Vector | Camera:
     if not isinstance(values["sources"], Sequence) or isinstance(values["sources"], str):
         raise UsageError(f"{where}: sources is {values['sources']!r}: give a list")
     values["sources"] = tuple(
-        _source(source, f"{where}, source {number}")
-        for number, source in enumerate(values["sources"], 1)
+        source
+        for number, entry in enumerate(values["sources"], 1)
+        for source in _sources(entry, f"{where}, source {number}")
     )
     return Vector(**_fit(Vector, values, where, skip={"sources"}))
+
+
+def _sources(entry: Any, where: str) -> Iterator[Source]:
+    """Yield a source for each of its fields."""
+    several = entry.get("field") if isinstance(entry, AnyMapping) else None
+    if not isinstance(several, list):
+        several = [several]
+    for field in several:
+        yield _source(entry if field is None else {**entry, "field": field}, where)
+
+
+def set_word(content: dict[str, Any], key: str, value: Any) -> None:
+    """Change one setting of a mapping's JSON: fps, features.action, features.action.topic.
+
+    Raises:
+        UsageError: There is no one place for it.
+    """
+    section, _, rest = key.partition(".")
+    if section not in ("features", "episodes", "tasks") or not rest:
+        content[key] = value
+        return
+    inner = dict(content.get(section) or {})
+    content[section] = inner
+    name, _, setting = rest.rpartition(".")
+    if section != "features" or rest in inner or isinstance(value, AnyMapping) or value is None:
+        inner[rest] = value
+        if section == "features" and value is None:
+            del inner[rest]
+        return
+    feature = dict(inner.get(name) or {})
+    sources = feature.get("sources")
+    if sources and setting in _OF_SOURCES:
+        if len(sources) != 1:
+            raise UsageError(
+                f"{key}: {name} has {len(sources)} sources: give all of it, such as "
+                f"features.{name}={{topic: /name, field: data}}, or edit a map"
+            )
+        source = {k: v for k, v in sources[0].items() if setting != "topic" or k != "topics"}
+        feature["sources"] = [{**source, setting: value}]
+    else:
+        topic = {k: v for k, v in feature.items() if setting != "topic" or k != "topics"}
+        feature = {**topic, setting: value}
+    inner[name] = feature
 
 
 def _source(entry: Any, where: str, depth: int = 0) -> Source:
@@ -75,6 +148,16 @@ def _source(entry: Any, where: str, depth: int = 0) -> Source:
     values = dict(entry)
     if "topic" in values:
         values["topics"] = (values.pop("topic"),)
+    match = _BY_NAME.fullmatch(str(values.get("field", "")))
+    if match is not None:
+        values["field"] = match[1]
+        values["joints"] = [name.strip() for name in match[2].split(",")]
+    if "frame" in values:
+        pair = values.pop("frame")
+        named = isinstance(pair, Sequence) and not isinstance(pair, str) and len(pair) == 2
+        if not named or not all(isinstance(name, str) and name for name in pair):
+            raise UsageError(f"{where}: frame is {pair!r}: give two names, [parent, child]")
+        values["field"] = ">".join(pair)
     if values.get("otherwise") is not None:
         values["otherwise"] = _source(values["otherwise"], f"{where}, otherwise", depth + 1)
     return Source(**_fit(Source, values, where, skip={"otherwise"}))
@@ -143,33 +226,61 @@ def _is_number(value: Any, kind: type) -> bool:
 
 
 def load_map(path: Path) -> Mapping:
-    """Read a mapping from a YAML file."""
-    return from_json(load_yaml(path), str(path))
+    """Read a mapping from a YAML file; a table that it names lies beside it."""
+    content = load_yaml(path)
+    if isinstance(content.get("table"), str):
+        content["table"] = str(path.parent / content["table"])
+    return from_json(content, str(path))
+
+
+def load_table(path: Path) -> tuple[TableRow, ...]:
+    """Read a table of episodes and tasks: CSV with a line of names, or YAML with a list of rows."""
+    text = _read_text(path)
+    if path.suffix.lower() in (".yaml", ".yml"):
+        return _rows(_parse_yaml(path, text), str(path))
+    try:
+        rows: list[dict[str, Any]] = list(csv.DictReader(text.lstrip("\ufeff").splitlines()))
+    except csv.Error as error:
+        raise UsageError(f"{path} is not CSV: {error}") from error
+    for number, row in enumerate(rows, 1):
+        if None in row:
+            raise UsageError(f"{path}: row {number} has more columns than the first line has names")
+        for key in row:
+            if key.strip().removesuffix("_s") in ("start", "end") and row[key]:
+                row[key] = parse_value(row[key])
+    return _rows(rows, str(path))
 
 
 def load_yaml(path: Path) -> dict[str, Any]:
     """Read a YAML file of settings; tags that would build objects are refused."""
-    from ruamel.yaml import YAML
-    from ruamel.yaml.error import YAMLError
+    content = _parse_yaml(path, _read_text(path))
+    if not isinstance(content, dict):
+        raise UsageError(f"{path} holds no settings: write `key: value` lines")
+    return content
 
+
+def _read_text(path: Path) -> str:
     try:
         if path.stat().st_size > _MAX_YAML_BYTES:
             raise UsageError(f"{path} is larger than {_MAX_YAML_BYTES} bytes: not a settings file")
-        text = path.read_text(encoding="utf-8")
+        return path.read_text(encoding="utf-8")
     except FileNotFoundError:
         raise UsageError(f"there is no settings file {path}: check the path") from None
     except OSError as error:
         raise storage_error("read", path, error) from error
     except UnicodeDecodeError as error:
         raise UsageError(f"{path} is not a text file: {error.reason}") from error
+
+
+def _parse_yaml(path: Path, text: str) -> Any:
+    from ruamel.yaml import YAML
+    from ruamel.yaml.error import YAMLError
+
     try:
-        content = YAML(typ="safe", pure=True).load(text)
+        return YAML(typ="safe", pure=True).load(text)
     except (YAMLError, ValueError, RecursionError) as error:
         reason = " ".join(str(error).split())
         raise UsageError(f"{path} is not YAML: {reason}") from error
-    if not isinstance(content, dict):
-        raise UsageError(f"{path} holds no settings: write `key: value` lines")
-    return content
 
 
 def parse_value(text: str) -> Any:

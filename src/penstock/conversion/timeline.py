@@ -12,6 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from penstock.bags import Bag
+from penstock.bags.transforms import is_pair
 from penstock.conversion.account import Account
 from penstock.conversion.align import (
     MISSING,
@@ -29,7 +30,9 @@ from penstock.conversion.mapping import (
     Mapping,
     Source,
 )
+from penstock.conversion.worth import first_key
 from penstock.errors import DataError
+from penstock.media.packets import KeyFrame
 from penstock.ui.suggestions import did_you_mean
 
 Mask = NDArray[np.bool_]
@@ -49,6 +52,8 @@ class Stamps:
         self._clock = clock
         self._last: tuple[str, Ordered] | None = None
         self._headers: dict[str, Times] = {}
+        self._keys: dict[str, KeyFrame] = {}
+        self._pairs: dict[str, dict[str, list[int]]] = {}
         self.where = str(bag.path)
 
     def prepare(self, topics: Iterable[str]) -> None:
@@ -57,14 +62,48 @@ class Stamps:
             with_header = [t for t in topics if self._bag.decoder(t).stamp_reader() is not None]
             self._headers = self._bag.header_stamps(with_header)
 
-    def of(self, topic: str) -> Ordered:
-        """Return the messages of a topic in order; only the last one asked for is kept."""
+    def of(self, topic: str, field: str = "") -> Ordered:
+        """Return the messages of a topic in order; only the last one asked for is kept.
+
+        Those that hold a transform, if the field is one.
+        """
+        if is_pair(field):
+            return self._with_pair(topic, field)
         if self._last is None or self._last[0] != topic:
             stamps = self._headers.get(topic)
             if stamps is None:
                 stamps = self._bag.times(topic)
-            self._last = (topic, in_order(stamps))
+            key = self.first_key(topic)
+            if key is None:
+                ordered = in_order(stamps)
+            else:  # what comes before it has no picture
+                ordered = in_order(stamps[key.ordinal :], reordered=True)
+                ordered = replace(ordered, ordinals=ordered.ordinals + key.ordinal)
+            self._last = (topic, ordered)
         return self._last[1]
+
+    def _with_pair(self, topic: str, field: str) -> Ordered:
+        if topic not in self._pairs:
+            found: dict[str, list[int]] = {}
+            self._pairs[topic] = found
+            transforms = self._bag.decoder(topic).transforms
+            for message in self._bag.read([topic]):
+                for pair in transforms.pairs(message.data):
+                    found.setdefault(pair, []).append(message.ordinal)
+        pairs = self._pairs[topic]
+        wanted = ">".join(name.lstrip("/") for name in field.split(">"))
+        if wanted not in pairs:
+            hint = did_you_mean(wanted, pairs)
+            raise DataError(f"{self.where}: {topic} has no transform {wanted}: {hint}")
+        whole = self.of(topic)
+        there = np.isin(whole.ordinals, pairs[wanted])
+        return replace(whole, times=whole.times[there], ordinals=whole.ordinals[there])
+
+    def first_key(self, topic: str) -> KeyFrame | None:
+        """Return the packet with which a video begins; None for topics of other kinds."""
+        if self._bag.topics[topic].media == "video" and topic not in self._keys:
+            self._keys[topic] = first_key(self._bag, topic)
+        return self._keys.get(topic)
 
     def count(self, topic: str) -> int:
         """Return the number of messages of a topic; 0 if there is no such topic."""
@@ -130,10 +169,19 @@ def lay_out(
     mapping: Mapping,
     timeline: str,
     hz: float,
-    topics: Sequence[str],
+    topics: AnyMapping[str, bool],
     account: Account,
 ) -> Frames:
-    """Lay out the frames, bridge the holes, and count what the timeline's topic loses."""
+    """Lay out the frames, bridge the holes, and count what the timeline's topic loses.
+
+    Args:
+        stamps: Of the bag.
+        mapping: What is asked of it.
+        timeline: The topic of the frames; "" for a fixed rate.
+        hz: Its rate.
+        topics: Those that are used, and whether what they last said holds on for ever.
+        account: Where the frames go.
+    """
     if not timeline:
         slots = _fixed_rate(stamps, mapping, topics)
         account.frames_in = len(slots.times)
@@ -141,6 +189,8 @@ def lay_out(
         return Frames(slots.times, slots.picks, ~nothing, nothing)
     topic = stamps.of(timeline)
     account.frames_in = stamps.count(timeline)
+    key = stamps.first_key(timeline)
+    account.drop("before the first key frame", key.ordinal if key else 0)
     account.drop("duplicate stamp", topic.duplicates)
     account.drop("stamp out of order", topic.disordered)
     times, ends = topic.times, mapping.drop_ends
@@ -164,14 +214,16 @@ def lay_out(
     return Frames(slots.times, ordinals, keep, held)
 
 
-def _fixed_rate(stamps: Stamps, mapping: Mapping, topics: Sequence[str]) -> Slots:
-    """Lay frames over the time in which every topic speaks."""
-    spans = [stamps.of(topic).times[[0, -1]] for topic in dict.fromkeys(topics)]
-    start_ns, stop_ns = int(max(s[0] for s in spans)), int(min(s[1] for s in spans))
+def _fixed_rate(stamps: Stamps, mapping: Mapping, topics: AnyMapping[str, bool]) -> Slots:
+    """Lay frames over the time in which every topic speaks, or what it said holds on."""
+    spans = {topic: stamps.of(topic).times[[0, -1]] for topic in topics}
+    start_ns = int(max(span[0] for span in spans.values()))
+    ends = [span[1] for topic, span in spans.items() if not topics[topic]]
+    stop_ns = int(min(ends) if ends else max(span[1] for span in spans.values()))
     if stop_ns <= start_ns:
         raise DataError(
             f"{stamps.where}: there is no time in which all of "
-            f"{', '.join(dict.fromkeys(topics))[:200]} speak: map topics that "
+            f"{', '.join(topics)[:200]} speak: map topics that "
             "overlap, with more than one message each"
         )
     _check_span(stamps.where, stop_ns - start_ns, mapping.fps)
@@ -214,14 +266,17 @@ def _is_long(step_ns: int, mapping: Mapping) -> bool:
     return bool(step_ns > (mapping.hold_s + 1.6 / mapping.fps) * SECOND_NS)
 
 
-def split(times: Times, mapping: Mapping, account: Account) -> list[tuple[int, int]]:
-    """Cut the frames into episodes: at gaps if asked for, and at the longest length."""
-    cuts = [k + 1 for k, step in enumerate(np.diff(times)) if _is_long(int(step), mapping)]
-    if mapping.gap != "split":
-        account.note("jumps in time within an episode", len(cuts))
-        cuts = []
+def split(
+    times: Times, mapping: Mapping, account: Account, spans: Times | None = None
+) -> list[tuple[int, int]]:
+    """Cut the frames into episodes: where their span changes, at gaps, at the longest length."""
+    edges = set() if spans is None else {*(np.flatnonzero(np.diff(spans)) + 1).tolist()}
+    jumps = [k + 1 for k, step in enumerate(np.diff(times)) if _is_long(int(step), mapping)]
+    if mapping.gap == "split":
+        edges.update(jumps)
+    account.note("jumps in time within an episode", len(set(jumps) - edges))
     episodes = []
-    for first, after in pairwise([0, *cuts, len(times)]):
+    for first, after in pairwise([0, *sorted(edges), len(times)]):
         step = mapping.split_frames or after - first
         episodes += [(start, min(start + step, after)) for start in range(first, after, step)]
     return episodes

@@ -11,8 +11,12 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Final, Literal
 
+import numpy as np
+
 from penstock.bags import Bag, Decoder, Topic
+from penstock.bags.transforms import SIZE
 from penstock.errors import DataError
+from penstock.media.packets import CODECS, KeyFrame, PacketDecoder, is_key
 
 Role = Literal["state", "action", "other"]
 
@@ -28,7 +32,13 @@ _FIELDS: Final = {  # where the definition holds settings and codes beside the m
     "LocationFix": ("latitude", "longitude", "altitude"),
     "BatteryState": ("voltage", "percentage"),
     "Range": ("range",),
+    "MultiDOFJointState": ("transforms",),
+    "MultiDOFJointTrajectory": ("points[0].transforms",),
 }
+_TRANSFORMS: Final = ("TFMessage", "tfMessage", "FrameTransforms")
+_MOST_TRANSFORMS: Final = 8
+_LOOKED_AT: Final = 500  # messages of transforms
+_LEAST_LOOKED_AT: Final = 20
 _NEVER: Final = {
     "rcl_interfaces/": "parameters and logs",
     "rosgraph_msgs/": "logs and clocks",
@@ -39,8 +49,6 @@ _NEVER: Final = {
     "dynamic_reconfigure/": "parameters",
     "bond/": "signs of life",
     "map_msgs/": "a map",
-    "tf2_msgs/": "transforms of many frames",
-    "tf/": "transforms of many frames",
     "sensor_msgs/msg/CameraInfo": "a calibration",
     "sensor_msgs/msg/PointCloud": "a point cloud",
     "nav_msgs/msg/OccupancyGrid": "a map",
@@ -85,9 +93,13 @@ def worth_of(topic: Topic, bag: Bag) -> Worth:
     if topic.name.endswith("_service_event") or "/_action/" in topic.name:
         return Worth(reason="events of a service")
     decoder = bag.decoder(topic.name)
+    kind = re.split(r"[/.]", topic.type)[-1]
+    if kind in _TRANSFORMS:
+        return _moving_frames(topic, bag)
     leaves = decoder.fields()
     kept = {path for path, text in leaves.items() if _is_number(path, text)}
-    if not kept:
+    known = _FIELDS.get(kind, ())
+    if not kept and not known:
         small = any(_SMALL.match(text) for text in leaves.values())
         return Worth(reason="bytes, not numbers" if small else "no numbers")
     data = first_message(bag, topic.name)
@@ -95,9 +107,8 @@ def worth_of(topic: Topic, bag: Bag) -> Worth:
         (path for path in _FIRST_OF if path in kept and _count(decoder, data, path)), None
     )
     fields = (chosen,) if chosen else tuple(_within(decoder, data, kept, ""))
-    kind = re.split(r"[/.]", topic.type)[-1]
-    if kept.issuperset(_FIELDS.get(kind, ("",))):
-        fields = _FIELDS[kind]
+    if known and all(_count(decoder, data, path) for path in known):
+        fields = known
     numbers = sum(_count(decoder, data, path) for path in fields)
     if not numbers:
         return Worth(reason="its numbers are empty")
@@ -108,9 +119,75 @@ def worth_of(topic: Topic, bag: Bag) -> Worth:
     return Worth(fields, _role(topic), numbers=numbers)
 
 
+def _moving_frames(topic: Topic, bag: Bag) -> Worth:
+    """Take the transforms that change among the first messages, if they are few."""
+    decoder = bag.decoder(topic.name)
+    first: dict[str, bytes] = {}
+    moving: dict[str, None] = {}
+    if "static" in topic.name:
+        return Worth(reason="static transforms")
+    for number, message in enumerate(bag.read([topic.name])):
+        for pair in decoder.transforms.pairs(message.data):
+            value = decoder.vector(message.data, pair).tobytes()
+            if first.setdefault(pair, value) != value:
+                moving[pair] = None
+        if number >= _LOOKED_AT:
+            break
+    if not moving:
+        return Worth(reason=f"none of its {len(first)} transforms moves at first")
+    if len(moving) > _MOST_TRANSFORMS:
+        return Worth(reason=f"{len(moving)} moving transforms are too many to guess")
+    return Worth(tuple(moving), "other", numbers=SIZE * len(moving))
+
+
+def fields_at_all(topic: Topic, bag: Bag) -> tuple[str, ...]:
+    """Return what of a topic that is left out could be had: numbers that are always as many.
+
+    Raises:
+        DataError: Its messages cannot be decoded.
+    """
+    decoder = bag.decoder(topic.name)
+    sample = np.unique(np.linspace(0, topic.count - 1, _LEAST_LOOKED_AT).astype(np.int64))
+    messages = [bytes(m.data) for m in bag.read([topic.name], {topic.name: sample})]
+    if re.split(r"[/.]", topic.type)[-1] in _TRANSFORMS:
+        return tuple(dict.fromkeys(decoder.transforms.pairs(messages[0])))[:_MOST_FIELDS]
+    found = []
+    if any(_SMALL.match(text) for text in decoder.fields().values()):
+        return ()  # the rest describes the bytes
+    for path, text in decoder.fields().items():
+        if _is_number(path, text) or text == "bool":
+            counts = {_count(decoder, data, path) for data in messages}
+            if len(counts) == 1 and 0 < counts.pop() <= MOST_NUMBERS:
+                found.append(path)
+    return tuple(found[:_MOST_FIELDS])
+
+
 def first_message(bag: Bag, topic: str) -> bytes | memoryview:
     """Return the first message of a topic."""
     return bag.first_messages([topic])[topic].data  # a copy: a view would keep its chunk
+
+
+def first_key(bag: Bag, topic: str) -> KeyFrame:
+    """Return the first packet of a video topic that stands alone, decoded for its size.
+
+    Raises:
+        DataError: It cannot, or there is none.
+    """
+    decoder = bag.decoder(topic)
+    for message in bag.read([topic]):
+        packet = decoder.image(message.data)
+        if packet.encoding not in CODECS or is_key(packet.encoding, packet.data):
+            try:
+                packets = PacketDecoder(packet.encoding)
+                pictures = packets.decode(message.ordinal, packet.data) + packets.flush()
+            except DataError as error:
+                raise DataError(f"{bag.path}: {topic}: {error}") from None
+            if not pictures:
+                continue
+            frame = pictures[0][1]
+            size = frame.width, frame.height
+            return KeyFrame(message.ordinal, packet.encoding, *size, frame.format.name)
+    raise DataError(f"{bag.path}: {topic} has no key frame: its packets cannot be decoded")
 
 
 def _role(topic: Topic) -> Role:

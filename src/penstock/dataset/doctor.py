@@ -265,6 +265,7 @@ class _Examination:
                 where = layout.EPISODES_STATS_JSONL
             self.stats.form(where, of, stats, record.length)
             self.stats.values(where, of, stats, moments)
+            rows.training.pictures(stats)
             for key in {*pictures, *rows.pictures}:
                 seen = pictures.get(key, rows.pictures.get(key, {})).get(record.index)
                 if seen is not None and seen.pictures:
@@ -282,6 +283,8 @@ class _Examination:
             self.stats.form(layout.STATS_PATH, "the dataset", rows.global_stats, frames)
             if len(complete) == len(records):
                 self._compare_totals(rows, pictures)
+        if records and len(complete) == len(records):
+            rows.training.finish(records, rows.totals, rows.global_stats)
 
     def _compare_totals(self, rows: RowCheck, pictures: dict[str, dict[int, Brightness]]) -> None:
         where, of = layout.STATS_PATH, "the dataset"

@@ -11,6 +11,7 @@ import pyarrow as pa
 
 from penstock.dataset import layout, metadata
 from penstock.dataset.columns import Columns, Table
+from penstock.dataset.doctor_training import TrainingCheck
 from penstock.dataset.doctor_videos import TOLERANCE_S, Brightness, Decode, sample_indices
 from penstock.dataset.findings import Report
 from penstock.dataset.layout import Feature
@@ -51,6 +52,7 @@ class RowCheck:
         self.totals = {name: Moments.of(feature) for name, feature in self._numeric.items()}
         self.shares: dict[str, Shares] = {}
         self.pictures: dict[str, dict[int, Brightness]] = {}
+        self.training = TrainingCheck(info.features, report)
 
     def expect(self, stats: Stats) -> None:
         """Take the statistics of the whole dataset, to count the shares of the data by."""
@@ -128,9 +130,11 @@ class RowCheck:
         tasks: set[int] = set()
         sampled = set(sample_indices(record.length).tolist()) if record.length else set()
         position = 0
+        self.training.start()
         for batch in table.batches(features, start, start + record.length):
             count = len(next(iter(batch.values())))
             self._check_counters(name, batch, record, position, count)
+            self.training.rows(batch)
             if "task_index" in batch:
                 tasks.update(np.unique(batch["task_index"]).tolist())
             for column, one in moments.items():

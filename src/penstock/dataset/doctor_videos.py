@@ -273,7 +273,9 @@ def _decode_sample(
 ) -> None:
     """Decode the first, a middle and the last frame of every episode."""
     stream = container.streams.video[0]
+    still = 0
     for record in job.records:
+        seen: list[bytes] = []
         first = round(record.videos[job.key].from_s * info.fps)
         for number in sorted({first, first + record.length // 2, first + record.length - 1}):
             frame = next(_frames_from(container, stream, number, info.fps), None)
@@ -282,6 +284,14 @@ def _decode_sample(
                 continue
             _check_frame(info, job, feature, frame, number, report)
             report.count("frames decoded")
+            seen.append(bytes(frame.planes[0]))
+        still += len(seen) == 3 and len(set(seen)) == 1
+    if still:
+        report.note(
+            job.file,
+            f"{job.key} stands still in {still} of {len(job.records)} episodes",
+            "check whether the camera was frozen",
+        )
 
 
 def _frames_from(container: Any, stream: Any, number: int, fps: float) -> Iterator[Any]:

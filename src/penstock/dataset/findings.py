@@ -6,7 +6,7 @@ import threading
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any, Literal
 
-Severity = Literal["error", "warning"]
+Severity = Literal["error", "warning", "note"]
 _MAX_ALIKE = 5  # findings of one kind in one file that are worth reading one by one
 
 
@@ -19,7 +19,7 @@ class Finding:
         what: What is wrong with it.
         todo: What to do about it.
         severity: "error" if the data cannot be trusted or lerobot cannot read them; "warning" if
-            they can be used, knowing this.
+            they can be used, knowing this; "note" for what a trainer may want to look at.
     """
 
     where: str
@@ -38,10 +38,12 @@ class Checkup:
     Attributes:
         findings: What is wrong, in the order it was found.
         checked: How many of each kind were looked at: files, rows, frames decoded, ….
+        notes: What is right, and may still spoil a training.
     """
 
     findings: list[Finding] = field(default_factory=list)
     checked: dict[str, int] = field(default_factory=dict)
+    notes: list[Finding] = field(default_factory=list)
 
     @property
     def ok(self) -> bool:
@@ -64,7 +66,8 @@ class Checkup:
         counts = [(len(self.errors), "error"), (len(self.warnings), "warning")]
         said = [f"{count} {name}{'s' if count > 1 else ''}" for count, name in counts if count]
         verdict = ", ".join(said) if said else "ok"
-        return "\n".join([*map(str, self.findings), f"{verdict}: checked {covered or 'nothing'}"])
+        said = [str(finding) for finding in (*self.findings, *self.notes)]
+        return "\n".join([*said, f"{verdict}: checked {covered or 'nothing'}"])
 
     def to_json(self) -> dict[str, Any]:
         """Return the same as plain values."""
@@ -77,6 +80,7 @@ class Report:
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._findings: list[Finding] = []
+        self._notes: list[Finding] = []
         self._alike: dict[tuple[str, str, str], list[int]] = {}  # [how many, place of the last]
         self._checked: dict[str, int] = {}
 
@@ -87,6 +91,11 @@ class Report:
     def warning(self, where: str, what: str, todo: str, kind: str = "") -> None:
         """Add a warning; those of one kind in one file are only counted after the first."""
         self._add(Finding(where, what, todo, "warning"), kind, 1)
+
+    def note(self, where: str, what: str, todo: str) -> None:
+        """Add what is not wrong, but worth a look."""
+        with self._lock:
+            self._notes.append(Finding(where, what, todo, "note"))
 
     def count(self, name: str, n: int = 1) -> None:
         """Say that n more of a kind were checked."""
@@ -102,7 +111,7 @@ class Report:
                 if more > 0:
                     what = f"{findings[last].what} (and {more} more like it)"
                     findings[last] = replace(findings[last], what=what)
-            return Checkup(findings, dict(self._checked))
+            return Checkup(findings, dict(self._checked), list(self._notes))
 
     def _add(self, finding: Finding, kind: str, most: int) -> None:
         with self._lock:

@@ -151,6 +151,14 @@ class VideoSink(PictureSink):
         self._writer.copy(body)
         self._count(body)
 
+    def add_packet(self, data: bytes, frame: int, turn: int, is_key: bool) -> None:
+        """Add a packet of a video as it is; see `VideoWriter.copy_packet`."""
+        self._writer.copy_packet(data, frame, turn, is_key)
+
+    def add_copied(self, picture: Picture) -> None:
+        """Count a frame whose packet is, or will be, added; in the order of the frames."""
+        self._count(picture)
+
     def close(self) -> None:
         """Finish the video and make it durable."""
         if self.info is None:

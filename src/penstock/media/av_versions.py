@@ -7,6 +7,8 @@ from typing import Any
 import av
 from av.video.reformatter import VideoReformatter
 
+from penstock.errors import UsageError
+
 _MAJOR = int(av.__version__.split(".")[0])
 # Before 19 it raises at metadata that are no UTF-8, unless it is told to replace them.
 ANY_METADATA: dict[str, Any] = {} if _MAJOR >= 19 else {"metadata_errors": "replace"}
@@ -20,13 +22,16 @@ ACCURATE_RND = 0x40000
 BITEXACT = 0x80000
 
 
-def add_jpeg_stream(container: Any, fps: int, width: int, height: int) -> Any:
-    """Add a stream for JPEGs that are there already.
+def add_copy_stream(container: Any, codec: str, fps: int, width: int, height: int) -> Any:
+    """Add a stream for JPEGs, or packets of a video, that are there already.
 
-    Before version 17 a stream has an encoder; this one never gets a picture.
+    Before version 17 a stream has an encoder; that of JPEGs never gets a picture, those of videos
+    would write their own settings into the file.
     """
     if hasattr(container, "add_mux_stream"):
-        return container.add_mux_stream("mjpeg", rate=fps, width=width, height=height)
+        return container.add_mux_stream(codec, rate=fps, width=width, height=height)
+    if codec != "mjpeg":
+        raise UsageError(f"codec copy of {codec} needs av 17 or newer: use h264")
     stream = container.add_stream("mjpeg", rate=fps)
     stream.width, stream.height, stream.pix_fmt = width, height, "yuvj420p"
     return stream

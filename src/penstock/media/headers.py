@@ -80,6 +80,24 @@ def png_size(data: Buffer) -> tuple[int, int]:
     return width, height
 
 
+def webp_size(data: Buffer) -> tuple[int, int]:
+    """Read (width, height) of a WebP from its header, decoding nothing."""
+    head = bytes(memoryview(data).cast("B")[:30])
+    kind = head[12:16]
+    if head[:4] != b"RIFF" or head[8:12] != b"WEBP" or len(head) < 30:
+        raise DataError("the picture is no WebP: its signature or header is wrong")
+    if kind == b"VP8X":
+        sides = [int.from_bytes(head[at : at + 3], "little") + 1 for at in (24, 27)]
+    elif kind == b"VP8L":
+        bits = int.from_bytes(head[21:25], "little")
+        sides = [(bits & 0x3FFF) + 1, (bits >> 14 & 0x3FFF) + 1]
+    else:
+        sides = [side & 0x3FFF for side in struct.unpack_from("<HH", head, 26)]
+    if not all(sides):
+        raise DataError(f"the WebP is damaged: its size is {sides[0]}x{sides[1]}")
+    return sides[0], sides[1]
+
+
 def check_pixels(width: int, height: int) -> None:
     """Refuse a picture that is too large to be one, before memory is given to it."""
     if width * height > MAX_PIXELS:
@@ -104,6 +122,8 @@ def picture_size(data: Buffer, encoding: str, width: int = 0, height: int = 0) -
         return jpeg_size(data)[:2]
     if encoding in ("png", "compressedDepth"):
         return png_size(data)
+    if encoding == "webp":
+        return webp_size(data)
     return width, height
 
 

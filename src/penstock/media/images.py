@@ -1,4 +1,4 @@
-"""Pictures as cameras send them, decoded by FFmpeg: JPEG, PNG, raw pixels, depth maps.
+"""Pictures as cameras send them, decoded by FFmpeg: JPEG, PNG, WebP, raw pixels, depth maps.
 
 A size is read from the header and checked before anything is decoded. Whatever is wrong with the
 bytes of a picture is a DataError.
@@ -36,9 +36,12 @@ from penstock.media.headers import (
     jpeg_size,
     picture_size,
     png_size,
+    webp_size,
 )
+from penstock.media.rvl import read_rvl
 
 __all__ = [
+    "DEPTH_ENCODINGS",
     "MAX_PIXELS",
     "ImageDecoder",
     "JpegSize",
@@ -57,31 +60,30 @@ _FULL_RANGE = 2  # AVCOL_RANGE_JPEG
 _BT709 = 1  # AVCOL_SPC_BT709
 # Without the last two FFmpeg is faster and rounds down: pictures become darker by 1 of 255.
 _EXACT = BILINEAR | BITEXACT | ACCURATE_RND | FULL_CHR_H_INT
-# Pixel formats of sensor_msgs/Image: FFmpeg's name, bytes per pixel, or both byte orders.
+# Raw pixels as sensor_msgs/Image and Foxglove name them: FFmpeg's name (without the byte order of
+# 16 bits) and the bytes of a pixel in the first plane. OpenCV's names have blue first.
 _RAW_FORMATS: Mapping[str, tuple[str, int]] = MappingProxyType(
     {
-        "rgb8": ("rgb24", 3),
-        "bgr8": ("bgr24", 3),
-        "8UC3": ("bgr24", 3),
-        "rgba8": ("rgba", 4),
-        "bgra8": ("bgra", 4),
-        "8UC4": ("bgra", 4),
-        "mono8": ("gray", 1),
-        "8UC1": ("gray", 1),
-        "rgb16": ("rgb48", 6),
-        "bgr16": ("bgr48", 6),
-        "mono16": ("gray16", 2),
-        "yuv422": ("uyvy422", 2),
-        "uyvy": ("uyvy422", 2),
-        "yuv422_yuy2": ("yuyv422", 2),
-        "yuyv": ("yuyv422", 2),
-        "bayer_rggb8": ("bayer_rggb8", 1),
-        "bayer_bggr8": ("bayer_bggr8", 1),
-        "bayer_gbrg8": ("bayer_gbrg8", 1),
-        "bayer_grbg8": ("bayer_grbg8", 1),
+        **{"rgb8": ("rgb24", 3), "bgr8": ("bgr24", 3), "8UC3": ("bgr24", 3)},
+        **{"rgba8": ("rgba", 4), "bgra8": ("bgra", 4), "8UC4": ("bgra", 4)},
+        **{"rgb16": ("rgb48", 6), "bgr16": ("bgr48", 6), "16UC3": ("bgr48", 6)},
+        **{"rgba16": ("rgba64", 8), "bgra16": ("bgra64", 8), "16UC4": ("bgra64", 8)},
+        **{"mono8": ("gray", 1), "8UC1": ("gray", 1), "mono16": ("gray16", 2)},
+        **{"yuv422": ("uyvy422", 2), "uyvy": ("uyvy422", 2)},
+        **{"yuv422_yuy2": ("yuyv422", 2), "yuyv": ("yuyv422", 2)},
+        **{"nv12": ("nv12", 1), "nv21": ("nv21", 1), "nv24": ("nv24", 1)},
+        **{
+            f"bayer_{order}{bits}": (f"bayer_{order}{bits}", bits // 8)
+            for order in ("rggb", "bggr", "gbrg", "grbg")
+            for bits in (8, 16)
+        },
     }
 )
-_DEPTH_FORMATS: Mapping[str, str] = MappingProxyType({"16UC1": "u2", "mono16": "u2", "32FC1": "f4"})
+# Distances: whole numbers are millimetres, the others metres.
+_DEPTH_FORMATS: Mapping[str, str] = MappingProxyType(
+    {"16UC1": "u2", "mono16": "u2", "16SC1": "i2", "32FC1": "f4", "64FC1": "f8"}
+)
+DEPTH_ENCODINGS = ("16UC1", "16SC1", "32FC1", "64FC1", "compressedDepth", "rvl")
 
 
 def _millimetres(metres: NDArray[Any]) -> NDArray[np.uint16]:
@@ -129,11 +131,17 @@ class ImageDecoder:
             known = ", ".join(_RAW_FORMATS)
             raise DataError(f"pictures in the encoding {encoding[:40]!r} are not known: {known}")
         name, pixel_bytes = _RAW_FORMATS[encoding]
-        if name.endswith(("16", "48")):
+        if name.endswith(("16", "48", "64")):
             name += "be" if is_big_endian else "le"
         rows = _raw_rows(data, width, height, pixel_bytes, step)
         frame = av.VideoFrame(width, height, name)
         plane_rows(frame)[:height, : rows.shape[1]] = rows
+        if name.startswith("nv"):  # the colours follow in a plane of their own
+            across, down = (1, 1) if name == "nv24" else (2, 2)
+            start, step = (step or width) * height, (step or width) * 2 // across
+            chroma = memoryview(data)[start:]
+            half = _raw_rows(chroma, -(-width // across), -(-height // down), 2, step)
+            plane_rows(frame, plane=1)[: len(half), : half.shape[1]] = half
         return frame
 
     def color(
@@ -145,9 +153,12 @@ class ImageDecoder:
         step: int = 0,
         is_big_endian: bool = False,
     ) -> av.VideoFrame:
-        """Decode a colour picture of any kind: "jpeg", "png", or the name of raw pixels."""
+        """Decode a colour picture of any kind: "jpeg", "png", "webp", or the name of raw pixels."""
         if encoding == "jpeg":
             return self.jpeg(data)
+        if encoding == "webp":
+            check_pixels(*webp_size(data))
+            return self._decode("webp", data)
         if encoding == "png":
             return self.png(data)
         return self.raw(data, width, height, encoding, step, is_big_endian)
@@ -180,13 +191,13 @@ class ImageDecoder:
         size: tuple[int, int] | None = None,
         quantization: tuple[float, float] | None = None,
     ) -> NDArray[np.uint16]:
-        """Decode a depth map to millimetres: a 16-bit PNG, 16UC1 (mm) or 32FC1 (metres).
+        """Decode a depth map to millimetres: a 16-bit PNG, RVL, 16UC1 (mm) or 32FC1 (metres).
 
         What 16 bits cannot hold, and NaN, becomes 0: no measurement.
 
         Args:
             data: The PNG, or the pixels.
-            encoding: "png", "compressedDepth", "16UC1", "mono16" or "32FC1".
+            encoding: "png", "compressedDepth", "rvl", "mono16", or raw: "16UC1", "32FC1", ….
             width: Of raw pixels.
             height: Of raw pixels.
             step: Bytes from one row of raw pixels to the next; 0 for no padding.
@@ -217,14 +228,17 @@ class ImageDecoder:
             order = ">u2" if frame.format.name.endswith("be") else "<u2"
             words = plane_rows(frame, order)
             return words[: frame.height, : frame.width].astype(np.uint16)
+        if encoding == "rvl":
+            check_pixels(width, height)
+            return read_rvl(data, width, height)
         if encoding not in _DEPTH_FORMATS:
             known = ", ".join(["png", *_DEPTH_FORMATS])
             raise DataError(f"depth in the encoding {encoding[:40]!r} is not known: {known}")
         kind = np.dtype(_DEPTH_FORMATS[encoding]).newbyteorder(">" if is_big_endian else "<")
         rows = _raw_rows(data, width, height, kind.itemsize, step)
         values = np.ascontiguousarray(rows).view(kind)
-        if kind.kind == "u":
-            native: NDArray[np.uint16] = values.astype(np.uint16)
+        if kind.kind in "ui":
+            native: NDArray[np.uint16] = np.maximum(values, 0).astype(np.uint16)
             return native
         return _millimetres(values.astype(np.float32))
 
@@ -236,7 +250,7 @@ class ImageDecoder:
         try:
             frames = codec.decode(av.Packet(cast(bytes, data)))
         except (av.FFmpegError, ValueError, MemoryError) as error:
-            kind = "JPEG" if name == "mjpeg" else "PNG"
+            kind = {"mjpeg": "JPEG", "png": "PNG", "webp": "WebP"}[name]
             raise DataError(f"the {kind} cannot be decoded ({_reason(error)})") from error
         if len(frames) != 1 or frames[0].is_corrupt:
             raise DataError(f"the picture of {len(data)} bytes cannot be decoded")

@@ -29,7 +29,7 @@ from penstock.media.av_versions import (
     BILINEAR,
     BITEXACT,
     Reformatter,
-    add_jpeg_stream,
+    add_copy_stream,
 )
 from penstock.media.depth import DepthCoding
 from penstock.media.headers import JpegSize, check_size, jpeg_size
@@ -43,7 +43,10 @@ _BT601 = 6  # AVCOL_SPC_SMPTE170M
 # Full range to limited range: 0..255 to 16..235, and chroma to 16..240.
 _LUMA = bytes(round(16 + value * 219 / 255) for value in range(256))
 _CHROMA = bytes(round(128 + (value - 128) * 224 / 255) for value in range(256))
-_JPEG_FORMATS = {"420": "yuvj420p", "422": "yuvj422p", "444": "yuvj444p", "440": "yuvj440p"}
+_JPEG_FORMATS = {
+    **{"420": "yuvj420p", "422": "yuvj422p", "444": "yuvj444p", "440": "yuvj440p"},
+    "gray": "gray",
+}
 
 
 def mp4_options(frames: int | None) -> dict[str, str]:
@@ -80,12 +83,14 @@ class VideoSettings:
 
     Args:
         codec: "h264" plays everywhere; "av1" is smaller and takes 6 times the time; "copy" puts
-            JPEGs into the video as they are; "depth12" is lossless for 12-bit depth codes; "png"
-            makes no video: the pictures lie in the parquet.
+            JPEGs, or packets of a video, into the video as they are; "depth12" is lossless for
+            12-bit depth codes; "png" makes no video: the pictures lie in the parquet.
         crf: Quality, less is better; None for the codec's default.
         preset: The encoder's own speed setting; None for the codec's default.
         g: Frames from one that stands alone to the next: what a random access decodes at most.
         depth: How "depth12" codes distances.
+        copied: What "copy" copies, FFmpeg's names: "mjpeg", "h264", "hevc", "av1" or "vp9".
+        copied_pix_fmt: The pixels of the packets; those of JPEGs tell theirs.
     """
 
     codec: Codec = "h264"
@@ -93,6 +98,8 @@ class VideoSettings:
     preset: str | None = None
     g: int = 2
     depth: DepthCoding = DepthCoding()  # noqa: RUF009 - immutable
+    copied: str = "mjpeg"
+    copied_pix_fmt: str = "yuvj420p"
 
     def __post_init__(self) -> None:
         if self.codec not in (*_ENCODERS, "copy", "png"):
@@ -176,12 +183,23 @@ class VideoWriter:
                 f"{self._size[0]}x{self._size[1]}: codec copy cannot scale"
             )
         self._jpeg = self._jpeg or size
-        packet = av.Packet(jpeg)
+        self.copy_packet(jpeg, self.frames, self.frames, is_key=True)
+
+    def copy_packet(self, data: bytes, frame: int, turn: int, is_key: bool) -> None:
+        """Add a packet as it is (codec "copy").
+
+        Args:
+            data: The packet.
+            frame: The number of the frame that it shows.
+            turn: When it is decoded, in frames; rises, and is never after `frame`.
+            is_key: It stands alone.
+        """
+        packet = av.Packet(data)
         packet.stream = self._stream
         packet.time_base = Fraction(1, self._fps * TICKS)
-        packet.pts = packet.dts = self.frames * TICKS
+        packet.pts, packet.dts = frame * TICKS, turn * TICKS
         packet.duration = TICKS
-        packet.is_keyframe = True
+        packet.is_keyframe = is_key
         try:
             self._container.mux(packet)
         except (av.FFmpegError, OSError, ValueError) as error:
@@ -229,7 +247,8 @@ class VideoWriter:
         width, height = self._size
         base = Fraction(1, self._fps * TICKS)
         if self._settings.codec == "copy":
-            stream: Any = add_jpeg_stream(self._container, self._fps, width, height)
+            copied = self._settings.copied
+            stream: Any = add_copy_stream(self._container, copied, self._fps, width, height)
             stream.time_base = base
             return stream
         encoder = _ENCODERS[self._settings.codec]
@@ -272,8 +291,9 @@ class VideoWriter:
             frame = av.VideoFrame.from_ndarray(np.ascontiguousarray(frame), "rgb24")
         self._check_frame(frame.width, frame.height)
         name = frame.format.name
-        full = not name.startswith("yuv") or name.startswith("yuvj") or frame.color_range == 2
-        if name == "yuv420p" and not full:
+        is_yuv = name.startswith(("yuv", "uyvy", "yuyv", "nv"))
+        full = not is_yuv or name.startswith("yuvj") or frame.color_range == 2
+        if name == "yuv420p" and not full and frame.colorspace != 1:
             return frame
         # FFmpeg's own narrowing of the range moves both chroma planes up by half a step.
         narrow = name.startswith("yuvj")
@@ -313,24 +333,29 @@ class VideoWriter:
     def _info(self) -> dict[str, Any]:
         codec = self._settings.codec
         if codec == "copy":
-            name = "mjpeg"
-            subsampling = self._jpeg.subsampling if self._jpeg else "420"
-            pix_fmt = (
-                "gray" if subsampling == "gray" else _JPEG_FORMATS.get(subsampling, "yuvj420p")
-            )
+            name, pix_fmt = self._settings.copied, self._settings.copied_pix_fmt
+            if self._jpeg is not None:
+                pix_fmt = _JPEG_FORMATS.get(self._jpeg.subsampling, "yuvj420p")
         else:
             name, pix_fmt = _ENCODERS[codec].canonical, _ENCODERS[codec].pix_fmt
-        info = {
-            "video.height": self._size[1],
-            "video.width": self._size[0],
-            "video.codec": name,
-            "video.pix_fmt": pix_fmt,
-            "video.is_depth_map": codec == "depth12",
-            "video.fps": self._fps,
-            "video.channels": 1 if pix_fmt.startswith("gray") else 3,
-            "has_audio": False,
-        }
-        return info | (self._settings.depth.to_info() if codec == "depth12" else {})
+        info = video_info(*self._size, self._fps, name, pix_fmt)
+        if codec == "depth12":
+            info |= {"video.is_depth_map": True, **self._settings.depth.to_info()}
+        return info
+
+
+def video_info(width: int, height: int, fps: int, codec: str, pix_fmt: str) -> dict[str, Any]:
+    """Return what info.json says of a video of colours."""
+    return {
+        "video.height": height,
+        "video.width": width,
+        "video.codec": codec,
+        "video.pix_fmt": pix_fmt,
+        "video.is_depth_map": False,
+        "video.fps": fps,
+        "video.channels": 1 if pix_fmt.startswith("gray") else 3,
+        "has_audio": False,
+    }
 
 
 def _limited_range(frame: av.VideoFrame) -> av.VideoFrame:

@@ -14,7 +14,7 @@ from penstock.conversion.run import Request, carry_out, make_request
 from penstock.core.files import sweep
 from penstock.errors import UsageError
 
-_SETTING = re.compile(r"[+]{0,2}[A-Za-z_][\w.]*=")
+_SETTING = re.compile(r"[+]{0,2}[A-Za-z_][\w.-]*=")
 
 
 def run(arguments: argparse.Namespace) -> Report | Prediction:
@@ -32,6 +32,10 @@ def run(arguments: argparse.Namespace) -> Report | Prediction:
 def _request(arguments: argparse.Namespace) -> Request:
     settings = [w for w in arguments.words if _SETTING.match(w) and not Path(w).exists()]
     paths: list[Any] = [word for word in arguments.words if word not in settings]
+    for word in arguments.set:
+        if not _SETTING.match(word):
+            raise UsageError(f"--set {word!r}: write key=value, such as features.action.topic=/cmd")
+    settings += arguments.set
     bags, out = paths[:-1], paths[-1] if paths else None
     if arguments.config:
         named = kuavo.load_kuavo(Path(arguments.config), kuavo.own_settings(settings))

@@ -165,6 +165,7 @@ def _check_dataset(path: Path, result: Examination, quick: bool) -> None:
             result.findings.append(Finding(str(path / found.where), problem))
         else:
             result.notes.append(f"{path / found.where}: {problem}")
+    result.notes += [f"{path}: {note.what}; {note.todo}" for note in checkup.notes]
     covered = ", ".join(f"{count} {name}" for name, count in checkup.checked.items())
     result.notes.append(f"{path}: checked {covered}")
     result.files += checkup.checked.get("files", 0)

@@ -5,6 +5,7 @@ Only the index is read.
 
 from __future__ import annotations
 
+import textwrap
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,7 @@ from penstock.errors import DataError
 from penstock.ui.report import text_table
 
 Facts = dict[str, Any]
+_WIDTH = 80
 BAG_ENDINGS = (".bag", ".bag.active", ".db3", ".mcap", ".db3.zstd", ".mcap.zstd")
 
 
@@ -51,12 +53,14 @@ def describe(path: Path, salvage: bool = False) -> Facts:
                     "hz": round(rate.hz, 2) if rate else 0.0,
                     "longest_gap_s": round(rate.longest_gap_s, 3) if rate else 0.0,
                     "stamps_out_of_order": rate.disorder if rate else 0,
+                    "in_bursts": round(rate.in_bursts, 2) if rate else 0.0,
                 }
             )
         try:
             mapping = guess_mapping(bag)
             guess: Any = {
                 "fps": mapping.fps,
+                "clock": mapping.clock,
                 "features": {
                     name: list(feature.topics)
                     if isinstance(feature, Camera)
@@ -93,7 +97,11 @@ def _kind(bag: Bag) -> str:
 def write_map(path: Path, target: Path, salvage: bool = False) -> None:
     """Write the guessed mapping of a bag as a commented YAML file."""
     with open_bag(path, salvage=salvage) as bag:
-        text = to_yaml(guess_mapping(bag), bag)
+        try:
+            mapping = guess_mapping(bag)
+        except DataError:  # nothing to guess: the file says what there is
+            mapping = None
+        text = to_yaml(mapping, bag)
     publish_bytes(target, text.encode())
 
 
@@ -124,16 +132,45 @@ def describe_text(facts: Facts) -> str:
     columns = ("topic", "type", "messages", "Hz", "gap s", "size", "unordered")
     told = [n for n in range(len(columns)) if n < 5 or any(row[n] != "-" for row in rows)]
     parts = ["\n".join(f"{label + ':':<14}{text}" for label, text in head)]
-    table = [[line[n] for n in told] for line in (columns, *rows)]
+    table = _fit([[str(line[n]) for n in told] for line in (columns, *rows)])
     parts.append(text_table(table[0], table[1:]) if rows else "no topics")
+    bursts = [
+        f"{topic['name']}: {topic['in_bursts']:.0%} of its messages came in bursts"
+        for topic in facts["topics"]
+        if topic["in_bursts"] > 0.3
+    ]
+    if bursts:
+        parts.append("\n".join([*bursts, "their header stamps may tell more: clock: header"]))
     if facts["guess"] is None:
         parts.append("guess: nothing here looks like a camera, a state or an action")
     else:
-        guess = [f"guess at {facts['guess']['fps']} fps (--write-map map.yaml to edit it):"]
+        clock = " by header stamps" if facts["guess"]["clock"] == "header" else ""
+        guess = [f"guess at {facts['guess']['fps']} fps{clock} (--write-map map.yaml to edit it):"]
         for name, sources in facts["guess"]["features"].items():
-            guess.append(f"  {name:<32} {', '.join(sources)}")
+            words = textwrap.wrap(", ".join(sources), _WIDTH - 6, break_on_hyphens=False)
+            one = f"  {name:<32} {', '.join(sources)}"
+            guess += [one] if len(one) <= _WIDTH else [f"  {name}", *(f"      {w}" for w in words)]
         parts.append("\n".join(guess))
     return "\n\n".join(parts)
+
+
+def _fit(table: list[list[str]]) -> list[list[str]]:
+    """Shorten the types, then the names of topics, until the table fits a terminal."""
+    others = sum(max(len(line[n]) for line in table) + 2 for n in range(2, len(table[0])))
+    room = _WIDTH - others - 2
+    if max(len(line[0]) for line in table) + max(len(line[1]) for line in table) > room:
+        for line in table[1:]:
+            line[1] = line[1].replace("/msg/", "/")
+    longest = [max(len(line[n]) for line in table) for n in (0, 1)]
+    kind = min(longest[1], max(room - longest[0], 20))
+    for line in table[1:]:
+        line[0] = _short(line[0], max(room - kind, 20))
+        line[1] = _short(line[1], kind)
+    return table
+
+
+def _short(text: str, width: int) -> str:
+    return text if len(text) <= width else "…" + text[len(text) - width + 1 :]
 
 
 def _date(stamp_ns: int) -> str | None:
