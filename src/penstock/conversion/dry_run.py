@@ -17,7 +17,8 @@ from penstock.conversion.account import Account
 from penstock.conversion.features import describe
 from penstock.conversion.one_bag import Job, convert_bag
 from penstock.conversion.plan import plan_bag
-from penstock.conversion.run import Request, queue_bytes
+from penstock.conversion.request import Request
+from penstock.conversion.run import queue_bytes
 from penstock.core.memory import format_bytes
 from penstock.dataset.unit import UnitRecord
 from penstock.errors import DataError
@@ -85,7 +86,7 @@ def predict(request: Request) -> Prediction:
     account, failed, episodes = Account(), {}, 0
     trial: Path | None = None
     features: dict[str, Any] = {}
-    for path in request.bags:
+    for path in request.own_bags:
         try:
             with open_bag(path, salvage=request.salvage) as bag:
                 plan = plan_bag(bag, request.mapping)
@@ -119,7 +120,7 @@ def predict(request: Request) -> Prediction:
         shutil.rmtree(folder, ignore_errors=True)
     frames = done.account.frames_out
     scale = account.frames_out / max(frames, 1)
-    workers = min(request.workers, len(request.bags))
+    workers = min(request.workers, len(request.own_bags))
     return Prediction(
         account,
         episodes,

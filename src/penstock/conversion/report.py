@@ -9,6 +9,7 @@ from typing import Any
 from penstock.conversion.account import Account
 from penstock.conversion.mapping import Mapping
 from penstock.conversion.one_bag import Converted
+from penstock.conversion.request import Shard
 from penstock.core.memory import format_bytes
 from penstock.dataset.findings import Finding
 from penstock.ui.report import Report as Page
@@ -61,6 +62,7 @@ class Report:
         account: Where all frames went.
         peak_bytes: Largest resident memory, workers included.
         findings: What the check found wrong; None if nobody checked.
+        shard: The part of a job array that this run was; it builds nothing.
     """
 
     out: Path
@@ -80,6 +82,7 @@ class Report:
     findings: list[Finding] | None = None
     checked: dict[str, int] = field(default_factory=dict)
     page: Path | None = None
+    shard: Shard | None = None
 
     @property
     def frames_in(self) -> int:
@@ -111,6 +114,7 @@ class Report:
         """Return it as JSON values."""
         return {
             "out": str(self.out),
+            "shard": None if self.shard is None else str(self.shard),
             "episodes": self.total_episodes,
             "frames": self.total_frames,
             **self.account.to_json(),
@@ -138,7 +142,10 @@ class Report:
         rate = self.frames_out / self.wall_s if self.wall_s else 0.0
         lines = [
             f"dataset        {self.out}: {self.total_episodes} episodes, "
-            f"{self.total_frames} frames at {self.mapping.fps} fps",
+            f"{self.total_frames} frames at {self.mapping.fps} fps"
+            if self.shard is None
+            else f"shard          {self.shard} of {self.out}: its units are committed; when all "
+            "shards are done, penstock build makes the dataset",
             f"bags           {len(self.bags)} converted, {len(self.skipped)} done before, "
             f"{len(self.failed)} failed",
             f"frames         {self._balance()}",
