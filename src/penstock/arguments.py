@@ -274,6 +274,14 @@ def _add_convert(verbs: Any) -> None:
         "--workers", type=_natural, default=1, metavar="N", help="bags at a time (default 1)"
     )
     convert.add_argument(
+        "--ray",
+        nargs="?",
+        const=True,
+        default=False,
+        metavar="ADDRESS",
+        help="on a Ray cluster: the one that is there, or at an address, or one of this machine",
+    )
+    convert.add_argument(
         "--shard",
         metavar="I/N",
         help="only one of N parts, from 0/N on; when all are done, penstock build OUT",

@@ -54,6 +54,25 @@ class Shard:
 
 
 @dataclass(frozen=True, slots=True)
+class RayAddress:
+    """Which Ray cluster converts; None for the one that is there, or one of this machine."""
+
+    address: str | None = None
+
+    @classmethod
+    def parse(cls, given: str | bool) -> RayAddress | None:
+        """Read what a user gives: True, False, or an address."""
+        if given is True or given == "auto":
+            return cls()
+        if given and ":" not in str(given):
+            raise UsageError(
+                f"ray is {given!r}, which is no address: give --ray behind the paths, or "
+                "--ray=HOST:PORT"
+            )
+        return cls(str(given)) if given else None
+
+
+@dataclass(frozen=True, slots=True)
 class Request:
     """What a user asks for, checked; see `make_request`."""
 
@@ -68,6 +87,7 @@ class Request:
     check: bool = True
     progress: Mode | None = None
     shard: Shard | None = None
+    ray: RayAddress | None = None
 
     @property
     def own_bags(self) -> list[Path]:
@@ -95,6 +115,7 @@ def make_request(
     check: bool = True,
     progress: Mode | None = None,
     shard: str | None = None,
+    ray: str | bool = False,
     **settings: Any,
 ) -> Request:
     """Check what a user asks for, and find the bags.
@@ -116,6 +137,8 @@ def make_request(
         progress: "rich", "plain" or "quiet"; None chooses by the terminal.
         shard: "3/100" makes the units of one part of the bags, for a job array; `penstock build`
             makes the dataset when all are done.
+        ray: True converts on the Ray cluster that is there, or one of this machine; a text is the
+            address of one. `memory` is then that of each bag, and `workers` has no meaning.
         settings: Of the mapping, instead of its own: fps, codec, depth_codec, clock, task, gap,
             split_frames, …; None leaves one alone.
 
@@ -128,6 +151,9 @@ def make_request(
     part = None if shard is None else Shard.parse(shard)
     if part is not None and overwrite:
         raise UsageError("shard and overwrite exclude each other: remove the old dataset first")
+    cluster = RayAddress.parse(ray)
+    if part is not None and cluster is not None:
+        raise UsageError("shard and ray exclude each other: choose one")
     if workers < 1:
         raise UsageError(f"workers is {workers}: give at least 1")
     if version not in VERSIONS:
@@ -175,6 +201,7 @@ def make_request(
         check,
         progress,
         part,
+        cluster,
     )
 
 

@@ -19,6 +19,7 @@ from penstock.conversion.features import Joints, describe
 from penstock.conversion.mapping import Camera, Mapping
 from penstock.conversion.one_bag import Job
 from penstock.conversion.plan import plan_bag
+from penstock.conversion.ray_engine import RayCluster
 from penstock.conversion.report import BagReport, Report
 from penstock.conversion.request import Paths, Request, make_request
 from penstock.conversion.workers import Outcome, run_jobs
@@ -38,6 +39,7 @@ from penstock.ui.progress import Progress
 _QUEUE_BYTES: Final = 16 * 2**20  # hundreds of pictures: more would only be more memory
 _LEAST_QUEUE_BYTES: Final = 4 * 2**20
 _FINGERPRINTS_AT_ONCE: Final = 16  # most of their time they wait for the storage
+_DETAILED: Final = 100  # bags whose pictures and time errors are in the report
 _PLAN: Final = "plan"  # the claim of whoever makes it
 _LOOK_AGAIN_S: Final = 0.5
 
@@ -87,6 +89,8 @@ def _carry_out(request: Request) -> Report:
                 checkup = doctor.check(request.out, "sample", progress)
             report.findings, report.checked = checkup.findings, checkup.checked
     report.peak_bytes, report.memory = watch.peak_bytes, watch.samples
+    if request.ray is not None:  # the limit is that of each bag, wherever it was converted
+        report.peak_bytes = max((bag.done.peak_bytes for bag in report.bags), default=0)
     return report
 
 
@@ -107,6 +111,7 @@ def _write(request: Request, report: Report) -> None:
             more = f" (and {len(reasons) - 1} more bags failed)" if len(reasons) > 1 else ""
             raise DataError(f"nothing was converted: {reasons[0] if reasons else 'no bag'}{more}")
         writer.build()
+        writer.clear_units()
         report.total_episodes, report.total_frames = writer.total_episodes, writer.total_frames
 
 
@@ -344,7 +349,13 @@ def _convert_all(
     joints = writer.plan.settings["joints"]
     work = _Work(request, writer.features, joints, fingerprints, positions, len(todo))
     report.workers = work.workers
-    _work_off(work, todo, map(work.job, todo), report)
+    if request.ray is None:
+        _work_off(work, todo, map(work.job, todo), report)
+        return
+    with RayCluster(request.ray.address) as cluster:
+        report.workers = cluster.cpus
+        longest_first = sorted(todo, key=_size, reverse=True)
+        _work_off(work, todo, map(work.job, longest_first), report, cluster=cluster)
 
 
 class _Work:
@@ -361,7 +372,8 @@ class _Work:
     ) -> None:
         self.request = request
         self.units = request.out / UNITS
-        self.workers = _fitting_workers(request, features, bags)
+        # On a cluster the memory is that of each bag.
+        self.workers = 1 if request.ray else _fitting_workers(request, features, bags)
         self._features = {name: feature.to_json() for name, feature in features.items()}
         self._mapping = request.mapping.to_json()
         self._joints, self._fingerprints, self._positions = joints, fingerprints, positions
@@ -393,22 +405,29 @@ def _work_off(
     jobs: Iterable[Job],
     report: Report,
     finished: Callable[[str], None] = lambda key: None,
+    cluster: RayCluster | None = None,
 ) -> None:
     """Convert bags, and report them in the order of the dataset, whichever was done first."""
     outcomes: dict[Path, Outcome] = {}
     try:
         total = sum(map(_size, todo))
         with Progress(total, "convert", "bytes", work.request.progress) as progress:
-            meter = _Meter(progress)
-            for each, outcome in run_jobs(jobs, work.workers, meter):
+            meter = _Meter(progress, len(todo), cluster)
+            if cluster is None:
+                done = run_jobs(jobs, work.workers, meter)
+            else:
+                done = cluster.run_jobs(jobs, work.request.memory_bytes, meter)
+            for each, outcome in done:
                 if isinstance(outcome, StorageError):
                     raise outcome  # the disk is full: no other bag will fare better
                 key = each.record.key
                 if isinstance(outcome, PenstockError):
                     write_failure_note(work.units, key, each.record.source, str(outcome))
+                elif len(outcomes) > _DETAILED:
+                    outcome = replace(outcome, previews={}, skew_ms={}, memory=[])
                 finished(key)
                 outcomes[each.bag] = outcome
-                meter.finished(_size(each.bag))
+                meter.finished(_size(each.bag), isinstance(outcome, PenstockError))
     finally:
         for path in [path for path in todo if path in outcomes]:
             outcome = outcomes[path]
@@ -452,24 +471,33 @@ def _fitting_workers(request: Request, features: dict[str, Feature], bags: int) 
 class _Meter:
     """Turns bytes and frames of the workers into one bar over the sizes of the bags."""
 
-    def __init__(self, progress: Progress) -> None:
-        self._progress = progress
+    def __init__(self, progress: Progress, bags: int, cluster: RayCluster | None) -> None:
+        self._progress, self._bags, self._cluster = progress, bags, cluster
         self._done_bytes = 0  # of finished bags
         self._read_bytes = 0  # of bags under way
         self._frames = 0
+        self._done = self._failed = 0
         self._start_s = time.monotonic()
 
     def __call__(self, size_bytes: int, frames: int) -> None:
         self._read_bytes += size_bytes
         self._frames += frames
         rate = self._frames / max(time.monotonic() - self._start_s, 1e-3)
-        self._progress.note(f"{self._frames} frames, {rate:.0f} frames/s")
+        words = [f"{self._done}/{self._bags} bags"] if self._bags > 1 else []
+        words.append(f"{self._frames} frames, {rate:.0f} frames/s")
+        if self._failed:
+            words.append(f"{self._failed} failed")
+        if self._cluster is not None:
+            words.append(f"{self._cluster.nodes} nodes, {self._cluster.cpus} CPUs")
+        self._progress.note(", ".join(words))
         shown = self._done_bytes + self._read_bytes
         self._progress.update(min(shown, self._progress.total or shown))
 
-    def finished(self, size_bytes: int) -> None:
+    def finished(self, size_bytes: int, failed: bool) -> None:
         self._done_bytes += size_bytes
         self._read_bytes = 0
+        self._done += 1
+        self._failed += failed
         self(0, 0)
 
 

@@ -37,12 +37,12 @@ def run_jobs(jobs: Iterable[Job], workers: int, advance: Advance) -> Iterator[tu
     """
     if workers == 1:
         for job in jobs:
-            yield job, _outcome(job, advance)
+            yield job, outcome_of(job, advance)
         return
     yield from _Pool(workers, advance).run(jobs)
 
 
-def _outcome(job: Job, advance: Advance) -> Outcome:
+def outcome_of(job: Job, advance: Advance) -> Outcome:
     """Convert a bag; whatever goes wrong with it is its own affair, and no other bag's."""
     try:
         return convert_bag(job, advance)
@@ -157,4 +157,4 @@ def _work(pipe: Connection, parent: int) -> None:
 
     with contextlib.suppress(EOFError, BrokenPipeError, ConnectionResetError):
         while True:
-            send(("done", _outcome(pipe.recv(), advance)))
+            send(("done", outcome_of(pipe.recv(), advance)))

@@ -324,6 +324,16 @@ class DatasetWriter:
             self._next = max([self._next, *(record.position + 1 for record in built)])
         return True
 
+    def clear_units(self) -> None:
+        """Remove what workers of other machines left, once all recordings of the plan are built.
+
+        Nobody here can tell whether they are dead: but whatever they make, it is there already.
+        """
+        built = self._built.units if self._built else []
+        known = {record.source.get("fingerprint") for record in built}
+        if self.plan.bags and known.issuperset(self.plan.bags):
+            shutil.rmtree(self.units, ignore_errors=True)
+
     def close(self) -> None:
         """Let the folder go; safe to call twice."""
         if self._closed:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -61,15 +60,12 @@ def run(out: str) -> BuildReport:
         failed = {
             str(note["source"].get("bag", "?")): str(note["reason"]) for note in writer.failures
         }
-        missing = sum(bag not in known for bag in writer.plan.bags)
-        if writer.plan.bags and not missing:
-            # What dead workers of other machines left: nobody here can tell that they are dead.
-            shutil.rmtree(writer.units, ignore_errors=True)
+        writer.clear_units()
         return BuildReport(
             str(Path(out)),
             writer.total_episodes,
             writer.total_frames,
             writer.built_units - before,
-            missing,
+            sum(bag not in known for bag in writer.plan.bags),
             failed,
         )

@@ -64,4 +64,5 @@ def _request(arguments: argparse.Namespace) -> Request:
         task=arguments.task,
         check=not arguments.no_check,
         shard=arguments.shard,
+        ray=arguments.ray,
     )
