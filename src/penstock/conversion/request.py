@@ -16,6 +16,7 @@ from penstock.conversion.guess import guess_mapping, only
 from penstock.conversion.mapping import Mapping
 from penstock.conversion.settings import from_json, load_map, parse_value
 from penstock.core.memory import parse_bytes
+from penstock.core.objects import is_object
 from penstock.dataset.layout import VERSIONS, Version
 from penstock.dataset.writer import read_plan
 from penstock.errors import DataError, PenstockError, UsageError
@@ -154,6 +155,11 @@ def make_request(
     cluster = RayAddress.parse(ray)
     if part is not None and cluster is not None:
         raise UsageError("shard and ray exclude each other: choose one")
+    if is_object(out):
+        raise UsageError(
+            f"{out}: a dataset is written to a folder: convert into one, and copy it when it is "
+            "done (aws s3 sync, gcloud storage rsync)"
+        )
     if workers < 1:
         raise UsageError(f"workers is {workers}: give at least 1")
     if version not in VERSIONS:
@@ -162,7 +168,7 @@ def make_request(
     if memory_bytes < _LEAST_MEMORY:
         raise UsageError(f"memory is {memory!r}: the codecs alone need {_LEAST_MEMORY_TEXT}")
     paths = [bags] if isinstance(bags, str | os.PathLike) else list(bags)
-    used = find_bags([Path(path) for path in paths])
+    used = find_bags([os.fspath(path) if not is_object(path) else str(path) for path in paths])
     own = kuavo.own_settings(overrides) if config is not None else []
     for word in overrides:
         if word not in own:
