@@ -1,7 +1,10 @@
 """A real Ray cluster on this machine gives the bytes of one run, whatever dies."""
 
 import json
+import signal
+import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -46,6 +49,27 @@ def test_a_dry_run_predicts_for_the_cluster(bags, tmp_path, capsys):
     assert main([*words, "--ray"]) == 1
     assert json.loads(capsys.readouterr().out)["seconds"] > 0
     assert not (tmp_path / "out").exists()
+
+
+@cluster
+@pytest.mark.timeout(300)
+def test_a_signal_stops_it_and_builds_what_is_committed(bags, tmp_path):
+    out = tmp_path / "out"
+    words = ["convert", str(bags), str(out), "--ray", "--memory", "400MB", "--no-check"]
+    process = subprocess.Popen(
+        [sys.executable, "-m", "penstock", *words], stderr=subprocess.PIPE, text=True
+    )
+    while not list(out.glob(".penstock/units/*/unit.json")):
+        assert process.poll() is None
+        time.sleep(0.01)
+    process.send_signal(signal.SIGINT)
+    _, err = process.communicate(timeout=60)
+    assert process.returncode == 130, err
+    assert "go on with --resume" in err.splitlines()[-1]
+    assert (out / "meta/info.json").is_file()
+    penstock.convert(bags, out, ray=True, resume=True, **QUIET)
+    penstock.convert(bags, tmp_path / "whole", **QUIET)
+    assert same_dataset(tmp_path / "whole", out) == []
 
 
 @cluster

@@ -12,7 +12,7 @@ import os
 import socket
 import sys
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Generator, Iterable
 from contextlib import ExitStack, redirect_stdout, suppress
 from dataclasses import replace
 from pathlib import Path
@@ -104,8 +104,8 @@ class RayCluster:
 
     def run_jobs(
         self, jobs: Iterable[Job], memory_bytes: int, advance: Advance
-    ) -> Iterator[tuple[Job, Outcome]]:
-        """Convert bags; yield each with its outcome, as they are done.
+    ) -> Generator[tuple[Job, Outcome], None, None]:
+        """Convert bags; yield each with its outcome, as they are done. Close it to stop the tasks.
 
         Args:
             jobs: One per bag; the first ones are begun first.

@@ -7,7 +7,7 @@ import os
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import suppress
+from contextlib import closing, suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Final
@@ -418,17 +418,18 @@ def _work_off(
                 done = run_jobs(jobs, work.workers, meter)
             else:
                 done = cluster.run_jobs(jobs, work.request.memory_bytes, meter)
-            for each, outcome in done:
-                if isinstance(outcome, StorageError):
-                    raise outcome  # the disk is full: no other bag will fare better
-                key = each.record.key
-                if isinstance(outcome, PenstockError):
-                    write_failure_note(work.units, key, each.record.source, str(outcome))
-                elif len(outcomes) > _DETAILED:
-                    outcome = replace(outcome, previews={}, skew_ms={}, memory=[])
-                finished(key)
-                outcomes[each.bag] = outcome
-                meter.finished(_size(each.bag), isinstance(outcome, PenstockError))
+            with closing(done):
+                for each, outcome in done:
+                    if isinstance(outcome, StorageError):
+                        raise outcome  # the disk is full: no other bag will fare better
+                    key = each.record.key
+                    if isinstance(outcome, PenstockError):
+                        write_failure_note(work.units, key, each.record.source, str(outcome))
+                    elif len(outcomes) > _DETAILED:
+                        outcome = replace(outcome, previews={}, skew_ms={}, memory=[])
+                    finished(key)
+                    outcomes[each.bag] = outcome
+                    meter.finished(_size(each.bag), isinstance(outcome, PenstockError))
     finally:
         for path in [path for path in todo if path in outcomes]:
             outcome = outcomes[path]

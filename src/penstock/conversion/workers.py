@@ -11,7 +11,7 @@ import contextlib
 import multiprocessing
 import os
 import signal
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Generator, Iterable, Iterator
 from multiprocessing import resource_tracker
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
@@ -27,8 +27,10 @@ _STOPPING = (signal.SIGINT, signal.SIGTERM)
 _POLL_S = 0.1
 
 
-def run_jobs(jobs: Iterable[Job], workers: int, advance: Advance) -> Iterator[tuple[Job, Outcome]]:
-    """Convert bags; yield each with its outcome, as they are done.
+def run_jobs(
+    jobs: Iterable[Job], workers: int, advance: Advance
+) -> Generator[tuple[Job, Outcome], None, None]:
+    """Convert bags; yield each with its outcome, as they are done. Close it to stop the workers.
 
     Args:
         jobs: One per bag.
