@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: setup demo test test-versions test-recordings smoke lint bench bench-peers stress test-peers peers beside integrations format clean
+.PHONY: setup demo test test-versions test-recordings smoke lint bench bench-peers stress test-cluster cluster test-peers peers beside integrations format clean
 
 setup: $(STAMP)
 
@@ -19,7 +19,7 @@ demo: setup
 	$(BIN)/penstock demo
 
 test: setup
-	$(BIN)/python -m pytest -m "not stress and not peers and not recordings" -n 2 --dist worksteal
+	$(BIN)/python -m pytest -m "not stress and not peers and not recordings and not cluster" -n 2 --dist worksteal
 
 # The wheel on every Python from 3.10 to 3.13 that is found, and on 3.10 with torch 2.0.1 (4 GB, once).
 test-versions: setup
@@ -76,6 +76,18 @@ $(INTEGRATIONS)/.installed: pyproject.toml constraints.txt
 
 test-peers: setup peers beside integrations
 	$(BIN)/python -m pytest -m peers --timeout 1200
+
+# A real Ray cluster and a real S3 server on this machine: about 1 GB and a minute, once.
+CLUSTER := .venv-cluster
+cluster: $(CLUSTER)/.installed
+
+$(CLUSTER)/.installed: pyproject.toml constraints.txt
+	test -x $(CLUSTER)/bin/python || $(PYTHON) -m venv $(CLUSTER)
+	$(CLUSTER)/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[ray,test]' 'moto[server]>=5'
+	@touch $@
+
+test-cluster: cluster
+	$(CLUSTER)/bin/python -m pytest -m cluster --timeout 3000 tests/conversion tests/bags
 
 bench-peers: setup peers
 	$(BIN)/python -m benchmarks convert

@@ -136,7 +136,7 @@ def run_tests(inside: Path, name: str, tests: tuple[str, ...]) -> str:
     """Run tests against the installed wheel; return pytest's last line, and the versions."""
     paths = [ROOT / "tests" / test for test in tests]
     said = run(
-        *(inside, "-m", "pytest", "-m", "not stress and not peers", "-n", "2"),
+        *(inside, "-m", "pytest", "-m", "not stress and not peers and not cluster", "-n", "2"),
         *("--dist", "worksteal", "-rs", *paths),
         log=HOME / f"{name}.log",
     )

@@ -281,6 +281,19 @@ def _add_convert(verbs: Any) -> None:
     convert.add_argument(
         "--workers", type=_natural, default=1, metavar="N", help="bags at a time (default 1)"
     )
+    convert.add_argument(
+        "--ray",
+        nargs="?",
+        const=True,
+        default=False,
+        metavar="ADDRESS",
+        help="on a Ray cluster: the one that is there, or at an address, or one of this machine",
+    )
+    convert.add_argument(
+        "--shard",
+        metavar="I/N",
+        help="only one of N parts, from 0/N on; when all are done, penstock build OUT",
+    )
     mode = convert.add_mutually_exclusive_group()
     mode.add_argument("--resume", action="store_true", help="go on; what is committed is skipped")
     mode.add_argument("--append", action="store_true", help="add to a dataset that exists")

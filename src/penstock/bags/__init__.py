@@ -1,6 +1,6 @@
 """Recordings: any ROS 1 or ROS 2 bag, read with bounded memory and without ROS."""
 
-from penstock.bags.find import find_bags, open_bag
+from penstock.bags.find import find_bags, open_bag, to_path
 from penstock.bags.limits import Limits
 from penstock.bags.messages import Decoder, ImageMessage
 from penstock.bags.reader import Bag, Message, SalvageReport, Topic
@@ -15,4 +15,5 @@ __all__ = [
     "Topic",
     "find_bags",
     "open_bag",
+    "to_path",
 ]

@@ -27,6 +27,7 @@ from penstock.bags.source import (
     Stored,
     StoredWindow,
     inflate_message,
+    open_source,
 )
 from penstock.bags.table import ENTRY_BYTES, LOOSE, Chunk, ChunkTable, Entries, Numbers
 from penstock.core.threads import CORES, parallel_map
@@ -88,7 +89,7 @@ class ChunkedBag(Bag):
 
     def __init__(self, path: Path, limits: Limits, salvage: bool = False) -> None:
         self.path, self.limits = path, limits
-        self._source = Source(path)
+        self._source = open_source(path)
         self.size_bytes = self._source.size_bytes
         self._connections, self._chunks = {}, ChunkTable(path, limits)
         self._definition_bytes = 0
@@ -218,11 +219,11 @@ class ChunkedBag(Bag):
             ):
                 return item, StoredWindow(self._source, stored)
             stream = ChunkStream(self._source, stored, self.limits, item.chunk.usable_bytes)
-            if stored.compression == "bz2":
+            if stored.compression == "bz2" or self._source.remote:
                 stream.window(0, 1)
             return item, stream
 
-        if "bz2" not in self.compression:
+        if "bz2" not in self.compression and not self._source.remote:
             yield from map(begin, chosen)
             return
         piece_bytes = self.limits.piece_bytes
@@ -230,7 +231,7 @@ class ChunkedBag(Bag):
             begin,
             chosen,
             name="bag",
-            helpers=min(_MOST_WORKERS, CORES),
+            helpers=_MOST_WORKERS if self._source.remote else min(_MOST_WORKERS, CORES),
             size=lambda item: min(item.stored.size_bytes, piece_bytes) * 2,
             limit_bytes=piece_bytes * _AHEAD_PIECES,
         )

@@ -5,16 +5,19 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any, cast
 
 from penstock.bags.limits import Limits
 from penstock.bags.reader import Bag
 from penstock.bags.source import ZSTD_MAGIC
 from penstock.core.files import storage_error
+from penstock.core.objects import ObjectPath, as_object, is_object
 from penstock.errors import DataError, UnknownFormat
 
 _MAGICS = {b"#ROSBAG": "bag", b"\x89MCAP": "mcap", b"SQLite format 3\0": "db3"}
 
 _FILE_NAME = re.compile(r".*\.(bag|bag\.active|db3|mcap|db3\.zstd|mcap\.zstd)")
+_OBJECT_NAME = re.compile(r"[^.].*\.(bag|mcap)")
 _PART_NAME = re.compile(r".*\.(db3|mcap|db3\.zstd|mcap\.zstd)")
 METADATA = "metadata.yaml"
 
@@ -48,7 +51,7 @@ def open_bag(
         CorruptFile: It is damaged; the message says whether `salvage` may help.
         LimitExceeded: It asks for more than the limits.
     """
-    path, limits = Path(path), limits or Limits()
+    path, limits = to_path(path), limits or Limits()
     if path.is_dir():
         from penstock.bags.folder import FolderBag
 
@@ -62,6 +65,8 @@ def open_bag(
         from penstock.bags.mcap import McapBag
 
         return McapBag(path, limits, salvage)
+    if as_object(path) is not None:
+        raise DataError(f"{path}: .bag and .mcap are read from object storage; copy it to a disk")
     if kind == "db3":
         from penstock.bags.sqlite import SqliteBag
 
@@ -81,7 +86,7 @@ def find_bags(paths: Sequence[Path | str]) -> list[Path]:
         DataError: A path does not exist, or holds no bag.
     """
     found: dict[Path, Path] = {}
-    for path in map(Path, paths):
+    for path in map(to_path, paths):
         here = _bags_in(path)
         if not here:
             raise DataError(f"{path} holds no bag (.bag, .db3, .mcap or a ROS 2 bag folder)")
@@ -90,6 +95,13 @@ def find_bags(paths: Sequence[Path | str]) -> list[Path]:
     if not found:
         raise DataError("no bag was given; pass files or folders of .bag, .db3 or .mcap")
     return sorted(found.values(), key=natural_key)
+
+
+def to_path(path: Path | str) -> Path:
+    """Return a path of this machine, or of object storage, which is read like one."""
+    if isinstance(path, str) and is_object(path):
+        return cast(Path, ObjectPath(path))
+    return cast(Path, path) if as_object(path) is not None else Path(path)
 
 
 def parts_of(folder: Path) -> list[Path]:
@@ -107,6 +119,9 @@ def _bags_in(path: Path) -> list[Path]:
             raise DataError(f"{path} does not exist; check the path")
     except OSError as error:
         raise storage_error("read", path, error) from error
+    remote = as_object(path)
+    if remote is not None:
+        return _objects_in(remote)
     if (path / METADATA).is_file():
         return [path]
     return [
@@ -115,6 +130,14 @@ def _bags_in(path: Path) -> list[Path]:
         if (entry.is_file() and _FILE_NAME.fullmatch(entry.name) and not entry.name.startswith("."))
         or (entry.is_dir() and ((entry / METADATA).is_file() or parts_of(entry)))
     ]
+
+
+def _objects_in(folder: ObjectPath) -> list[Any]:
+    """Return the bags in a folder of object storage, by one listing."""
+    found = [entry for entry in folder.iterdir() if entry.is_file()]
+    if any(entry.name == METADATA for entry in found):
+        raise DataError(f"{folder} is a ROS 2 bag of several files: copy it to a disk")
+    return [entry for entry in found if _OBJECT_NAME.fullmatch(entry.name)]
 
 
 def _entries(folder: Path) -> list[Path]:

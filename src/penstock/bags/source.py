@@ -15,6 +15,7 @@ from isal import isal_zlib
 from penstock.bags.limits import BadRecord, Limits, expect
 from penstock.core.codecs import zstd
 from penstock.core.files import storage_error
+from penstock.core.objects import ObjectPath, as_object
 from penstock.errors import CorruptFile, DataError, UnknownFormat, UsageError
 
 PLAIN: Final = ("none", "")
@@ -31,6 +32,9 @@ SMALL_PART: Final = 8  # a message of less than this part of what it lies in is 
 _INPUT_BYTES: Final = 1 << 16
 _OUTPUT_BYTES: Final = 1 << 20
 _PAGE_BYTES: Final = 4096
+_REMOTE_PAGE_BYTES: Final = 8192
+_REMOTE_PAGES: Final = 256
+_SMALL_BYTES: Final = 8192
 
 
 class ChecksumMismatch(BadRecord):
@@ -44,6 +48,7 @@ class Source:
         bytes_read: What was read so far.
     """
 
+    remote: bool = False  # whether a read takes its time, so that it is worth to read ahead
     _descriptor: int | None = None  # there even if a signal comes within __init__
 
     def __init__(self, path: Path) -> None:
@@ -60,14 +65,8 @@ class Source:
 
     def read(self, pos: int, size_bytes: int, what: str = "a record") -> bytes:
         """Return exactly so many bytes; nothing is allocated for bytes that the file has not."""
-        if self._descriptor is None:
-            raise UsageError(f"{self.path} was closed; read it inside of its `with` block")
-        expect(
-            pos >= 0 and 0 <= size_bytes <= self.size_bytes - pos,
-            self.path,
-            f"{what} at {pos} wants {size_bytes} bytes, but the file has {self.size_bytes}; "
-            "pass --salvage to read what there is",
-        )
+        self._check(pos, size_bytes, what)
+        assert self._descriptor is not None
         try:
             data = os.pread(self._descriptor, size_bytes, pos)
             while len(data) < size_bytes:  # a read of more than 2 GB, or an interrupted one
@@ -79,6 +78,16 @@ class Source:
         with self._lock:
             self.bytes_read += size_bytes
         return data
+
+    def _check(self, pos: int, size_bytes: int, what: str) -> None:
+        if self._descriptor is None:
+            raise UsageError(f"{self.path} was closed; read it inside of its `with` block")
+        expect(
+            pos >= 0 and 0 <= size_bytes <= self.size_bytes - pos,
+            self.path,
+            f"{what} at {pos} wants {size_bytes} bytes, but the file has {self.size_bytes}; "
+            "pass --salvage to read what there is",
+        )
 
     def peek(self, pos: int, size_bytes: int) -> bytes:
         """Return so many bytes, or as many as there are until the end of the file."""
@@ -92,6 +101,68 @@ class Source:
 
     def __del__(self) -> None:
         self.close()
+
+
+class ObjectSource(Source):
+    """An object in object storage: a range is one request, and small ones share pages.
+
+    The heads and indexes of chunks are small and lie beside what is read next. A page is small
+    against a chunk, too, so that hardly more is read than is wanted.
+    """
+
+    remote = True
+
+    def __init__(self, path: ObjectPath) -> None:
+        self.path: Any = path
+        self.bytes_read = 0
+        self._lock = threading.Lock()
+        self._pages: dict[int, bytes] = {}  # the oldest first
+        try:
+            self._file = path.open_ranges()
+        except FileNotFoundError:
+            raise DataError(f"{path} does not exist; check the path") from None
+        self.size_bytes = self._file.size_bytes
+        self._descriptor = -1
+
+    def read(self, pos: int, size_bytes: int, what: str = "a record") -> bytes:
+        """Return exactly so many bytes."""
+        self._check(pos, size_bytes, what)
+        if size_bytes > _SMALL_BYTES:
+            return self._fetch(pos, size_bytes)
+        first, last = pos // _REMOTE_PAGE_BYTES, (pos + size_bytes - 1) // _REMOTE_PAGE_BYTES
+        data = b"".join(self._page(number) for number in range(first, last + 1))
+        start = pos - first * _REMOTE_PAGE_BYTES
+        return data[start : start + size_bytes]
+
+    def _page(self, number: int) -> bytes:
+        with self._lock:
+            page = self._pages.get(number)
+        if page is None:
+            pos = number * _REMOTE_PAGE_BYTES
+            page = self._fetch(pos, min(_REMOTE_PAGE_BYTES, self.size_bytes - pos))
+            with self._lock:
+                self._pages[number] = page
+                if len(self._pages) > _REMOTE_PAGES:
+                    del self._pages[next(iter(self._pages))]
+        return page
+
+    def _fetch(self, pos: int, size_bytes: int) -> bytes:
+        data = self._file.read(pos, size_bytes)
+        with self._lock:
+            self.bytes_read += size_bytes
+        return data
+
+    def close(self) -> None:
+        """Let the object go; safe to call twice."""
+        if self._descriptor is not None:
+            self._descriptor = None
+            self._file.close()
+
+
+def open_source(path: Path) -> Source:
+    """Open a file, or an object in object storage."""
+    remote = as_object(path)
+    return Source(path) if remote is None else ObjectSource(remote)
 
 
 class Stored(NamedTuple):

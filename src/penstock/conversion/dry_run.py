@@ -17,7 +17,9 @@ from penstock.conversion.account import Account
 from penstock.conversion.features import describe
 from penstock.conversion.one_bag import Job, convert_bag
 from penstock.conversion.plan import plan_bag
-from penstock.conversion.run import Request, queue_bytes
+from penstock.conversion.ray_engine import RayCluster
+from penstock.conversion.request import Request
+from penstock.conversion.run import queue_bytes
 from penstock.core.memory import format_bytes
 from penstock.dataset.unit import UnitRecord
 from penstock.errors import DataError
@@ -82,10 +84,10 @@ class Prediction:
 
 def predict(request: Request) -> Prediction:
     """Plan every bag, and convert the beginning of the first into a temporary folder."""
-    account, failed, episodes = Account(), {}, 0
+    account, failed, episodes, longest = Account(), {}, 0, 0
     trial: Path | None = None
     features: dict[str, Any] = {}
-    for path in request.bags:
+    for path in request.own_bags:
         try:
             with open_bag(path, salvage=request.salvage) as bag:
                 plan = plan_bag(bag, request.mapping)
@@ -97,6 +99,7 @@ def predict(request: Request) -> Prediction:
             failed[path] = str(error)
             continue
         account.add(plan.account)
+        longest = max(longest, plan.account.frames_out)
         episodes += len(plan.episodes)
     if trial is None:
         raise DataError(next(iter(failed.values())))
@@ -119,13 +122,21 @@ def predict(request: Request) -> Prediction:
         shutil.rmtree(folder, ignore_errors=True)
     frames = done.account.frames_out
     scale = account.frames_out / max(frames, 1)
-    workers = min(request.workers, len(request.bags))
+    workers = min(_workers(request), len(request.own_bags))
     return Prediction(
         account,
         episodes,
         failed,
         int(size_bytes * scale),
-        done.wall_s * scale / workers,
+        done.wall_s / max(frames, 1) * max(account.frames_out / workers, longest),
         done.peak_bytes * workers,
         frames,
     )
+
+
+def _workers(request: Request) -> int:
+    """Return how many bags are converted at a time."""
+    if request.ray is None:
+        return request.workers
+    with RayCluster(request.ray.address) as cluster:
+        return max(cluster.cpus, 1)

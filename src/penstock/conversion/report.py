@@ -10,6 +10,7 @@ from typing import Any
 from penstock.conversion.account import Account
 from penstock.conversion.mapping import Mapping
 from penstock.conversion.one_bag import Converted
+from penstock.conversion.request import Shard
 from penstock.core.memory import format_bytes
 from penstock.dataset.findings import Finding
 from penstock.ui.report import Report as Page
@@ -63,6 +64,7 @@ class Report:
         peak_bytes: Largest resident memory, workers included.
         findings: What the check found wrong; None if nobody checked.
         training: What it found that a trainer may want to look at.
+        shard: The part of a job array that this run was; it builds nothing.
     """
 
     out: Path
@@ -83,6 +85,7 @@ class Report:
     training: list[Finding] = field(default_factory=list)
     checked: dict[str, int] = field(default_factory=dict)
     page: Path | None = None
+    shard: Shard | None = None
 
     @property
     def frames_in(self) -> int:
@@ -114,6 +117,7 @@ class Report:
         """Return it as JSON values."""
         return {
             "out": str(self.out),
+            "shard": None if self.shard is None else str(self.shard),
             "episodes": self.total_episodes,
             "frames": self.total_frames,
             **self.account.to_json(),
@@ -142,7 +146,10 @@ class Report:
         rate = self.frames_out / self.wall_s if self.wall_s else 0.0
         lines = [
             f"dataset        {self.out}: {self.total_episodes} episodes, "
-            f"{self.total_frames} frames at {self.mapping.fps} fps",
+            f"{self.total_frames} frames at {self.mapping.fps} fps"
+            if self.shard is None
+            else f"shard          {self.shard} of {self.out}: its units are committed; when all "
+            "shards are done, penstock build makes the dataset",
             f"bags           {len(self.bags)} converted, {len(self.skipped)} done before, "
             f"{len(self.failed)} failed",
             f"frames         {self._balance()}",

@@ -6,64 +6,43 @@ import hashlib
 import os
 import time
 from collections import Counter
-from collections.abc import Sequence
-from contextlib import suppress
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import closing, suppress
+from dataclasses import replace
 from pathlib import Path
-from typing import Any, Final, Literal
+from typing import Any, Final
 
-from penstock.bags import Limits, find_bags, open_bag
-from penstock.conversion import kuavo
+from penstock.bags import Limits, open_bag
 from penstock.conversion.budget import BASE_BYTES, MemoryWatch, encoder_bytes
+from penstock.conversion.claims import Claims
 from penstock.conversion.features import Joints, describe
-from penstock.conversion.guess import guess_mapping, only
 from penstock.conversion.mapping import Camera, Mapping
 from penstock.conversion.one_bag import Job
 from penstock.conversion.plan import plan_bag
+from penstock.conversion.ray_engine import RayCluster
 from penstock.conversion.report import BagReport, Report
-from penstock.conversion.settings import from_json, load_map, parse_value, set_word
+from penstock.conversion.request import Paths, Request, make_request
 from penstock.conversion.workers import Outcome, run_jobs
 from penstock.core.files import storage_error
-from penstock.core.interrupt import interruptible
-from penstock.core.memory import format_bytes, give_back_at_once, parse_bytes, rss_bytes
+from penstock.core.interrupt import check_stop, interruptible
+from penstock.core.memory import format_bytes, give_back_at_once, rss_bytes
+from penstock.core.objects import as_object
+from penstock.core.threads import parallel_map
 from penstock.dataset import doctor
-from penstock.dataset.layout import INFO_PATH, VERSIONS, Feature, Version
+from penstock.dataset.layout import INFO_PATH, Feature
 from penstock.dataset.metadata import read_info
-from penstock.dataset.unit import UnitRecord, make_key
+from penstock.dataset.plan import BUILT, CLAIMS, UNITS, Built, Plan, check_same
+from penstock.dataset.unit import RECORD, UnitRecord, make_key, write_failure_note
 from penstock.dataset.writer import DatasetWriter, read_plan
 from penstock.errors import DataError, PenstockError, StorageError, UsageError
-from penstock.ui.progress import Mode, Progress
-from penstock.ui.suggestions import did_you_mean
+from penstock.ui.progress import Progress
 
-DEFAULT_MEMORY: Final = "512MB"
 _QUEUE_BYTES: Final = 16 * 2**20  # hundreds of pictures: more would only be more memory
 _LEAST_QUEUE_BYTES: Final = 4 * 2**20
-
-
-_LEAST_MEMORY: Final = 200 * 10**6
-_LEAST_MEMORY_TEXT: Final = "200MB"
-
-Paths = str | os.PathLike[str] | Sequence[str | os.PathLike[str]]
-OpenMode = Literal["create", "resume", "append", "overwrite"]
-
-
-@dataclass(frozen=True, slots=True)
-class Request:
-    """What a user asks for, checked; see `make_request`."""
-
-    bags: list[Path]
-    out: Path
-    mapping: Mapping
-    version: Version = "v3.0"
-    memory_bytes: int = 512 * 10**6
-    workers: int = 1
-    mode: OpenMode = "create"
-    salvage: bool = False
-    check: bool = True
-    progress: Mode | None = None
-
-
-_MOST_LOOKED_AT: Final = 200  # bags, before a mapping is guessed
+_FINGERPRINTS_AT_ONCE: Final = 16  # most of their time they wait for the storage
+_DETAILED: Final = 100  # bags whose pictures and time errors are in the report
+_PLAN: Final = "plan"  # the claim of whoever makes it
+_LOOK_AGAIN_S: Final = 0.5
 
 
 def convert(
@@ -90,130 +69,6 @@ def convert(
     return carry_out(make_request(bags, out, map, **settings))
 
 
-def make_request(
-    bags: Paths,
-    out: str | os.PathLike[str],
-    map: str | os.PathLike[str] | Mapping | None = None,
-    *,
-    config: str | os.PathLike[str] | None = None,
-    overrides: Sequence[str] = (),
-    memory: str | int = DEFAULT_MEMORY,
-    workers: int = 1,
-    resume: bool = False,
-    append: bool = False,
-    overwrite: bool = False,
-    salvage: bool = False,
-    version: Version = "v3.0",
-    check: bool = True,
-    progress: Mode | None = None,
-    **settings: Any,
-) -> Request:
-    """Check what a user asks for, and find the bags.
-
-    Args:
-        bags: As for `convert`.
-        out: As for `convert`.
-        map: As for `convert`.
-        config: A Kuavo settings file, instead of `map`.
-        overrides: `key=value` words: settings of `config`, or of the mapping.
-        memory: Resident memory to stay below, all workers together.
-        workers: Bags converted at a time; the dataset does not depend on it.
-        resume: Go on with a conversion that was interrupted; what is committed is skipped.
-        append: Add episodes to a dataset that exists.
-        overwrite: Replace a dataset that exists.
-        salvage: Read what can be read of damaged bags.
-        version: Of the dataset format: "v3.0" or "v2.1".
-        check: Verify the dataset when it is done (of the pictures, a sample is decoded).
-        progress: "rich", "plain" or "quiet"; None chooses by the terminal.
-        settings: Of the mapping, instead of its own: fps, codec, depth_codec, clock, task, gap,
-            split_frames, …; None leaves one alone.
-
-    Raises:
-        UsageError: Something is wrong with a setting; nothing was touched.
-        DataError: There is no bag, or none that can be opened.
-    """
-    if sum((resume, append, overwrite)) > 1:
-        raise UsageError("resume, append and overwrite exclude each other: choose one")
-    if workers < 1:
-        raise UsageError(f"workers is {workers}: give at least 1")
-    if version not in VERSIONS:
-        raise UsageError(f"version is {version!r}: {did_you_mean(version, VERSIONS)}")
-    memory_bytes = parse_bytes(memory)
-    if memory_bytes < _LEAST_MEMORY:
-        raise UsageError(f"memory is {memory!r}: the codecs alone need {_LEAST_MEMORY_TEXT}")
-    paths = [bags] if isinstance(bags, str | os.PathLike) else list(bags)
-    used = find_bags([Path(path) for path in paths])
-    own = kuavo.own_settings(overrides) if config is not None else []
-    words = [word.partition("=")[::2] for word in overrides if word not in own]
-    if config is not None:
-        if map is not None:
-            raise UsageError("map and config exclude each other: choose one")
-        asked = kuavo.load_kuavo(Path(config), own)
-        mapping = asked.mapping
-        used = kuavo.choose_used(used, asked.num_used)
-    elif map is not None:
-        mapping = map if isinstance(map, Mapping) else load_map(Path(map))
-    else:
-        going_on = _mapping_of(Path(out)) if resume or append else None
-        mapping = going_on or _guess(used, salvage, Limits.for_memory(memory_bytes))
-    given = {name: value for name, value in settings.items() if value is not None}
-    if given or words:
-        content = {**mapping.to_json(), **given}
-        for key, text in words:
-            set_word(content, key, parse_value(text))
-        mapping = from_json(content, "the command")
-    # Packing exchanges the folder: a relative name would then mean the old one.
-    out = Path(out).absolute()
-    if overwrite:
-        _check_outside(used, out)
-    mode: OpenMode = "create"
-    if resume or append or overwrite:
-        mode = "resume" if resume else "append" if append else "overwrite"
-    return Request(
-        used, Path(out), mapping, version, memory_bytes, workers, mode, salvage, check, progress
-    )
-
-
-def _check_outside(bags: Sequence[Path], out: Path) -> None:
-    """Refuse to replace a folder that holds what is to be converted."""
-    for bag in bags:
-        if out.resolve() in (bag.resolve(), *bag.resolve().parents):
-            raise UsageError(f"{bag} lies in {out}, which would be deleted: move it elsewhere")
-
-
-def _guess(bags: Sequence[Path], salvage: bool, limits: Limits) -> Mapping:
-    """Guess a mapping for what most of the bags have, from the first that has all of it."""
-    error: PenstockError | None = None
-    topics: dict[Path, set[str]] = {}
-    for path in bags[:_MOST_LOOKED_AT]:
-        try:
-            with open_bag(path, salvage=salvage, limits=limits) as bag:
-                topics[path] = {name for name, topic in bag.topics.items() if topic.count}
-        except DataError as problem:
-            error = error or problem
-    counts = Counter(name for names in topics.values() for name in names)
-    common = {name for name, count in counts.items() if 2 * count > len(topics)}
-    for path in sorted(topics, key=lambda path: len(common - topics[path])):
-        try:
-            with open_bag(path, salvage=salvage, limits=limits) as bag:
-                mapping = guess_mapping(bag)
-                # The profile of a robot knows itself which topics stand in for which.
-                return mapping if kuavo.is_kuavo(topics[path]) else only(mapping, common)
-        except DataError as problem:
-            error = error or problem
-    assert error is not None  # find_bags returns at least one
-    raise error
-
-
-def _mapping_of(out: Path) -> Mapping | None:
-    """Return the mapping of a dataset that goes on; None if it was not made from recordings."""
-    with suppress(DataError, UsageError, LookupError, TypeError):
-        plan = read_plan(out)
-        if plan is not None:
-            return from_json(plan.settings["mapping"], str(out))
-    return None
-
-
 def carry_out(request: Request) -> Report:
     """Carry a conversion out; a signal stops it at the next message, and what is done is kept."""
     give_back_at_once()
@@ -222,41 +77,30 @@ def carry_out(request: Request) -> Report:
 
 def _carry_out(request: Request) -> Report:
     start_s = time.perf_counter()
-    report = Report(request.out, request.mapping)
+    report = Report(request.out, request.mapping, shard=request.shard)
     report.memory_limit_bytes = request.memory_bytes
     with MemoryWatch() as watch:
-        _write(request, report)
+        if request.shard is None:
+            _write(request, report)
+        else:
+            _write_shard(request, report)
         report.wall_s = time.perf_counter() - start_s
-        if request.check:
+        if request.check and request.shard is None:
             with Progress(_size(request.out), "check", "bytes", request.progress) as progress:
                 checkup = doctor.check(request.out, "sample", progress)
             report.findings, report.checked = checkup.findings, checkup.checked
             report.training = checkup.notes
     report.peak_bytes, report.memory = watch.peak_bytes, watch.samples
+    if request.ray is not None:  # the limit is that of each bag, wherever it was converted
+        report.peak_bytes = max((bag.done.peak_bytes for bag in report.bags), default=0)
     return report
 
 
 def _write(request: Request, report: Report) -> None:
-    fingerprints = {path: fingerprint(path) for path in request.bags}
-    joints = _joints_of(request)
-    features = _named_as_before(request, _features(request, joints))
-    _check_memory(request, features)
-    named = [[topic, name, list(names)] for (topic, name), names in joints.items()]
-    with DatasetWriter(
-        request.out,
-        features,
-        request.mapping.fps,
-        request.mapping.robot_type,
-        version=request.version,
-        mode=request.mode,
-        settings={
-            "mapping": request.mapping.to_json(),
-            "salvage": request.salvage,
-            "joints": named,
-        },
-    ) as writer:
+    fingerprints = _fingerprints(request.bags)
+    with _open_writer(request, fingerprints) as writer:
         try:
-            _convert_all(request, writer, features, named, fingerprints, report)
+            _convert_all(request, writer, fingerprints, report)
         except KeyboardInterrupt as stop:
             writer.build()  # a dataset can be had at any time
             done = len(report.bags) + len(report.skipped)
@@ -269,7 +113,155 @@ def _write(request: Request, report: Report) -> None:
             more = f" (and {len(reasons) - 1} more bags failed)" if len(reasons) > 1 else ""
             raise DataError(f"nothing was converted: {reasons[0] if reasons else 'no bag'}{more}")
         writer.build()
+        writer.clear_units()
         report.total_episodes, report.total_frames = writer.total_episodes, writer.total_frames
+
+
+def _open_writer(request: Request, fingerprints: dict[Path, str]) -> DatasetWriter:
+    """Open the dataset; a new one gets its plan at once, with all bags in their order."""
+    joints = _joints_of(read_plan(request.out) if request.mode in ("resume", "append") else None)
+    features = _named_as_before(request, _features(request, joints))
+    _check_memory(request, features)
+    return DatasetWriter(
+        request.out,
+        features,
+        request.mapping.fps,
+        request.mapping.robot_type,
+        version=request.version,
+        mode=request.mode,
+        settings=_settings(request, joints),
+        bags=list(fingerprints.values()),
+    )
+
+
+def _settings(request: Request, joints: Joints) -> dict[str, Any]:
+    """Return what the plan keeps of the settings."""
+    named = [[topic, name, list(names)] for (topic, name), names in joints.items()]
+    return {"mapping": request.mapping.to_json(), "salvage": request.salvage, "joints": named}
+
+
+def _write_shard(request: Request, report: Report) -> None:
+    """Make the units of one part of the bags; whoever comes first makes the plan for all."""
+    own = _fingerprints(request.own_bags)
+    report.copies = _copies(request, own)
+    todo = [path for path in own if path not in report.copies]
+    wanted = [own[path] for path in todo]
+    with Claims(request.out / CLAIMS) as claims:
+        plan = _agreed_plan(request, claims, wanted)
+        features = dict(plan.spec.features)
+        _check_memory(request, features)
+        positions = {known: position for position, known in enumerate(plan.bags)}
+        missing = next((path for path in todo if own[path] not in positions), None)
+        if missing is not None:
+            raise UsageError(
+                f"{missing} is not in the plan of {request.out}, which has {len(plan.bags)} bags: "
+                "give every shard the same bags, or add bags with --append"
+            )
+        work = _Work(request, features, plan.settings["joints"], own, positions, len(todo))
+        report.workers = work.workers
+        committed = _Committed(request.out)
+
+        def free(paths: Sequence[Path], others: list[Path]) -> Iterator[Job]:
+            """Yield what nobody makes or has made, and collect what others are making."""
+            for path in paths:
+                key = work.key(path)
+                if key not in committed and not claims.take(key):
+                    others.append(path)
+                elif key in committed:
+                    report.skipped.append(path)
+                else:
+                    yield work.job(path)
+
+        while todo:
+            others: list[Path] = []
+            try:
+                _work_off(work, todo, free(todo, others), report, claims.release)
+            except KeyboardInterrupt as stop:
+                done = len(report.bags) + len(report.skipped)
+                stop.args = (
+                    f"{done} of {len(own)} bags of shard {request.shard} are done; run it again",
+                )
+                raise
+            todo = others
+            if todo:  # whoever makes them may die
+                check_stop()
+                time.sleep(_LOOK_AGAIN_S)
+
+
+def _copies(request: Request, own: dict[Path, str]) -> dict[Path, Path]:
+    """Return which bags are copies of others that come before them, as all shards see it."""
+    sizes = {path: _size(path) for path in request.bags}
+    alike: dict[int, list[Path]] = {}
+    found: dict[Path, Path] = {}
+    known = dict(own)
+    for path in request.bags:
+        before = alike.setdefault(sizes[path], [])
+        for other in before if path in own else ():
+            if other not in known:
+                known[other] = fingerprint(other)
+            if known[other] == own[path]:
+                found[path] = other
+                break
+        before.append(path)
+    return found
+
+
+def _agreed_plan(request: Request, claims: Claims, wanted: Sequence[str]) -> Plan:
+    """Return the plan that all shards go by, and make it if nobody has.
+
+    Raises:
+        UsageError: It was made with other settings.
+    """
+
+    def stored() -> Plan | None:
+        plan = read_plan(request.out)
+        adding = request.mode != "create" and plan is not None
+        return None if plan is None or (adding and not set(wanted) <= set(plan.bags)) else plan
+
+    plan = stored()
+    while plan is None:
+        if not claims.take(_PLAN):
+            check_stop()
+            time.sleep(_LOOK_AGAIN_S)
+            plan = stored()
+            continue
+        try:
+            plan = stored()  # by whoever had the claim before
+            if plan is None:
+                fingerprints = _fingerprints(request.bags)
+                with _open_writer(request, fingerprints) as writer:
+                    writer.position_of(list(fingerprints.values()))
+                    plan = writer.plan
+        finally:
+            claims.release(_PLAN)
+    spec = replace(
+        plan.spec,
+        fps=request.mapping.fps,
+        robot_type=request.mapping.robot_type,
+        version=request.version,
+    )
+    check_same(request.out, plan, Plan(spec, _settings(request, _joints_of(plan))))
+    return plan
+
+
+class _Committed:
+    """The keys of all units that are committed now, whether they are built or not."""
+
+    def __init__(self, out: Path) -> None:
+        self._out = out
+        self._built: set[str] = set()
+        self._read_at: tuple[int, int] | None = None
+
+    def __contains__(self, key: str) -> bool:
+        if (self._out / UNITS / key / RECORD).is_file():
+            return True
+        with suppress(FileNotFoundError):
+            found = (self._out / BUILT).stat()
+            if self._read_at != (found.st_mtime_ns, found.st_ino):
+                built = Built.read(self._out)
+                self._built = {unit.key for unit in built.units} if built else set()
+                self._read_at = found.st_mtime_ns, found.st_ino
+        return key in self._built
 
 
 def _largest_camera(request: Request, features: dict[str, Feature]) -> tuple[int, str]:
@@ -295,16 +287,15 @@ def _check_memory(request: Request, features: dict[str, Feature]) -> None:
         )
 
 
-def _joints_of(request: Request) -> Joints:
+def _joints_of(plan: Plan | None) -> Joints:
     """Return the joints of the dataset that goes on, as its settings keep them."""
-    plan = read_plan(request.out) if request.mode in ("resume", "append") else None
     if plan is None:
         return {}
     try:
         found = plan.settings.get("joints", [])
         return {(str(t), str(f)): tuple(map(str, names)) for t, f, names in found}
     except (LookupError, ValueError, TypeError, AttributeError) as error:
-        raise DataError(f"the plan of {request.out}: its joints make no sense ({error})") from error
+        raise DataError(f"the plan: its joints make no sense ({error})") from error
 
 
 def _features(request: Request, joints: Joints) -> dict[str, Feature]:
@@ -340,14 +331,9 @@ def _named_as_before(request: Request, features: dict[str, Feature]) -> dict[str
 
 
 def _convert_all(
-    request: Request,
-    writer: DatasetWriter,
-    features: dict[str, Feature],
-    joints: list[Any],
-    fingerprints: dict[Path, str],
-    report: Report,
+    request: Request, writer: DatasetWriter, fingerprints: dict[Path, str], report: Report
 ) -> None:
-    done, partly = _done_before(writer)
+    done, partly = _done_before(writer.committed)
     positions = writer.position_of(list(fingerprints.values()))
     first: dict[str, Path] = {}
     todo: list[Path] = []
@@ -362,39 +348,90 @@ def _convert_all(
         else:
             todo.append(path)
         first.setdefault(known, path)
-    workers = report.workers = _fitting_workers(request, features, len(todo))
-    described = {name: feature.to_json() for name, feature in features.items()}
-    mapping = request.mapping.to_json()
+    joints = writer.plan.settings["joints"]
+    work = _Work(request, writer.features, joints, fingerprints, positions, len(todo))
+    report.workers = work.workers
+    if request.ray is None:
+        _work_off(work, todo, map(work.job, todo), report)
+        return
+    with RayCluster(request.ray.address) as cluster:
+        report.workers = cluster.cpus
+        longest_first = sorted(todo, key=_size, reverse=True)
+        _work_off(work, todo, map(work.job, longest_first), report, cluster=cluster)
 
-    def job(path: Path) -> Job:
-        known = fingerprints[path]
+
+class _Work:
+    """What the bags of a run have in common."""
+
+    def __init__(
+        self,
+        request: Request,
+        features: dict[str, Feature],
+        joints: list[Any],
+        fingerprints: dict[Path, str],
+        positions: dict[str, int],
+        bags: int,
+    ) -> None:
+        self.request = request
+        self.units = request.out / UNITS
+        # On a cluster the memory is that of each bag.
+        self.workers = 1 if request.ray else _fitting_workers(request, features, bags)
+        self._features = {name: feature.to_json() for name, feature in features.items()}
+        self._mapping = request.mapping.to_json()
+        self._joints, self._fingerprints, self._positions = joints, fingerprints, positions
+
+    def key(self, path: Path) -> str:
+        """Return the key of the unit that a bag becomes."""
+        return make_key(self._fingerprints[path], self._mapping, self._features)
+
+    def job(self, path: Path) -> Job:
+        """Return what a worker needs to make it."""
+        known = self._fingerprints[path]
         source = {"bag": path.name, "fingerprint": known, "size_bytes": _size(path)}
-        record = UnitRecord(make_key(known, mapping, described), positions[known], source, [])
         return Job(
             path,
-            mapping,
-            described,
-            writer.units,
-            record,
-            queue_bytes(request, workers),
-            request.memory_bytes // workers,
-            request.salvage,
-            joints=joints,
+            self._mapping,
+            self._features,
+            self.units,
+            UnitRecord(self.key(path), self._positions[known], source, []),
+            queue_bytes(self.request, self.workers),
+            self.request.memory_bytes // self.workers,
+            self.request.salvage,
+            joints=self._joints,
         )
 
+
+def _work_off(
+    work: _Work,
+    todo: Sequence[Path],
+    jobs: Iterable[Job],
+    report: Report,
+    finished: Callable[[str], None] = lambda key: None,
+    cluster: RayCluster | None = None,
+) -> None:
+    """Convert bags, and report them in the order of the dataset, whichever was done first."""
     outcomes: dict[Path, Outcome] = {}
     try:
-        with Progress(sum(map(_size, todo)), "convert", "bytes", request.progress) as progress:
-            meter = _Meter(progress)
-            for each, outcome in run_jobs(map(job, todo), workers, meter):
-                if isinstance(outcome, StorageError):
-                    raise outcome  # the disk is full: no other bag will fare better
-                if isinstance(outcome, PenstockError):
-                    writer.failed(each.record.key, each.record.source, str(outcome))
-                outcomes[each.bag] = outcome
-                meter.finished(_size(each.bag))
+        total = sum(map(_size, todo))
+        with Progress(total, "convert", "bytes", work.request.progress) as progress:
+            meter = _Meter(progress, len(todo), cluster)
+            if cluster is None:
+                done = run_jobs(jobs, work.workers, meter)
+            else:
+                done = cluster.run_jobs(jobs, work.request.memory_bytes, meter)
+            with closing(done):
+                for each, outcome in done:
+                    if isinstance(outcome, StorageError):
+                        raise outcome  # the disk is full: no other bag will fare better
+                    key = each.record.key
+                    if isinstance(outcome, PenstockError):
+                        write_failure_note(work.units, key, each.record.source, str(outcome))
+                    elif len(outcomes) > _DETAILED:
+                        outcome = replace(outcome, previews={}, skew_ms={}, memory=[])
+                    finished(key)
+                    outcomes[each.bag] = outcome
+                    meter.finished(_size(each.bag), isinstance(outcome, PenstockError))
     finally:
-        # In the order of the dataset, whichever was done first.
         for path in [path for path in todo if path in outcomes]:
             outcome = outcomes[path]
             if isinstance(outcome, PenstockError):
@@ -403,11 +440,11 @@ def _convert_all(
                 report.add(BagReport(path, _size(path), outcome))
 
 
-def _done_before(writer: DatasetWriter) -> tuple[set[str], dict[str, str]]:
+def _done_before(sources: Iterable[dict[str, Any]]) -> tuple[set[str], dict[str, str]]:
     """Return the recordings that are in the dataset, and those of which only a part is, and why."""
     counts: Counter[str] = Counter()
     parts: dict[str, int] = {}
-    for source in writer.committed:
+    for source in sources:
         if "fingerprint" in source:  # or it is not from a bag: somebody else's episodes
             counts[source["fingerprint"]] += 1
             # Earlier versions committed every episode of a bag by itself.
@@ -437,34 +474,55 @@ def _fitting_workers(request: Request, features: dict[str, Feature], bags: int) 
 class _Meter:
     """Turns bytes and frames of the workers into one bar over the sizes of the bags."""
 
-    def __init__(self, progress: Progress) -> None:
-        self._progress = progress
+    def __init__(self, progress: Progress, bags: int, cluster: RayCluster | None) -> None:
+        self._progress, self._bags, self._cluster = progress, bags, cluster
         self._done_bytes = 0  # of finished bags
         self._read_bytes = 0  # of bags under way
         self._frames = 0
+        self._done = self._failed = 0
         self._start_s = time.monotonic()
 
     def __call__(self, size_bytes: int, frames: int) -> None:
         self._read_bytes += size_bytes
         self._frames += frames
         rate = self._frames / max(time.monotonic() - self._start_s, 1e-3)
-        self._progress.note(f"{self._frames} frames, {rate:.0f} frames/s")
+        words = [f"{self._done}/{self._bags} bags"] if self._bags > 1 else []
+        words.append(f"{self._frames} frames, {rate:.0f} frames/s")
+        if self._failed:
+            words.append(f"{self._failed} failed")
+        if self._cluster is not None:
+            words.append(f"{self._cluster.nodes} nodes, {self._cluster.cpus} CPUs")
+        self._progress.note(", ".join(words))
         shown = self._done_bytes + self._read_bytes
         self._progress.update(min(shown, self._progress.total or shown))
 
-    def finished(self, size_bytes: int) -> None:
+    def finished(self, size_bytes: int, failed: bool) -> None:
         self._done_bytes += size_bytes
         self._read_bytes = 0
+        self._done += 1
+        self._failed += failed
         self(0, 0)
+
+
+def _fingerprints(bags: Sequence[Path]) -> dict[Path, str]:
+    """Return the fingerprints of bags, in their order."""
+    found = parallel_map(fingerprint, bags, name="fingerprint", helpers=_FINGERPRINTS_AT_ONCE)
+    return dict(zip(bags, found, strict=True))
 
 
 def fingerprint(path: Path) -> str:
     """Name a recording by its content: its size, and 64 samples of 64 KiB of each file.
 
+    In object storage: by its name, size and time of upload.
+
     Reading all of a 50 GB bag to tell that it is done already would take longer than the user
     has patience for; two recordings that agree in size and in all samples are taken for one.
     """
     digest = hashlib.blake2b(digest_size=16)
+    remote = as_object(path)
+    if remote is not None:  # what the listing told: nothing is read for it
+        digest.update(remote.version.encode())
+        return digest.hexdigest()
     files = sorted(p for p in path.rglob("*") if p.is_file()) if path.is_dir() else [path]
     block = 64 * 1024
     for file in files:

@@ -11,7 +11,7 @@ import contextlib
 import multiprocessing
 import os
 import signal
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Generator, Iterable, Iterator
 from multiprocessing import resource_tracker
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
@@ -27,8 +27,10 @@ _STOPPING = (signal.SIGINT, signal.SIGTERM)
 _POLL_S = 0.1
 
 
-def run_jobs(jobs: Iterable[Job], workers: int, advance: Advance) -> Iterator[tuple[Job, Outcome]]:
-    """Convert bags; yield each with its outcome, as they are done.
+def run_jobs(
+    jobs: Iterable[Job], workers: int, advance: Advance
+) -> Generator[tuple[Job, Outcome], None, None]:
+    """Convert bags; yield each with its outcome, as they are done. Close it to stop the workers.
 
     Args:
         jobs: One per bag.
@@ -37,12 +39,12 @@ def run_jobs(jobs: Iterable[Job], workers: int, advance: Advance) -> Iterator[tu
     """
     if workers == 1:
         for job in jobs:
-            yield job, _outcome(job, advance)
+            yield job, outcome_of(job, advance)
         return
     yield from _Pool(workers, advance).run(jobs)
 
 
-def _outcome(job: Job, advance: Advance) -> Outcome:
+def outcome_of(job: Job, advance: Advance) -> Outcome:
     """Convert a bag; whatever goes wrong with it is its own affair, and no other bag's."""
     try:
         return convert_bag(job, advance)
@@ -157,4 +159,4 @@ def _work(pipe: Connection, parent: int) -> None:
 
     with contextlib.suppress(EOFError, BrokenPipeError, ConnectionResetError):
         while True:
-            send(("done", _outcome(pipe.recv(), advance)))
+            send(("done", outcome_of(pipe.recv(), advance)))

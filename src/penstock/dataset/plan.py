@@ -3,6 +3,7 @@
 ```
 .penstock/plan.json         the plan: features, settings, the recordings in their order
 .penstock/units/            units that are committed and not built yet, and notes of failures
+.penstock/claims/           who makes which unit, where several machines do
 meta/penstock/built.jsonl   what the LeRobot files hold: a line of totals, then a line per unit
 meta/penstock/stats/        the statistics of the units, to be merged with those of later ones
 ```
@@ -32,6 +33,7 @@ PLAN = f"{PRIVATE_FOLDER}/plan.json"
 REPLACED_PLAN = f"{PRIVATE_FOLDER}/plan.replaced.json"
 UNITS = f"{PRIVATE_FOLDER}/units"
 REPLACED_UNITS = f"{PRIVATE_FOLDER}/units.replaced"
+CLAIMS = f"{PRIVATE_FOLDER}/claims"
 BUILT = "meta/penstock/built.jsonl"
 STATS_FOLDER = "meta/penstock/stats"
 TOTAL_STATS = f"{STATS_FOLDER}/_total.pack"

@@ -24,6 +24,7 @@ import threading
 from collections.abc import Mapping
 from contextlib import ExitStack, suppress
 from dataclasses import asdict, dataclass, field
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -202,8 +203,8 @@ class Unit:
                 folder,
                 UnitRecord.from_json(content["record"]),
                 int(content["fps"]),
-                {n: Feature.from_json(n, f) for n, f in content["features"].items()},
-                {str(name): dict(info) for name, info in content["infos"].items()},
+                _parse_features(json.dumps(content["features"])),
+                _parse_infos(json.dumps(content["infos"])),
                 {str(name): (int(a), int(b)) for name, (a, b) in content["files"].items()},
             )
         except FileNotFoundError as error:
@@ -235,6 +236,17 @@ class Unit:
     def stats(self) -> dict[str, AnyStats]:
         """Read the statistics of all its frames."""
         return read_stats(self.folder / UNIT_STATS)
+
+
+# The units of a dataset have the same: a hundred thousand of them share one.
+@lru_cache(maxsize=8)
+def _parse_features(text: str) -> dict[str, Feature]:
+    return {name: Feature.from_json(name, value) for name, value in json.loads(text).items()}
+
+
+@lru_cache(maxsize=8)
+def _parse_infos(text: str) -> dict[str, dict[str, Any]]:
+    return {str(name): dict(info) for name, info in json.loads(text).items()}
 
 
 def video_name(camera: str, episode: int) -> str:

@@ -40,6 +40,7 @@ from penstock.dataset.layout import (
     check_name,
 )
 from penstock.dataset.plan import (
+    CLAIMS,
     LOCK_NAME,
     PLAN,
     REPLACED_PLAN,
@@ -110,6 +111,7 @@ class DatasetWriter:
             old stays in place until the first build.
         settings: JSON; stored, and compared on "resume".
         limits: How large files may grow.
+        bags: The recordings of a new dataset by fingerprint, in their order; see `position_of`.
 
     Attributes:
         root: The folder.
@@ -138,6 +140,7 @@ class DatasetWriter:
         mode: Mode = "create",
         settings: Mapping[str, Any] | None = None,
         limits: FileLimits | None = None,
+        bags: Sequence[str] = (),
     ) -> None:
         if version not in VERSIONS:
             raise UsageError(f"version {version!r} cannot be written: v3.0 or v2.1")
@@ -149,7 +152,8 @@ class DatasetWriter:
         if not own:
             raise UsageError("a dataset needs at least one feature")
         spec = Spec(own, fps, robot_type, version, limits or FileLimits())
-        self._start(out, lambda: self._open(Plan(spec, dict(settings or {})), mode))
+        plan = Plan(spec, dict(settings or {}), list(dict.fromkeys(bags)))
+        self._start(out, lambda: self._open(plan, mode))
 
     @classmethod
     def reopen(cls, out: Path | str) -> Self:
@@ -325,6 +329,16 @@ class DatasetWriter:
             self._next = max([self._next, *(record.position + 1 for record in built)])
         return True
 
+    def clear_units(self) -> None:
+        """Remove what workers of other machines left, once all recordings of the plan are built.
+
+        Nobody here can tell whether they are dead: but whatever they make, it is there already.
+        """
+        built = self._built.units if self._built else []
+        known = {record.source.get("fingerprint") for record in built}
+        if self.plan.bags and known.issuperset(self.plan.bags):
+            shutil.rmtree(self.units, ignore_errors=True)
+
     def close(self) -> None:
         """Let the folder go; safe to call twice."""
         if self._closed:
@@ -367,7 +381,11 @@ class DatasetWriter:
     def _open(self, given: Plan, mode: Mode) -> Plan:
         root = self.root
         if is_empty(root):
-            shutil.rmtree(root / PRIVATE_FOLDER, ignore_errors=True)
+            for path in (root / PRIVATE_FOLDER).glob("*"):
+                if path.is_dir() and path != root / CLAIMS:  # we may be one of many machines
+                    shutil.rmtree(path, ignore_errors=True)
+                elif path.is_file():
+                    path.unlink()
             return self._write_plan(given)
         self._restore()
         if mode == "create":

@@ -60,6 +60,7 @@ def run(out: str) -> BuildReport:
         failed = {
             str(note["source"].get("bag", "?")): str(note["reason"]) for note in writer.failures
         }
+        writer.clear_units()
         return BuildReport(
             str(Path(out)),
             writer.total_episodes,

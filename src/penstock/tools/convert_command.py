@@ -10,7 +10,8 @@ from typing import Any
 from penstock.conversion import kuavo
 from penstock.conversion.dry_run import Prediction, predict
 from penstock.conversion.report import Report
-from penstock.conversion.run import Request, carry_out, make_request
+from penstock.conversion.request import Request, make_request
+from penstock.conversion.run import carry_out
 from penstock.core.files import sweep
 from penstock.errors import UsageError
 
@@ -23,6 +24,8 @@ def run(arguments: argparse.Namespace) -> Report | Prediction:
     if arguments.dry_run:
         return predict(request)
     report = carry_out(request)
+    if request.shard is not None and not arguments.report:
+        return report  # a page per shard would be a hundred pages
     page = Path(arguments.report or f"{request.out.absolute()}.html")
     sweep(page.absolute().parent)  # of a command that was killed while it wrote its page
     report.write_page(page)
@@ -64,4 +67,6 @@ def _request(arguments: argparse.Namespace) -> Request:
         clock=arguments.clock,
         task=arguments.task,
         check=not arguments.no_check,
+        shard=arguments.shard,
+        ray=arguments.ray,
     )

@@ -1,0 +1,251 @@
+"""What a user asks of a conversion, checked before anything is touched."""
+
+from __future__ import annotations
+
+import os
+from collections import Counter
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final, Literal
+
+from penstock.bags import Limits, find_bags, open_bag
+from penstock.conversion import kuavo
+from penstock.conversion.guess import guess_mapping, only
+from penstock.conversion.mapping import Mapping
+from penstock.conversion.settings import from_json, load_map, parse_value, set_word
+from penstock.core.memory import parse_bytes
+from penstock.core.objects import is_object
+from penstock.dataset.layout import VERSIONS, Version
+from penstock.dataset.writer import read_plan
+from penstock.errors import DataError, PenstockError, UsageError
+from penstock.ui.progress import Mode
+from penstock.ui.suggestions import did_you_mean
+
+DEFAULT_MEMORY: Final = "512MB"
+_LEAST_MEMORY: Final = 200 * 10**6
+_LEAST_MEMORY_TEXT: Final = "200MB"
+
+Paths = str | os.PathLike[str] | Sequence[str | os.PathLike[str]]
+OpenMode = Literal["create", "resume", "append", "overwrite"]
+
+
+@dataclass(frozen=True, slots=True)
+class Shard:
+    """One of the equal parts of a job array; the first has index 0."""
+
+    index: int
+    count: int
+
+    def __str__(self) -> str:
+        return f"{self.index}/{self.count}"
+
+    @classmethod
+    def parse(cls, text: str) -> Shard:
+        """Read `3/100`."""
+        index, slash, count = text.partition("/")
+        if not (slash and index.isdecimal() and count.isdecimal()) or int(count) < 1:
+            raise UsageError(f"shard is {text!r}: give its index and how many there are: 3/100")
+        if int(index) >= int(count):
+            raise UsageError(
+                f"shard is {text!r}: they count from 0/{count} to {int(count) - 1}/{count}"
+            )
+        return cls(int(index), int(count))
+
+
+@dataclass(frozen=True, slots=True)
+class RayAddress:
+    """Which Ray cluster converts; None for the one that is there, or one of this machine."""
+
+    address: str | None = None
+
+    @classmethod
+    def parse(cls, given: str | bool) -> RayAddress | None:
+        """Read what a user gives: True, False, or an address."""
+        if given is True or given == "auto":
+            return cls()
+        if given and ":" not in str(given):
+            raise UsageError(
+                f"ray is {given!r}, which is no address: give --ray behind the paths, or "
+                "--ray=HOST:PORT"
+            )
+        return cls(str(given)) if given else None
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """What a user asks for, checked; see `make_request`."""
+
+    bags: list[Path]
+    out: Path
+    mapping: Mapping
+    version: Version = "v3.0"
+    memory_bytes: int = 512 * 10**6
+    workers: int = 1
+    mode: OpenMode = "create"
+    salvage: bool = False
+    check: bool = True
+    progress: Mode | None = None
+    shard: Shard | None = None
+    ray: RayAddress | None = None
+
+    @property
+    def own_bags(self) -> list[Path]:
+        """The bags that this run is to convert: all, or those of its shard."""
+        return self.bags if self.shard is None else self.bags[self.shard.index :: self.shard.count]
+
+
+_MOST_LOOKED_AT: Final = 200  # bags, before a mapping is guessed
+
+
+def make_request(
+    bags: Paths,
+    out: str | os.PathLike[str],
+    map: str | os.PathLike[str] | Mapping | None = None,
+    *,
+    config: str | os.PathLike[str] | None = None,
+    overrides: Sequence[str] = (),
+    memory: str | int = DEFAULT_MEMORY,
+    workers: int = 1,
+    resume: bool = False,
+    append: bool = False,
+    overwrite: bool = False,
+    salvage: bool = False,
+    version: Version = "v3.0",
+    check: bool = True,
+    progress: Mode | None = None,
+    shard: str | None = None,
+    ray: str | bool = False,
+    **settings: Any,
+) -> Request:
+    """Check what a user asks for, and find the bags.
+
+    Args:
+        bags: As for `convert`.
+        out: As for `convert`.
+        map: As for `convert`.
+        config: A Kuavo settings file, instead of `map`.
+        overrides: `key=value` words: settings of `config`, or of the mapping.
+        memory: Resident memory to stay below, all workers together.
+        workers: Bags converted at a time; the dataset does not depend on it.
+        resume: Go on with a conversion that was interrupted; what is committed is skipped.
+        append: Add episodes to a dataset that exists.
+        overwrite: Replace a dataset that exists.
+        salvage: Read what can be read of damaged bags.
+        version: Of the dataset format: "v3.0" or "v2.1".
+        check: Verify the dataset when it is done (of the pictures, a sample is decoded).
+        progress: "rich", "plain" or "quiet"; None chooses by the terminal.
+        shard: "3/100" makes the units of one part of the bags, for a job array; `penstock build`
+            makes the dataset when all are done.
+        ray: True converts on the Ray cluster that is there, or one of this machine; a text is the
+            address of one. `memory` is then that of each bag, and `workers` has no meaning.
+        settings: Of the mapping, instead of its own: fps, codec, depth_codec, clock, task, gap,
+            split_frames, …; None leaves one alone.
+
+    Raises:
+        UsageError: Something is wrong with a setting; nothing was touched.
+        DataError: There is no bag, or none that can be opened.
+    """
+    if sum((resume, append, overwrite)) > 1:
+        raise UsageError("resume, append and overwrite exclude each other: choose one")
+    part = None if shard is None else Shard.parse(shard)
+    if part is not None and overwrite:
+        raise UsageError("shard and overwrite exclude each other: remove the old dataset first")
+    cluster = RayAddress.parse(ray)
+    if part is not None and cluster is not None:
+        raise UsageError("shard and ray exclude each other: choose one")
+    if is_object(out):
+        raise UsageError(
+            f"{out}: a dataset is written to a folder: convert into one, and copy it when it is "
+            "done (aws s3 sync, gcloud storage rsync)"
+        )
+    if workers < 1:
+        raise UsageError(f"workers is {workers}: give at least 1")
+    if version not in VERSIONS:
+        raise UsageError(f"version is {version!r}: {did_you_mean(version, VERSIONS)}")
+    memory_bytes = parse_bytes(memory)
+    if memory_bytes < _LEAST_MEMORY:
+        raise UsageError(f"memory is {memory!r}: the codecs alone need {_LEAST_MEMORY_TEXT}")
+    paths = [bags] if isinstance(bags, str | os.PathLike) else list(bags)
+    used = find_bags([os.fspath(path) if not is_object(path) else str(path) for path in paths])
+    own = kuavo.own_settings(overrides) if config is not None else []
+    words = [word.partition("=")[::2] for word in overrides if word not in own]
+    if config is not None:
+        if map is not None:
+            raise UsageError("map and config exclude each other: choose one")
+        asked = kuavo.load_kuavo(Path(config), own)
+        mapping = asked.mapping
+        used = kuavo.choose_used(used, asked.num_used)
+    elif map is not None:
+        mapping = map if isinstance(map, Mapping) else load_map(Path(map))
+    else:
+        going_on = _mapping_of(Path(out)) if resume or append or part else None
+        mapping = going_on or _guess(used, salvage, Limits.for_memory(memory_bytes))
+    given = {name: value for name, value in settings.items() if value is not None}
+    if given or words:
+        content = {**mapping.to_json(), **given}
+        for key, text in words:
+            set_word(content, key, parse_value(text))
+        mapping = from_json(content, "the command")
+    # Packing exchanges the folder: a relative name would then mean the old one.
+    out = Path(out).absolute()
+    if overwrite:
+        _check_outside(used, out)
+    mode: OpenMode = "create"
+    if resume or append or overwrite:
+        mode = "resume" if resume else "append" if append else "overwrite"
+    return Request(
+        used,
+        Path(out),
+        mapping,
+        version,
+        memory_bytes,
+        workers,
+        mode,
+        salvage,
+        check,
+        progress,
+        part,
+        cluster,
+    )
+
+
+def _check_outside(bags: Sequence[Path], out: Path) -> None:
+    """Refuse to replace a folder that holds what is to be converted."""
+    for bag in bags:
+        if out.resolve() in (bag.resolve(), *bag.resolve().parents):
+            raise UsageError(f"{bag} lies in {out}, which would be deleted: move it elsewhere")
+
+
+def _guess(bags: Sequence[Path], salvage: bool, limits: Limits) -> Mapping:
+    """Guess a mapping for what most of the bags have, from the first that has all of it."""
+    error: PenstockError | None = None
+    topics: dict[Path, set[str]] = {}
+    for path in bags[:_MOST_LOOKED_AT]:
+        try:
+            with open_bag(path, salvage=salvage, limits=limits) as bag:
+                topics[path] = {name for name, topic in bag.topics.items() if topic.count}
+        except DataError as problem:
+            error = error or problem
+    counts = Counter(name for names in topics.values() for name in names)
+    common = {name for name, count in counts.items() if 2 * count > len(topics)}
+    for path in sorted(topics, key=lambda path: len(common - topics[path])):
+        try:
+            with open_bag(path, salvage=salvage, limits=limits) as bag:
+                mapping = guess_mapping(bag)
+                # The profile of a robot knows itself which topics stand in for which.
+                return mapping if kuavo.is_kuavo(topics[path]) else only(mapping, common)
+        except DataError as problem:
+            error = error or problem
+    assert error is not None  # find_bags returns at least one
+    raise error
+
+
+def _mapping_of(out: Path) -> Mapping | None:
+    """Return the mapping of a dataset that goes on; None if it was not made from recordings."""
+    with suppress(DataError, UsageError, LookupError, TypeError):
+        plan = read_plan(out)
+        if plan is not None:
+            return from_json(plan.settings["mapping"], str(out))
+    return None

@@ -1,0 +1,226 @@
+"""Files in object storage (S3, Google Cloud Storage): found by listing, read by ranges.
+
+Credentials come from the usual environment only, as the vendors' own tools take them. Nothing is
+written here.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Iterator
+from functools import lru_cache
+from types import SimpleNamespace
+from typing import Any, Final
+from urllib.parse import urlsplit
+
+from penstock.core.files import storage_error
+from penstock.errors import StorageError, UsageError
+
+SCHEMES: Final = ("s3", "gs")
+_CONNECT_S, _REQUEST_S = 10.0, 60.0
+_SDK_ATTEMPTS: Final = 5  # of the SDK, for one request
+_ATTEMPTS: Final = 3  # ours, for an answer that breaks off
+_PAUSE_S: Final = 0.5
+
+
+def is_object(path: object) -> bool:
+    """Whether a path names something in object storage."""
+    return str(path).startswith(tuple(f"{scheme}://" for scheme in SCHEMES))
+
+
+def as_object(path: object) -> ObjectPath | None:
+    """Return a path of object storage, which goes by the type of a path of this machine."""
+    return path if isinstance(path, ObjectPath) else None
+
+
+@lru_cache(maxsize=16)
+def _file_system(scheme: str, bucket: str) -> Any:
+    """Connect once for each bucket and process."""
+    from pyarrow import fs
+
+    if scheme == "gs":
+        return fs.GcsFileSystem()
+    environment = os.environ
+    endpoint = environment.get("AWS_ENDPOINT_URL_S3") or environment.get("AWS_ENDPOINT_URL")
+    region = environment.get("AWS_REGION") or environment.get("AWS_DEFAULT_REGION")
+    if region is None and endpoint is None:
+        region = fs.resolve_s3_region(bucket)
+    return fs.S3FileSystem(
+        region=region,
+        endpoint_override=endpoint,
+        connect_timeout=_CONNECT_S,
+        request_timeout=_REQUEST_S,
+        retry_strategy=fs.AwsStandardS3RetryStrategy(max_attempts=_SDK_ATTEMPTS),
+    )
+
+
+class ObjectPath:
+    """A file or folder in object storage, with what readers need of pathlib's interface.
+
+    What a listing told is kept: nothing is asked for twice, and no object one by one.
+    """
+
+    def __init__(self, url: str, info: Any = None) -> None:
+        parts = urlsplit(url)
+        if "@" in parts.netloc or ":" in parts.netloc:
+            raise UsageError(
+                "a URL of object storage names a bucket, nothing else: credentials and the "
+                "endpoint come from the environment (AWS_ACCESS_KEY_ID, AWS_ENDPOINT_URL, …)"
+            )
+        if parts.scheme not in SCHEMES or not parts.netloc:
+            raise UsageError(f"{url} names no bucket: write s3://bucket/folder")
+        self._scheme, self._bucket = parts.scheme, parts.netloc
+        self._key = url.partition("://")[2].rstrip("/")  # with the bucket; # and ? are letters
+        self._info = info
+
+    def __str__(self) -> str:
+        return f"{self._scheme}://{self._key}"
+
+    def __repr__(self) -> str:
+        return f"ObjectPath({str(self)!r})"
+
+    def __hash__(self) -> int:
+        return hash(str(self))
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, ObjectPath) and str(self) == str(other)
+
+    def __lt__(self, other: ObjectPath) -> bool:
+        return str(self) < str(other)
+
+    def __truediv__(self, name: str) -> ObjectPath:
+        return ObjectPath(f"{self}/{name}")
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return ObjectPath, (str(self),)  # to another process: it asks itself
+
+    @property
+    def name(self) -> str:
+        """The last part."""
+        return self._key.rpartition("/")[2]
+
+    @property
+    def suffix(self) -> str:
+        """The ending of the name, with its dot."""
+        return os.path.splitext(self.name)[1]
+
+    @property
+    def stem(self) -> str:
+        """The name without its ending."""
+        return os.path.splitext(self.name)[0]
+
+    @property
+    def parents(self) -> list[ObjectPath]:
+        """The folders above it."""
+        found, key = [], self._key
+        while "/" in key:
+            key = key.rpartition("/")[0]
+            found.append(ObjectPath(f"{self._scheme}://{key}"))
+        return found
+
+    def resolve(self) -> ObjectPath:
+        """There are no links."""
+        return self
+
+    def is_file(self) -> bool:
+        """Whether it is an object."""
+        from pyarrow import fs
+
+        return bool(self.info.type == fs.FileType.File)
+
+    def is_dir(self) -> bool:
+        """Whether objects lie below it."""
+        from pyarrow import fs
+
+        return bool(self.info.type == fs.FileType.Directory)
+
+    def stat(self) -> SimpleNamespace:
+        """Return its size."""
+        return SimpleNamespace(st_size=self.info.size)
+
+    @property
+    def version(self) -> str:
+        """What tells it from an object that takes its place: size and time of the upload."""
+        return f"{self.name} {self.info.size} {self.info.mtime_ns}"
+
+    @property
+    def info(self) -> Any:
+        """What the storage knows of it."""
+        if self._info is None:
+            self._info = self._call(lambda files: files.get_file_info(self._key))
+        return self._info
+
+    def iterdir(self) -> Iterator[ObjectPath]:
+        """Yield what lies in this folder: one call per thousand objects."""
+        from pyarrow import fs
+
+        selector = fs.FileSelector(self._key)
+        for info in self._call(lambda files: files.get_file_info(selector)):
+            yield ObjectPath(f"{self._scheme}://{info.path}", info)
+
+    def rglob(self, pattern: str) -> Iterator[ObjectPath]:
+        """Yield all that lies below it; the pattern is "*"."""
+        from pyarrow import fs
+
+        assert pattern == "*"
+        selector = fs.FileSelector(self._key, recursive=True)
+        for info in self._call(lambda files: files.get_file_info(selector)):
+            yield ObjectPath(f"{self._scheme}://{info.path}", info)
+
+    def open(self, mode: str = "rb") -> Any:
+        """Return a file to read from its beginning."""
+        return self._call(lambda files: files.open_input_stream(self._key))
+
+    def read_bytes(self) -> bytes:
+        """Return all of it."""
+        with self.open() as file:
+            data: bytes = file.read()
+        return data
+
+    def open_ranges(self) -> ObjectFile:
+        """Return it for reading by ranges, from any thread."""
+        return ObjectFile(self, self._call(lambda files: files.open_input_file(self._key)))
+
+    def _call(self, work: Any) -> Any:
+        try:
+            return work(_file_system(self._scheme, self._bucket))
+        except FileNotFoundError:
+            raise
+        except OSError as error:
+            raise _refused(self, error) from error
+
+
+class ObjectFile:
+    """An object that is read by ranges."""
+
+    def __init__(self, path: ObjectPath, file: Any) -> None:
+        self._path, self._file = path, file
+        self.size_bytes: int = file.size()
+
+    def read(self, pos: int, size_bytes: int) -> bytes:
+        """Return so many bytes; an answer that breaks off is asked for again."""
+        for attempt in range(_ATTEMPTS):
+            try:
+                data: bytes = self._file.read_at(size_bytes, pos)
+                if len(data) == size_bytes:
+                    return data
+                error = OSError(None, f"{len(data)} of {size_bytes} bytes came")
+            except OSError as problem:
+                error = problem
+            if attempt + 1 < _ATTEMPTS:
+                time.sleep(_PAUSE_S * 2**attempt)
+        raise _refused(self._path, error) from error
+
+    def close(self) -> None:
+        """Let it go."""
+        self._file.close()
+
+
+def _refused(path: ObjectPath, error: OSError) -> StorageError:
+    """Say an error of the storage in one line."""
+    if error.strerror:
+        return storage_error("read", str(path), error)
+    reason = " ".join(str(error).split())
+    hint = "check the bucket, the network and the credentials of the environment"
+    return StorageError(f"cannot read {path}: {reason[:300]}; {hint}")
