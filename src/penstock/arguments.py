@@ -271,7 +271,6 @@ def _add_convert(verbs: Any) -> None:
     convert.add_argument("--task", metavar="TEXT", help="what the robot does")
     convert.add_argument(
         "--version",
-        default="v3.0",
         metavar="NAME",
         help="of the dataset format: v3.0 (default) or v2.1",
     )

@@ -375,3 +375,38 @@ def test_no_torch_is_imported(samples, tmp_path):
         "assert 'torch' not in sys.modules and 'pandas' not in sys.modules\n"
     )
     subprocess.run([sys.executable, "-c", program], check=True, env={**os.environ})
+
+
+def test_going_on_keeps_the_version_of_the_dataset(samples, tmp_path):
+    first, second = samples(seed=1), samples("other.bag", seed=2)
+    out = tmp_path / "out"
+    penstock.convert(first.path, out, version="v2.1", check=False, progress="quiet")
+    penstock.convert(second.path, out, append=True, check=False, progress="quiet")
+    assert (Dataset(out).version, len(Dataset(out))) == ("v2.1", 2)
+    with pytest.raises(UsageError, match="version"):
+        penstock.convert(second.path, out, append=True, version="v3.0", progress="quiet")
+
+
+def test_a_recording_that_was_taken_while_it_was_made_is_not_taken_twice(samples, tmp_path):
+    whole = samples(seed=3)
+    bags, out = tmp_path / "bags", tmp_path / "out"
+    bags.mkdir()
+    data = Path(whole.path).read_bytes()
+    (bags / "take.bag.active").write_bytes(data[: len(data) * 2 // 3])
+    penstock.convert(bags, out, salvage=True, check=False, progress="quiet")
+    (bags / "take.bag.active").unlink()
+    (bags / "take.bag").write_bytes(data)
+    report = penstock.convert(bags, out, append=True, check=False, progress="quiet")
+    assert "take.bag.active" in report.failed[bags / "take.bag"]
+    assert "--overwrite" in report.text()
+    assert len(Dataset(out)) == 1
+
+
+def test_bags_that_a_setting_leaves_out_are_counted(samples, tmp_path):
+    paths = [samples(f"{k}.bag", seed=k).path for k in range(3)]
+    config = tmp_path / "kuavo.yaml"
+    config.write_text("rosbag:\n  num_used: 1\ndataset:\n  eef_type: leju_claw\n")
+    report = penstock.convert(paths, tmp_path / "out", config=config, check=False, progress="quiet")
+    assert (report.unused, len(report.bags)) == (2, 1)
+    assert "left out       2 bags, by the setting rosbag.num_used" in report.text()
+    assert report.to_json()["unused"] == 2

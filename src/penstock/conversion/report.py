@@ -59,6 +59,7 @@ class Report:
         bags: The bags converted in this run.
         skipped: Bags that were committed before.
         copies: Bags that are the same recording as another one of this run.
+        unused: Bags that a setting leaves out: rosbag.num_used.
         failed: Bags that could not be converted, and why.
         account: Where all frames went.
         peak_bytes: Largest resident memory, workers included.
@@ -73,6 +74,7 @@ class Report:
     skipped: list[Path] = field(default_factory=list)
     copies: dict[Path, Path] = field(default_factory=dict)
     failed: dict[Path, str] = field(default_factory=dict)
+    unused: int = 0
     account: Account = field(default_factory=Account)
     peak_bytes: int = 0
     memory: list[tuple[float, int]] = field(default_factory=list)
@@ -124,6 +126,7 @@ class Report:
             "bags": [bag.to_json() for bag in self.bags],
             "skipped": [str(path) for path in self.skipped],
             "copies": {str(path): str(other) for path, other in self.copies.items()},
+            "unused": self.unused,
             "failed": {str(path): reason for path, reason in self.failed.items()},
             "peak_memory_bytes": self.peak_bytes,
             "memory_limit_bytes": self.memory_limit_bytes,
@@ -170,6 +173,8 @@ class Report:
             f"copy           {path.name} is the same recording as {other.name}: taken once"
             for path, other in self.copies.items()
         ]
+        if self.unused:
+            lines.append(f"left out       {self.unused} bags, by the setting rosbag.num_used")
         lines += [f"FAILED         {path}: {reason}" for path, reason in self.failed.items()]
         for finding in self.findings or ():
             lines.append(f"{finding.severity.upper():<14} {finding.where}: {finding.what}")

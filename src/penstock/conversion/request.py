@@ -17,7 +17,8 @@ from penstock.conversion.mapping import Mapping
 from penstock.conversion.settings import from_json, load_map, parse_value, set_word
 from penstock.core.memory import parse_bytes
 from penstock.core.objects import is_object
-from penstock.dataset.layout import VERSIONS, Version
+from penstock.dataset.layout import INFO_PATH, VERSIONS, Version
+from penstock.dataset.metadata import read_info
 from penstock.dataset.writer import read_plan
 from penstock.errors import DataError, PenstockError, UsageError
 from penstock.ui.progress import Mode
@@ -89,6 +90,7 @@ class Request:
     progress: Mode | None = None
     shard: Shard | None = None
     ray: RayAddress | None = None
+    unused: int = 0  # bags that a setting leaves out
 
     @property
     def own_bags(self) -> list[Path]:
@@ -112,7 +114,7 @@ def make_request(
     append: bool = False,
     overwrite: bool = False,
     salvage: bool = False,
-    version: Version = "v3.0",
+    version: Version | None = None,
     check: bool = True,
     progress: Mode | None = None,
     shard: str | None = None,
@@ -133,7 +135,8 @@ def make_request(
         append: Add episodes to a dataset that exists.
         overwrite: Replace a dataset that exists.
         salvage: Read what can be read of damaged bags.
-        version: Of the dataset format: "v3.0" or "v2.1".
+        version: Of the dataset format: "v3.0" or "v2.1"; None for that of the dataset that is
+            gone on with, or v3.0.
         check: Verify the dataset when it is done (of the pictures, a sample is decoded).
         progress: "rich", "plain" or "quiet"; None chooses by the terminal.
         shard: "3/100" makes the units of one part of the bags, for a job array; `penstock build`
@@ -162,6 +165,8 @@ def make_request(
         )
     if workers < 1:
         raise UsageError(f"workers is {workers}: give at least 1")
+    if version is None:
+        version = _version_of(Path(out)) if resume or append or part else "v3.0"
     if version not in VERSIONS:
         raise UsageError(f"version is {version!r}: {did_you_mean(version, VERSIONS)}")
     memory_bytes = parse_bytes(memory)
@@ -169,6 +174,7 @@ def make_request(
         raise UsageError(f"memory is {memory!r}: the codecs alone need {_LEAST_MEMORY_TEXT}")
     paths = [bags] if isinstance(bags, str | os.PathLike) else list(bags)
     used = find_bags([os.fspath(path) if not is_object(path) else str(path) for path in paths])
+    found = len(used)
     own = kuavo.own_settings(overrides) if config is not None else []
     words = [word.partition("=")[::2] for word in overrides if word not in own]
     if config is not None:
@@ -208,7 +214,16 @@ def make_request(
         progress,
         part,
         cluster,
+        found - len(used),
     )
+
+
+def _version_of(out: Path) -> Version:
+    """Return the version of the dataset in a folder; v3.0 if there is none."""
+    plan = read_plan(out)
+    if plan is not None:
+        return plan.spec.version
+    return read_info(out).version if (out / INFO_PATH).is_file() else "v3.0"
 
 
 def _check_outside(bags: Sequence[Path], out: Path) -> None:

@@ -77,7 +77,7 @@ def carry_out(request: Request) -> Report:
 
 def _carry_out(request: Request) -> Report:
     start_s = time.perf_counter()
-    report = Report(request.out, request.mapping, shard=request.shard)
+    report = Report(request.out, request.mapping, shard=request.shard, unused=request.unused)
     report.memory_limit_bytes = request.memory_bytes
     with MemoryWatch() as watch:
         if request.shard is None:
@@ -337,6 +337,7 @@ def _convert_all(
     positions = writer.position_of(list(fingerprints.values()))
     first: dict[str, Path] = {}
     todo: list[Path] = []
+    taken = {str(source.get("bag")) for source in writer.committed}
     for path in request.bags:
         known = fingerprints[path]
         if known in first:  # a copy under another name is the same recording
@@ -345,6 +346,11 @@ def _convert_all(
             report.skipped.append(path)
         elif known in partly:
             report.failed[path] = partly[known]
+        elif f"{path.name}.active" in taken:
+            report.failed[path] = (
+                f"its beginning is in the dataset already, salvaged from {path.name}.active: "
+                "--overwrite takes the whole, and --append under another name takes it twice"
+            )
         else:
             todo.append(path)
         first.setdefault(known, path)
