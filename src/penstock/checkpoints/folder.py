@@ -181,6 +181,7 @@ class RunFolder:
         self._keep_best = keep_best
         self._headers: dict[str, tuple[_Stamp, Saved | None]] = {}
         self._bases: list[str] = []  # kept under hidden names
+        self._listed = False  # in the course of this save
         self._sequence: int | None = None
         self._unsaved: set[int] = set()  # whose save failed, though its file may be there
         self._run = secrets.token_hex(8)
@@ -212,11 +213,13 @@ class RunFolder:
 
     def keep_base(self, path: Path) -> None:
         """Before `path` is written again, keep its content if other checkpoints build on it."""
+        self._listed = False
         saved = _read_saved(path)
         if saved is None:
             return
         try:
             needed = any(s.base == saved.digest and s.path != path for s in self._scan())
+            self._listed = True
         except OSError:
             needed = True  # nobody can tell
         if needed:
@@ -233,7 +236,7 @@ class RunFolder:
             if any(name.endswith(BASE_SUFFIX) for name in os.listdir(self.path)):
                 self._remove_unneeded_bases(self._scan())
             return
-        everything = self._scan()
+        everything = self._rescan(published) if self._listed else self._scan()
         own = [s for s in everything if s.managed and s.run == self._run and s.in_place]
         own.sort(key=lambda s: s.sequence, reverse=True)
         keep = {published, latest(self.path)}
@@ -273,6 +276,13 @@ class RunFolder:
                     if before is None or before[0] != stamp:
                         before = (stamp, _read_saved(self.path / name))
                     self._headers[name] = before
+        return [saved for _, saved in self._headers.values() if saved is not None]
+
+    def _rescan(self, published: Path) -> list[Saved]:
+        """Return all checkpoints as listed a moment ago, before the last one was published."""
+        status = published.stat()
+        stamp = (status.st_ino, status.st_mtime_ns, status.st_size)
+        self._headers[published.name] = (stamp, _read_saved(published))
         return [saved for _, saved in self._headers.values() if saved is not None]
 
     def _remove_unneeded_bases(self, staying: list[Saved]) -> None:
