@@ -154,16 +154,13 @@ class LazyCapture:
 
     def problem(self) -> str:
         """Say which tensors were changed under the copy."""
-        names = self.torn_names()
+        self.snapshot.describe()  # gives the tensors their names
+        names = [tensor.staged.name for tensor in self.torn]
         shown = ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
         return (
             f"{shown} changed outside the optimizer's step while being copied; copied at once from "
             "now on (or save with lazy=False)"
         )
-
-    def torn_names(self) -> list[str]:
-        """Return the names of the tensors that were changed under the copy."""
-        return [self.snapshot.name(tensor.staged) for tensor in self.torn]
 
     def _decide(self, torn: list[LazyTensor]) -> None:
         """Settle the fate of this capture: the first word counts."""

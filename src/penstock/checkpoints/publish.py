@@ -154,8 +154,8 @@ class Publisher:
         try:
             writer.write(
                 [
-                    Item(name, values, staged.dtype, self._codec(job, name, staged, deltas))
-                    for name, staged, values in _tensors(job.snapshot)
+                    Item(staged.name, values, staged.dtype, self._codec(job, staged, deltas))
+                    for staged, values in _tensors(job.snapshot)
                 ]
             )
         except BaseException:
@@ -186,40 +186,37 @@ class Publisher:
         chosen: dict[str, Codec] = {}
         full_bytes = delta_bytes = 0.0
         delta = Delta(Planes(level=self._level))
-        for name, staged, words in _tensors(job.snapshot):
-            entry = base.index.entries.get(name)
+        for staged, words in _tensors(job.snapshot):
+            entry = base.index.entries.get(staged.name)
             if staged.nbytes < _PLAIN_BYTES or entry is None:
                 continue
             if (entry.dtype, entry.shape) != (staged.dtype, staged.shape):
                 continue
-            full, difference = self._probe(words.reshape(-1), base, name, delta)
+            full, difference = self._probe(words.reshape(-1), base, staged, delta)
             full_bytes += full * staged.nbytes
             delta_bytes += min(full, difference) * staged.nbytes
             if difference < full:
-                chosen[name] = delta
+                chosen[staged.name] = delta
         return chosen if chosen and delta_bytes <= _WORTH_IT * full_bytes else None
 
     def _probe(
-        self, words: NDArray[Any], base: PackReader, name: str, delta: Delta
+        self, words: NDArray[Any], base: PackReader, staged: StagedTensor, delta: Delta
     ) -> tuple[float, float]:
         """Return the shares of the original size that full and difference take on a sample."""
-        entry = base.entry(name)
+        entry = base.entry(staged.name)
         number = entry.blocks // 2
         start = entry.block_range(number)[0] // words.itemsize
-        reference = base.read_block(name, number)[: _PROBE_BYTES // words.itemsize]
+        reference = base.read_block(staged.name, number)[: _PROBE_BYTES // words.itemsize]
         sample = words[start : start + reference.size]
         full = sum(map(len, delta.inner.encode(sample)))
         difference = sum(map(len, delta.encode(sample, reference)))
         return full / sample.nbytes, difference / sample.nbytes
 
-    def _codec(
-        self, job: Job, name: str, staged: StagedTensor, deltas: dict[str, Codec]
-    ) -> Codec | None:
+    def _codec(self, job: Job, staged: StagedTensor, deltas: dict[str, Codec]) -> Codec | None:
         if not job.compress or staged.nbytes < _PLAIN_BYTES:
             return None
-        return deltas.get(name) or Planes(level=self._level)
+        return deltas.get(staged.name) or Planes(level=self._level)
 
 
-def _tensors(snapshot: Snapshot) -> list[tuple[str, StagedTensor, NDArray[Any]]]:
-    tensors = snapshot.describe()[1]
-    return [(name, staged, snapshot.values(staged)) for name, staged in tensors.items()]
+def _tensors(snapshot: Snapshot) -> list[tuple[StagedTensor, NDArray[Any]]]:
+    return [(staged, snapshot.values(staged)) for staged in snapshot.describe()[1].values()]

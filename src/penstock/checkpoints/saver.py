@@ -33,7 +33,7 @@ from penstock.checkpoints import folder
 from penstock.checkpoints.folder import Direction, RunFolder
 from penstock.checkpoints.lazy import LazyCapture, OwnedTensors, install_hooks
 from penstock.checkpoints.publish import NICE, Job, Publisher
-from penstock.checkpoints.snapshot import Plan, Snapshot, address_of
+from penstock.checkpoints.snapshot import Snapshot, address_of
 from penstock.core import tree
 from penstock.core.codecs import Planes
 from penstock.core.files import make_folder
@@ -138,7 +138,6 @@ class AsyncCheckpointSaver:
         self._blocked: deque[tuple[str, float]] = deque(maxlen=_HISTORY)
         self._last_path: str | None = None
         self._active: LazyCapture | None = None
-        self._plan: Plan | None = None  # of the last snapshot
         self._eager: set[str] = set()  # tensors found changed past their optimizer
         self._owned = OwnedTensors(owners) if lazy else None
         self._hooks = install_hooks(self.barrier, owners, nets) if lazy else []
@@ -173,8 +172,7 @@ class AsyncCheckpointSaver:
         begin = time.perf_counter()
         self._queue.check_usable()
         self.barrier()
-        owned = self._owned.by_address() if self._owned else None
-        snapshot = Snapshot(checkpoint, owned, self._plan)
+        snapshot = Snapshot(checkpoint, self._owned.by_address() if self._owned else None)
         notes = tree.flatten(metadata, lambda path, value: None)
         target, file = self._resolve(path)
         score = float(metric) if metric is not None and math.isfinite(metric) else None
@@ -294,7 +292,7 @@ class AsyncCheckpointSaver:
         memory = self._memory.array((max(snapshot.size_bytes, 1),), np.uint8)
         capture = LazyCapture(snapshot, address_of(memory)) if snapshot.lazy else None
         snapshot.copy(memory)
-        self._active, self._plan = capture, snapshot.plan
+        self._active = capture
         return capture
 
     def _publish(self, job: Job) -> dict[str, Any]:
@@ -332,7 +330,7 @@ class AsyncCheckpointSaver:
             return None
         self._owned.exclude(tensor.owner for tensor in capture.torn)
         problem = capture.problem()
-        names = set(capture.torn_names())
+        names = {tensor.staged.name for tensor in capture.torn}
         if names <= self._eager:
             return None
         self._eager |= names

@@ -44,7 +44,7 @@ memmove = ctypes.memmove  # lets other threads run Python meanwhile, ...
 # ... and this one does not: getting the interpreter back takes longer than a small copy.
 _brief_memmove = ctypes.PyDLL(None).memmove
 _brief_memmove.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t]
-_brief_memmove.restype = None
+_brief_memmove.restype = ctypes.c_void_p
 
 
 class StagedTensor:
@@ -54,19 +54,26 @@ class StagedTensor:
         kind: "tensor", or "ndarray" for numpy's.
         offset: Of the copy in the staging memory.
         address: Of the live tensor, if its bytes can be copied as they lie; else 0.
+        name: In the file, once the snapshot is described.
     """
 
-    __slots__ = ("address", "dtype", "kind", "nbytes", "offset", "shape")
+    __slots__ = ("address", "dtype", "kind", "name", "nbytes", "offset", "shape")
+    name: str
 
     def __init__(
-        self, kind: str, dtype: str, shape: tuple[int, ...], nbytes: int, offset: int, address: int
+        self, kind: str, dtype: str, shape: tuple[int, ...], nbytes: int, offset: int
     ) -> None:
         self.kind = kind
         self.dtype = dtype
         self.shape = shape
         self.nbytes = nbytes
         self.offset = offset
-        self.address = address
+        self.address = 0
+
+    def lies_in(self, storage: torch.UntypedStorage) -> bool:
+        """Tell whether the elements lie in the memory of a storage: it may have been resized."""
+        before = self.address - storage.data_ptr()
+        return before >= 0 and before + self.nbytes <= storage.nbytes()
 
 
 class LazyTensor(NamedTuple):
@@ -78,25 +85,8 @@ class LazyTensor(NamedTuple):
     owner: torch.Tensor
 
     def has_memory(self) -> bool:
-        """Tell whether the elements still lie in the memory that is kept: it may be resized."""
-        before = self.staged.address - self.storage.data_ptr()
-        return before >= 0 and before + self.staged.nbytes <= self.storage.nbytes()
-
-
-class Plan(NamedTuple):
-    """Where the tensors of a snapshot lie and go; the next save is mostly one of the same.
-
-    Attributes:
-        staged: For each tensor of the state, in order; those that are one have one.
-        size_bytes: Of them all in the staging memory.
-    """
-
-    staged: list[StagedTensor]
-    size_bytes: int
-
-
-class _ChangedError(Exception):
-    """A state is not the one that was planned for."""
+        """Tell whether the elements still lie in the memory that is kept."""
+        return self.staged.lies_in(self.storage)
 
 
 class Snapshot:
@@ -105,105 +95,33 @@ class Snapshot:
     Args:
         state: Nested dicts, lists, tuples, sets, numbers, strings, numpy arrays and tensors.
         owned: The CPU tensors that may be copied later, by their addresses.
-        last: The plan of the snapshot before. If every tensor is still what and where it was, it
-            is this one's, too, in half the time.
 
     Attributes:
         size_bytes: The staging memory that is needed.
         lazy: The tensors that were left to be copied later.
-        plan: For the next snapshot; None if its tensors must be looked at one by one.
 
     Raises:
         UnsupportedValue: Something cannot be stored; it is named by its path.
     """
 
-    def __init__(
-        self, state: Any, owned: dict[int, torch.Tensor] | None = None, last: Plan | None = None
-    ) -> None:
+    def __init__(self, state: Any, owned: dict[int, torch.Tensor] | None = None) -> None:
+        self.size_bytes = 0
         self.lazy: list[LazyTensor] = []
-        self._now: dict[StagedTensor, Any]  # with what is copied before `copy` returns
-        self._known: dict[Any, StagedTensor] = {}
+        self._now: list[tuple[StagedTensor, Any]] = []  # with what is copied before `copy` returns
+        self._owned = owned or {}
+        # By address, or by the id of an array: both live on until they are copied.
+        self._known: dict[int, tuple[StagedTensor, Any]] = {}
+        self._views: dict[int, list[tuple[StagedTensor, Any]]] = {}  # further ones at an address
         self._memory: NDArray[np.uint8]  # once `copy` has begun
         self._devices: DeviceClones
         self._describing = threading.Lock()
         self._described: tuple[Json, dict[str, StagedTensor]] | None = None
         try:
-            if last is None or not self._follow(state, last):
-                self._look(state)
+            keepers: dict[type, tree.Keep] = dict.fromkeys(PLAIN_CLASSES, self._tensor)
+            self._state = tree.copy_containers(state, keepers, self._keep)
         except (UnsupportedValue, RuntimeError):  # of torch: a nested tensor has no shape
             tree.flatten(state, _check)  # refuses the same, and knows the path
             raise
-        if owned:
-            self._leave(owned)
-
-    def _look(self, state: Any) -> None:
-        """Take a state, and plan for the next one."""
-        found: list[StagedTensor] = []
-
-        def tensor(value: torch.Tensor) -> StagedTensor:
-            found.append(self._tensor(value))
-            return found[-1]
-
-        self.size_bytes, self._now = 0, {}
-        tensors_bytes = self._take(state, tensor)
-        plain = all(staged.address and staged.dtype not in _COMPLEX for staged in found)
-        self.plan = Plan(found, tensors_bytes) if plain else None
-
-    def _follow(self, state: Any, plan: Plan) -> bool:
-        """Take a state that is as planned; tell whether it is."""
-        expected = iter(plan.staged)
-        now = self._now = {}
-
-        # Every attribute and every call counts here: the training waits, and the caches are cold.
-        def tensor(value: torch.Tensor) -> StagedTensor:
-            staged = next(expected, None)
-            if (
-                staged is None
-                or value.data_ptr() != staged.address
-                or value.shape != staged.shape
-                or _TYPES.get(value.dtype, _UNKNOWN)[0] != staged.dtype
-                or not value.is_cpu
-                or not value.is_contiguous()
-                or value.is_neg()
-                or value.layout is not _STRIDED
-            ):
-                raise _ChangedError
-            now[staged] = value
-            return staged
-
-        self.size_bytes, self.plan = plan.size_bytes, plan
-        try:
-            self._take(state, tensor)
-        except (_ChangedError, RuntimeError):
-            return False
-        return next(expected, None) is None
-
-    def _take(self, state: Any, tensor: tree.Keep) -> int:
-        """Copy the containers; return the bytes of the tensors.
-
-        Numpy's arrays come behind them in the staging memory: they are others in each call.
-        """
-        self._arrays: dict[int, tuple[StagedTensor, NDArray[Any]]] = {}  # by id
-        keepers: dict[type, tree.Keep] = dict.fromkeys(PLAIN_CLASSES, tensor)
-        self._state = tree.copy_containers(state, keepers, self._keep)
-        tensors_bytes = self.size_bytes
-        for staged, array in self._arrays.values():
-            staged.offset = self._room(staged.nbytes)
-            self._now[staged] = array
-        self._arrays = {}
-        return tensors_bytes
-
-    def _leave(self, owned: dict[int, torch.Tensor]) -> None:
-        """Set the tensors aside that may be copied later."""
-        for staged, live in list(self._now.items()):
-            owner = owned.get(staged.address) if staged.address else None
-            if owner is None or tensor_bytes(owner) != staged.nbytes or live.is_inference():
-                continue
-            lazy = LazyTensor(staged, live, live.untyped_storage(), owner)
-            if not lazy.has_memory():
-                self._refuse(staged, live)
-            self.lazy.append(lazy)
-            del self._now[staged]
 
     @property
     def nbytes(self) -> int:
@@ -220,7 +138,7 @@ class Snapshot:
             SnapshotDiscarded: Another thread kept writing a tensor meanwhile.
         """
         self._memory = memory
-        now = list(self._now.values())
+        now = [live for _, live in self._now]
         for _ in range(_TRIES):
             before = _versions(now)
             self._copy_now()
@@ -229,12 +147,14 @@ class Snapshot:
                 break
         else:
             changes = zip(self._now, before, after, strict=True)
-            changed = next(staged for staged, old, new in changes if old != new)
+            changed = next(staged for (staged, _), old, new in changes if old != new)
             raise SnapshotDiscarded(
-                f"{self.name(changed)} was written by another thread in each of {_TRIES} copies; "
+                f"{self._name(changed)} was written by another thread in each of {_TRIES} copies; "
                 "save where nothing trains, or under a lock"
             )
-        self._now = {}
+        self._now = []
+        self._known.clear()  # addresses mean nothing from here on
+        self._views.clear()
 
     def describe(self) -> tuple[Json, dict[str, StagedTensor]]:
         """Return the state as JSON, and its tensors under the names that stand for them there."""
@@ -248,17 +168,17 @@ class Snapshot:
                         return store_torch_value(value)
                     if id(value) not in records:
                         proper = path if path and path != "__metadata__" else f"{path}tensor"
-                        name = tree.free_name(proper, tensors)
-                        tensors[name] = value
-                        records[id(value)] = {tree.TAG: value.kind, "v": name}
+                        value.name = tree.free_name(proper, tensors)
+                        tensors[value.name] = value
+                        records[id(value)] = {tree.TAG: value.kind, "v": value.name}
                     return records[id(value)]
 
                 self._described = (tree.flatten(self._state, store), tensors)
         return self._described
 
-    def name(self, staged: StagedTensor) -> str:
-        """Return the name of a tensor in the file."""
-        return next(name for name, other in self.describe()[1].items() if other is staged)
+    def _name(self, staged: StagedTensor) -> str:
+        self.describe()
+        return staged.name
 
     def _copy_now(self) -> None:
         base = address_of(self._memory)
@@ -266,17 +186,17 @@ class Snapshot:
         brief_bytes = _BRIEF_BYTES if self.size_bytes > _SMALL_BYTES else _SMALL_BYTES
         large: list[Chunk] = []
         storages = []  # keep the memory until it is copied
-        for staged, live in self._now.items():
-            if address := staged.address:
-                storage, nbytes = live.untyped_storage(), staged.nbytes
-                start = storage.data_ptr()
-                if address < start or address + nbytes > start + storage.nbytes():
+        for staged, live in self._now:
+            if staged.address:
+                storage = live.untyped_storage()
+                if not staged.lies_in(storage):
                     self._refuse(staged, live)
+                to, nbytes = base + staged.offset, staged.nbytes
                 if nbytes <= brief_bytes:
-                    _brief_memmove(base + staged.offset, address, nbytes)
+                    _brief_memmove(to, staged.address, nbytes)
                 else:
                     storages.append(storage)
-                    large += chunks(base + staged.offset, address, nbytes)
+                    large += chunks(to, staged.address, nbytes)
             elif staged.nbytes:
                 self._copy_elements(staged, live)
         if large:
@@ -285,7 +205,7 @@ class Snapshot:
         self._devices.cloned()
 
     def _refuse(self, staged: StagedTensor, live: torch.Tensor) -> NoReturn:
-        name = self.name(staged)
+        name = self._name(staged)
         _check(name, live)  # it may have given its memory up
         raise SnapshotDiscarded(
             f"{name} was given other memory by another thread; save where nothing trains, or under "
@@ -311,8 +231,6 @@ class Snapshot:
             return
         out = torch.from_numpy(self._target(staged)).view(live.dtype).view(live.shape)
         if live.is_cpu:
-            if not _has_memory(live):
-                self._refuse(staged, live)
             out.copy_(live.detach())
         else:
             self._devices.clone(live, out)
@@ -323,35 +241,54 @@ class Snapshot:
             raise UnsupportedValue(f"a {type(value)}")
         if type(value) is not np.ndarray:
             return value
-        if id(value) not in self._arrays:
-            dtype, nbytes = value.dtype.name, value.nbytes
-            staged = StagedTensor("ndarray", dtype, value.shape, nbytes, 0, 0)
-            self._arrays[id(value)] = (staged, value)
-        return self._arrays[id(value)][0]
+        if id(value) not in self._known:
+            staged = self._stage("ndarray", value, value.dtype.name, value.nbytes)
+            self._known[id(value)] = (staged, value)
+            self._now.append((staged, value))
+        return self._known[id(value)][0]
 
     def _tensor(self, value: torch.Tensor) -> StagedTensor:
+        same: StagedTensor
+        # Every attribute and every call counts here: the training waits, and the caches are cold.
         dtype, width = _TYPES.get(value.dtype, _UNKNOWN)
-        on_cpu, neg, conj = value.is_cpu, value.is_neg(), value.is_conj()
+        on_cpu = value.is_cpu
         if not width or value.layout is not _STRIDED or (not on_cpu and value.is_meta):
             raise UnsupportedValue(f"a {value.layout} tensor of {value.dtype}")
-        address, shape, nbytes = value.data_ptr(), value.shape, value.numel() * width
-        # Tensors that are one (tied weights) are stored once, and are one again after loading.
-        same = (address, dtype, shape, value.stride(), value.device, neg, conj)
-        if nbytes and same in self._known:
-            return self._known[same]
-        as_it_lies = on_cpu and value.is_contiguous() and not neg and not conj
-        offset = self._room(nbytes)
-        staged = StagedTensor("tensor", dtype, shape, nbytes, offset, address if as_it_lies else 0)
-        if nbytes:
-            self._known[same] = staged
-            self._now[staged] = value
+        address, nbytes = value.data_ptr(), value.numel() * width
+        known = self._known.get(address)
+        if known is not None:
+            # Tensors that are one (tied weights) are stored once, and are one again after loading.
+            for same, other in (known, *self._views.get(address, ())):
+                if _same(other, value):
+                    return same
+        staged = self._stage("tensor", value, dtype, nbytes)
+        if not nbytes:
+            return staged
+        pair = (staged, value)
+        if known is None:
+            self._known[address] = pair
+        else:
+            self._views.setdefault(address, []).append(pair)
+        if on_cpu:
+            as_it_lies = value.is_contiguous() and not value.is_neg() and address
+            if not as_it_lies or (dtype in _COMPLEX and value.is_conj()):
+                _check("", value)
+            else:
+                staged.address = address
+                owner = self._owned.get(address)
+                if owner is not None and tensor_bytes(owner) == nbytes and not value.is_inference():
+                    lazy = LazyTensor(staged, value, value.untyped_storage(), owner)
+                    if not lazy.has_memory():
+                        raise UnsupportedValue("a tensor whose memory was given up")
+                    self.lazy.append(lazy)
+                    return staged
+        self._now.append(pair)
         return staged
 
-    def _room(self, nbytes: int) -> int:
-        """Return an offset in the staging memory."""
+    def _stage(self, kind: str, live: Any, dtype: str, nbytes: int) -> StagedTensor:
         offset = self.size_bytes
         self.size_bytes = offset + nbytes + -nbytes % _ALIGNMENT
-        return offset
+        return StagedTensor(kind, dtype, live.shape, nbytes, offset)
 
 
 Chunk = tuple[int, int, int]
@@ -381,22 +318,36 @@ def _versions(tensors: list[Any]) -> list[int]:
         ]
 
 
-def _has_memory(tensor: torch.Tensor) -> bool:
-    """Tell whether all elements lie in the tensor's storage: it may have been resized."""
+def _same(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Tell whether two tensors are the same elements."""
+    return (
+        isinstance(one, torch.Tensor)
+        and one.shape == other.shape
+        and one.stride() == other.stride()
+        and one.dtype == other.dtype
+        and one.device == other.device
+        and one.is_conj() == other.is_conj()
+        and one.is_neg() == other.is_neg()
+    )
+
+
+def _extent(tensor: torch.Tensor) -> int:
+    """Count the bytes from the first to the last element of a strided tensor."""
     pairs = zip(tensor.shape, tensor.stride(), strict=True)
-    last = tensor.storage_offset() + sum((count - 1) * step for count, step in pairs)
-    return (last + 1) * tensor.element_size() <= tensor.untyped_storage().nbytes()
+    return (1 + sum((count - 1) * step for count, step in pairs)) * tensor.element_size()
 
 
 def _check(path: str, value: Any) -> Json | None:
     """Refuse, by its path, what cannot be stored: a tensor by raising, anything else by None."""
     if isinstance(value, torch.Tensor):
         check_storable(path, value)
-        if value.is_cpu and tensor_bytes(value) and not _has_memory(value):
-            raise UnsupportedValue(
-                f"{path} is a tensor whose memory was given up (its storage was resized); "
-                "gather it first"
-            )
+        if value.is_cpu and tensor_bytes(value):
+            end = value.storage_offset() * value.element_size() + _extent(value)
+            if end > value.untyped_storage().nbytes():
+                raise UnsupportedValue(
+                    f"{path} is a tensor whose memory was given up (its storage was resized); "
+                    "gather it first"
+                )
         return {}
     if type(value) is np.ndarray:
         known = DTYPES.get(value.dtype.name)  # of a known type, and of native byte order
