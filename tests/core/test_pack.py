@@ -30,11 +30,11 @@ from penstock.core.pack import (
     Entry,
     Index,
     Item,
-    Limits,
     PackReader,
     PackWriter,
     is_pack,
 )
+from penstock.core.pack import format as pack_format
 from penstock.core.pack.format import DIGEST_KEY, INDEX_KEY, place, render
 from penstock.errors import (
     CorruptFile,
@@ -614,12 +614,12 @@ def bomb(name: str, shape: tuple[int, ...], block_bytes: int, codec: Codec) -> I
     return Index("bomb", {}, {name: entry})
 
 
-def refuse_quickly(path: Path, *errors: type[Exception], **kwargs: Any) -> None:
+def refuse_quickly(path: Path, *errors: type[Exception]) -> None:
     """Opening and reading must fail within a second and 64 MB."""
     tracemalloc.start()
     began = time.monotonic()
     try:
-        with pytest.raises(errors), PackReader(path, **kwargs) as pack:
+        with pytest.raises(errors), PackReader(path) as pack:
             for name in pack.names:
                 pack.read(name)
         assert time.monotonic() - began < 1
@@ -647,7 +647,7 @@ def test_a_tiny_file_that_claims_a_terabyte(tmp_path: Path, shape: tuple[int, ..
     refuse_quickly(path, CorruptFile, LimitExceeded)
 
 
-def test_a_hole_that_claims_a_terabyte(tmp_path: Path) -> None:
+def test_a_hole_that_claims_a_terabyte(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     # The ratio is kept by a hole in the file: only the memory of the machine is left to say no.
     index = bomb("x", (1 << 20, 1 << 20), 1 << 28, Zstd())
     place(index.entries.values())
@@ -659,7 +659,8 @@ def test_a_hole_that_claims_a_terabyte(tmp_path: Path) -> None:
             pack.read_rows("x", 0, 1 << 20)
         with pytest.raises(CorruptFile):
             pack.read_rows("x", 5, 6)
-    refuse_quickly(path, LimitExceeded, limits=Limits(tensor_bytes=1 << 30))
+    monkeypatch.setattr(pack_format, "MAX_TENSOR_BYTES", 1 << 30)
+    refuse_quickly(path, LimitExceeded)
 
 
 @pytest.mark.parametrize("shape", [(0, 2**62, 2**62), (0, 2**63 - 1), (1,) * 65, (1,) * 100_000])
@@ -671,26 +672,30 @@ def test_shapes_that_numpy_cannot_name(tmp_path: Path, shape: tuple[int, ...]) -
     refuse_quickly(forge(tmp_path / "a", index, data), CorruptFile, LimitExceeded)
 
 
-def test_blocks_over_the_limit(tmp_path: Path) -> None:
+def test_blocks_over_the_limit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     index = bomb("x", (1 << 30,), 1 << 30, Zstd())
     place(index.entries.values())
     path = forge(tmp_path / "a", index, hole_bytes=index.data_bytes)
     refuse_quickly(path, LimitExceeded)
     good = write(tmp_path / "b", Item("v", weights(1000), codec=Zstd()))
-    refuse_quickly(good, LimitExceeded, limits=Limits(block_bytes=3999))
-    refuse_quickly(good, LimitExceeded, limits=Limits(tensor_bytes=3999))
-    with PackReader(good, Limits(block_bytes=4000, tensor_bytes=4000)) as pack:
+    for limit in ("MAX_BLOCK_BYTES", "MAX_TENSOR_BYTES"):
+        monkeypatch.setattr(pack_format, limit, 3999)
+        refuse_quickly(good, LimitExceeded)
+        monkeypatch.setattr(pack_format, limit, 4000)
+    with PackReader(good) as pack:
         assert pack.read("v").size == 1000
 
 
-def test_a_header_over_the_limit(tmp_path: Path) -> None:
+def test_a_header_over_the_limit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "a"
     with path.open("wb") as file:
         file.write(struct.pack("<Q", 200_000_000) + b'{"__metadata__":{"penstock":"')
         file.truncate(300_000_000)
     refuse_quickly(path, LimitExceeded)
     good = write(tmp_path / "b", Item("v", weights(1000)))
-    refuse_quickly(good, LimitExceeded, limits=Limits(header_bytes=100))
+    with monkeypatch.context() as patch:
+        patch.setattr(pack_format, "MAX_HEADER_BYTES", 100)
+        refuse_quickly(good, LimitExceeded)
     for length in (2**63, 2**64 - 1, 10**9):
         path.write_bytes(struct.pack("<Q", length) + b"{}" * 100)
         refuse_quickly(path, CorruptFile, LimitExceeded)

@@ -22,7 +22,7 @@ import pytest
 from numpy.typing import NDArray
 
 from penstock.core.codecs import Delta, Layout, Lz4, Planes, Quantize, Raw, Zstd
-from penstock.core.pack import Entry, Item, Limits, PackReader, PackWriter
+from penstock.core.pack import Entry, Item, PackReader, PackWriter
 from penstock.core.pack import format as pack_format
 from penstock.errors import DataError
 
@@ -493,7 +493,7 @@ def mend(content: Any) -> tuple[dict[str, Any], int]:
         entry = Entry(name, record["dtype"], tuple(record["shape"]), Raw(), record["block"], False)
         entry.crcs = record["crcs"]
         record["crc"] = entry.checksum()
-    index = pack_format._parse(content, Limits())
+    index = pack_format._parse(content)
     return {name: entry.safetensors() for name, entry in index.entries.items()}, index.data_bytes
 
 

@@ -1,5 +1,5 @@
 """Checkpoints that never stall and never lose a run.
 
-capture.py copies a state while training goes on, saver.py queues, encodes and publishes it,
+snapshot.py copies a state while training goes on, saver.py queues, encodes and publishes it,
 folder.py knows what lies in a folder of checkpoints, load.py reads it back.
 """

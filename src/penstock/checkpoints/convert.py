@@ -87,9 +87,9 @@ def _collect(
     if isinstance(value, torch.Tensor):
         # A file of safetensors has no two names for one tensor.
         copy = value.clone(memory_format=torch.contiguous_format)
-        tensors[_unused(path or "tensor", tensors)] = copy
+        tensors[tree.free_name(path or "tensor", tensors)] = copy
     elif isinstance(value, np.ndarray):
-        tensors[_unused(path or "tensor", tensors)] = _tensor(value)
+        tensors[tree.free_name(path or "tensor", tensors)] = _tensor(value)
     elif isinstance(value, dict) and _has_tensor(value):
         for key, child in value.items():
             _collect(f"{prefix}{key}", child, tensors, others)
@@ -98,22 +98,13 @@ def _collect(
             _collect(f"{prefix}{number}", child, tensors, others)
     else:
         note = tree.flatten(value, lambda _, foreign: store_torch_value(foreign))
-        others[_unused(path, others)] = json.dumps(note)
+        others[tree.free_name(path, others)] = json.dumps(note)
 
 
 def _has_tensor(value: Any) -> bool:
     if isinstance(value, dict | list | tuple):
         return any(map(_has_tensor, value.values() if isinstance(value, dict) else value))
     return isinstance(value, torch.Tensor | np.ndarray)
-
-
-def _unused(name: str, taken: dict[str, Any]) -> str:
-    """Return a name that is not taken yet: the keys "a.b" and "a" with "b" in it look the same."""
-    number, free = 1, name
-    while free in taken:
-        number += 1
-        free = f"{name}#{number}"
-    return free
 
 
 def _publish(out: str | os.PathLike[str], content: memoryview) -> Path:

@@ -9,7 +9,7 @@ import re
 import struct
 import sys
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
@@ -22,8 +22,8 @@ from numpy.typing import NDArray
 from penstock.checkpoints import folder
 from penstock.core import tree
 from penstock.core.files import storage_error
-from penstock.core.pack import Limits, PackReader, is_pack
-from penstock.core.pack.format import DIGEST_KEY, INDEX_KEY
+from penstock.core.pack import PackReader, is_pack
+from penstock.core.pack.format import DIGEST_KEY, INDEX_KEY, MAX_HEADER_BYTES
 from penstock.errors import (
     CorruptFile,
     DataError,
@@ -180,11 +180,16 @@ def _allocate(
 ) -> tuple[dict[str, torch.Tensor], dict[str, NDArray[Any]]]:
     """Allocate every tensor and every array that the description names, once."""
     named: dict[str, str] = {}
-    for name, kind in _named(node):
-        if name not in pack.index.entries:
-            raise CorruptFile(f"{pack.path} is damaged: tensor {name!r} is missing")
-        if named.setdefault(name, kind) != kind:
-            raise CorruptFile(f"{pack.path} is damaged: {name!r} is both tensor and array")
+
+    def note(record: dict[str, tree.Json]) -> None:
+        kind, name = record[tree.TAG], str(record.get("v"))
+        if kind in ("tensor", "ndarray"):
+            if name not in pack.index.entries:
+                raise CorruptFile(f"{pack.path} is damaged: tensor {name!r} is missing")
+            if named.setdefault(name, kind) != kind:
+                raise CorruptFile(f"{pack.path} is damaged: {name!r} is both tensor and array")
+
+    tree.unflatten(node, note)
     pack.check_memory(sum(pack.entry(name).nbytes for name in named))
     tensors: dict[str, torch.Tensor] = {}
     arrays: dict[str, NDArray[Any]] = {}
@@ -195,20 +200,6 @@ def _allocate(
         else:  # not by way of torch: it may lack a type that numpy has
             arrays[name] = empty_array(entry.dtype, entry.shape)
     return tensors, arrays
-
-
-def _named(node: tree.Json) -> Iterator[tuple[str, str]]:
-    """Yield what the description takes from the pack: its name, and "tensor" or "ndarray"."""
-    if isinstance(node, list):
-        for item in node:
-            yield from _named(item)
-    elif isinstance(node, dict):
-        kind = node.get(tree.TAG)
-        if kind in ("tensor", "ndarray"):
-            yield str(node["v"]), kind
-        else:
-            for child in node.values():
-                yield from _named(child)
 
 
 def _metadata(path: Path) -> Any:
@@ -270,7 +261,7 @@ def _safetensors_load(path: Path, device: str | torch.device) -> dict[str, torch
 
     with path.open("rb") as file:
         (length,) = struct.unpack("<Q", file.read(8))
-        header = file.read(min(length, Limits.header_bytes))
+        header = file.read(min(length, MAX_HEADER_BYTES))
         if any(f'"{key}":'.encode() in header for key in (INDEX_KEY, DIGEST_KEY)):  # one of ours
             raise CorruptFile(f"{path} is damaged: unreadable header")
     try:

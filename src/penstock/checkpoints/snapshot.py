@@ -167,7 +167,8 @@ class Snapshot:
                     if type(value) is not StagedTensor:
                         return store_torch_value(value)
                     if id(value) not in records:
-                        value.name = _free_name(path, tensors)
+                        proper = path if path and path != "__metadata__" else f"{path}tensor"
+                        value.name = tree.free_name(proper, tensors)
                         tensors[value.name] = value
                         records[id(value)] = {tree.TAG: value.kind, "v": value.name}
                     return records[id(value)]
@@ -352,13 +353,3 @@ def _check(path: str, value: Any) -> Json | None:
         known = DTYPES.get(value.dtype.name)  # of a known type, and of native byte order
         return {} if known is not None and known.words == value.dtype else None
     return store_torch_value(value)
-
-
-def _free_name(path: str, taken: dict[str, StagedTensor]) -> str:
-    """Name a tensor by its path; two may have the same, as in {"a.b": …, "a": {"b": …}}."""
-    name = first = path if path and path != "__metadata__" else f"{path}tensor"
-    number = 1
-    while name in taken:
-        number += 1
-        name = f"{first}#{number}"
-    return name

@@ -3,20 +3,18 @@
 from __future__ import annotations
 
 import math
-import threading
 import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from typing import Any, ClassVar
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 _ALIGNMENT = 64
 _SMALLEST_BYTES = 64 * 1024  # below this the allocator does not map fresh pages
-_MOST_IDLE = 16
-_MOST_SCRATCH_BYTES = 4 << 20
+_MOST_IDLE = 32
 
 
 class ReusedMemory:
@@ -96,44 +94,9 @@ class ReusedMemory:
                 self._idle.popleft()
 
 
-class _Lease:
-    """The scratch memory of one thread; when it ends, the next thread gets it."""
+BLOCKS = ReusedMemory(32 << 20)
+"""For the blocks of packs, and for what is needed while one is encoded or decoded.
 
-    idle: ClassVar[deque[dict[str, NDArray[np.uint8]]]] = deque(maxlen=8)
-
-    def __init__(self) -> None:
-        try:
-            self.buffers = self.idle.pop()
-        except IndexError:
-            self.buffers = {}
-
-    def __del__(self) -> None:
-        self.idle.append(self.buffers)
-
-
-class Scratch(threading.local):
-    """Memory that each thread keeps between blocks, and passes on when it ends.
-
-    Fresh temporaries of a megabyte are mapped, touched and unmapped for every block: measured, that
-    took five times as long as the work on them. What it holds means nothing after the call.
-    """
-
-    def __init__(self) -> None:
-        self._lease = _Lease()
-
-    def array(self, role: str, count: int, dtype: Any) -> NDArray[Any]:
-        """Return an array of this role; it is valid until the same thread asks for it again."""
-        nbytes = count * np.dtype(dtype).itemsize
-        if nbytes > _MOST_SCRATCH_BYTES:
-            return np.empty(count, dtype)
-        buffers = self._lease.buffers
-        buffer = buffers.get(role)
-        if buffer is None or buffer.nbytes < nbytes:
-            buffer = buffers[role] = np.empty(nbytes, np.uint8)
-        return buffer[:nbytes].view(dtype)
-
-
-SCRATCH = Scratch()
-
-BLOCKS = ReusedMemory(16 << 20)
-"""Encoded blocks on their way to a file."""
+Fresh temporaries of a megabyte are mapped, touched and unmapped for every block: measured, that
+took five times as long as the work on them.
+"""

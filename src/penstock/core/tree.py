@@ -11,7 +11,7 @@ import base64
 import fnmatch
 import math
 from collections import OrderedDict
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Container, Iterable
 from typing import Any
 
 import numpy as np
@@ -211,6 +211,15 @@ def _unflatten(node: Json, fetch: Fetch) -> Any:
                 raise CorruptFile(f"a scalar of type {node['dtype']!r} makes no sense")
             return np.frombuffer(base64.b64decode(value), node["dtype"])[0]
     return fetch(node)
+
+
+def free_name(path: str, taken: Container[str]) -> str:
+    """Name a value by its path; two may have the same, as in {"a.b": …, "a": {"b": …}}."""
+    number, name = 1, path
+    while name in taken:
+        number += 1
+        name = f"{path}#{number}"
+    return name
 
 
 def select(node: Json, pattern: str) -> Json | None:

@@ -24,7 +24,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from penstock.core.codecs import unzstd, zstd
-from penstock.core.reuse import SCRATCH
+from penstock.core.reuse import BLOCKS
 from penstock.errors import CorruptFile, MissingExtra, UsageError
 from penstock.ui.suggestions import did_you_mean
 
@@ -110,9 +110,9 @@ class Lz4Frames(FrameCodec):
         lengths = np.empty(len(frames), np.int64)
         # Frames that do not shrink are kept as they are: only the last one needs LZ4's worst case.
         out = np.empty(frames.size + self.size // 255 + 64, np.uint8)
-        scratch = SCRATCH.array("frame", self.size, np.uint8)
+        scratch = BLOCKS.array((self.size,), np.uint8)
         words = -(-LZ4_HARD_BYTES // 8) if self.level else 0
-        state = SCRATCH.array("lz4hc", words, np.uint64)
+        state = BLOCKS.array((words,), np.uint64)
         used = kernels.lz4_encode(
             frames, self.row, self.level, self.step, scratch, state, out, lengths
         )
@@ -134,13 +134,13 @@ class BitFrames(FrameCodec):
         lengths = np.empty(len(frames), np.int64)
         groups = -(-self.size // _GROUP)
         out = np.empty(frames.size + groups * (_GROUP + 1), np.uint8)
-        scratch = SCRATCH.array("frame", groups * _GROUP, np.uint8)
+        scratch = BLOCKS.array((groups * _GROUP,), np.uint8)
         used = kernels.bits_encode(frames, self.row, scratch, out, lengths)
         return out[:used], lengths
 
     def _decode(self, addresses: Addresses, lengths: Longs, out: Bytes) -> int:
         groups = -(-self.size // _GROUP)
-        scratch = SCRATCH.array("groups", groups * _GROUP // 8, np.uint64)
+        scratch = BLOCKS.array((groups * _GROUP // 8,), np.uint64)
         return int(kernels.bits_decode(addresses, lengths, self.row, scratch, out))
 
 

@@ -257,7 +257,7 @@ class RolloutFile:
 
     def _block_rows(self, entry: Entry, block: int) -> NDArray[Any]:
         """Decode a block of whole rows, into memory that this thread will use again."""
-        content = self._pack.read_block(entry.name, block, "block")
+        content = self._pack.read_block(entry.name, block)
         return content.reshape(-1, *entry.stored_shape[1:])
 
     def close(self) -> None:

@@ -15,7 +15,8 @@ from penstock.checkpoints import folder
 from penstock.core import tree
 from penstock.core.files import storage_error
 from penstock.core.memory import format_bytes
-from penstock.core.pack import Entry, Limits, PackReader, is_pack
+from penstock.core.pack import Entry, PackReader, is_pack
+from penstock.core.pack.format import MAX_HEADER_BYTES
 from penstock.errors import CorruptFile, DataError, UnknownFormat, UsageError
 from penstock.tools import inspect_bag, inspect_dataset, inspect_replay, inspect_run
 from penstock.ui.report import aligned, text_table
@@ -62,7 +63,7 @@ def _classify_zip(path: Path) -> FileKind:
 def _classify_header(file: Any, head: bytes) -> FileKind:
     """Tell a stock safetensors file from a pack whose first bytes were changed."""
     length = struct.unpack("<Q", head[:8])[0] if len(head) >= 10 else 0
-    if 2 <= length <= Limits().header_bytes:
+    if 2 <= length <= MAX_HEADER_BYTES:
         file.seek(8)
         header = file.read(length)
         if b'"penstock.digest":' in header:

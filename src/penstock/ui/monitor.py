@@ -11,11 +11,11 @@ from collections import deque
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from time import perf_counter
-from typing import Any, Final, Protocol
+from typing import Any, Protocol
+
+import numpy as np
 
 from penstock.errors import MissingExtra, UsageError
-
-_PERCENTILES: Final = {"p50": 0.5, "p90": 0.9, "p99": 0.99}
 
 
 class Sink(Protocol):
@@ -211,25 +211,18 @@ def _import(module: str, package: str, extra: str) -> Any:
 
 def _stats(times: list[float], total_s: float) -> dict[str, float]:
     """Return the statistics of a list that is not empty."""
-    count = len(times)
     sum_s = math.fsum(times)
-    mean_s = sum_s / count
-    ordered = sorted(times)
+    p50, p90, p99 = np.percentile(times, (50, 90, 99)).tolist()
     return {
-        "mean": mean_s,
-        "std": math.sqrt(math.fsum((t - mean_s) ** 2 for t in times) / count),
-        "min": ordered[0],
-        "max": ordered[-1],
-        "count": count,
+        "mean": sum_s / len(times),
+        "std": float(np.std(times)),
+        "min": min(times),
+        "max": max(times),
+        "count": len(times),
         "total": sum_s,
         "last": times[-1],
-        **{key: _percentile(ordered, q) for key, q in _PERCENTILES.items()},
+        "p50": p50,
+        "p90": p90,
+        "p99": p99,
         "share": sum_s / total_s if total_s else 0.0,
     }
-
-
-def _percentile(ordered: list[float], q: float) -> float:
-    position = q * (len(ordered) - 1)
-    below = math.floor(position)
-    above = min(below + 1, len(ordered) - 1)
-    return ordered[below] + (ordered[above] - ordered[below]) * (position - below)

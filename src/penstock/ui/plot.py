@@ -10,6 +10,8 @@ from collections.abc import Mapping, Sequence
 from html import escape
 from typing import Literal
 
+import numpy as np
+
 Kind = Literal["line", "bars", "histogram"]
 Point = tuple[float, float]
 Series = Mapping[str, Sequence[float] | Sequence[Point]]
@@ -40,7 +42,7 @@ def draw(series: Series, x_label: str, y_label: str, kind: Kind = "line") -> str
     values = {name: [y for _, y in some] for name, some in kept.items()}
     if kind == "bars":
         return _bars({name: some[0] for name, some in values.items()}, y_label)
-    return _histogram(values, x_label, y_label)
+    return _lines(_outlines(values), x_label, y_label)
 
 
 def _points(values: Sequence[float] | Sequence[Point]) -> list[Point]:
@@ -62,21 +64,15 @@ def _lines(series: Mapping[str, Sequence[Point]], x_label: str, y_label: str) ->
     return frame.svg(x_label, y_label, list(series))
 
 
-def _histogram(series: Mapping[str, Sequence[float]], x_label: str, y_label: str) -> str:
-    low, high = min(map(min, series.values())), max(map(max, series.values()))
-    span = (high - low) or abs(high) or 1.0
-    counts = {}
+def _outlines(series: Mapping[str, Sequence[float]]) -> dict[str, list[Point]]:
+    """Count the values of each series in bins, and return the outlines of the columns."""
+    ends = min(map(min, series.values())), max(map(max, series.values()))
+    edges = np.linspace(*_widened(ends), _BINS + 1)
+    outlines = {}
     for name, values in series.items():
-        bins = [0] * _BINS
-        for value in values:
-            bins[min(int((value - low) / span * _BINS), _BINS - 1)] += 1
-        counts[name] = bins
-    frame = _Frame((low, low + span), (0.0, float(max(map(max, counts.values())))))
-    step = span / _BINS
-    for k, bins in enumerate(counts.values()):
-        for number, count in enumerate(bins):
-            frame.box(low + number * step, low + (number + 1) * step, count, k, len(counts) > 1)
-    return frame.svg(x_label, y_label, list(counts))
+        heights = np.repeat(np.histogram(values, edges)[0], 2).tolist()
+        outlines[name] = list(zip(np.repeat(edges, 2).tolist(), [0, *heights, 0], strict=True))
+    return outlines
 
 
 def _bars(values: Mapping[str, float], label: str) -> str:
@@ -108,16 +104,6 @@ class _Frame:
 
     def add(self, shape: str) -> None:
         self._shapes.append(shape)
-
-    def box(self, left: float, right: float, value: float, colour: int, veiled: bool) -> None:
-        top, bottom = sorted((self.y(value), self.y(max(self._y0, 0.0))))
-        if bottom > top:
-            width = max(self.x(right) - self.x(left) - 1, 1)
-            veil = ' fill-opacity="0.55"' if veiled else ""
-            self.add(
-                f'<rect x="{self.x(left):.1f}" y="{top:.1f}" width="{width:.1f}" '
-                f'height="{bottom - top:.1f}" fill="{_colour(colour)}"{veil}/>'
-            )
 
     def svg(self, x_label: str, y_label: str, names: Sequence[str]) -> str:
         parts = []

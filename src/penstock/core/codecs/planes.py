@@ -27,7 +27,7 @@ from penstock.core.codecs.base import (
     unzstd,
     zstd,
 )
-from penstock.core.reuse import BLOCKS, SCRATCH
+from penstock.core.reuse import BLOCKS
 from penstock.errors import UnsupportedValue, UsageError
 
 _LARGEST_EPSILON = 1e300  # twice that is still a number
@@ -126,7 +126,7 @@ def split(words: Array, k: int, plane: Array) -> Array:
     Shift and narrow: numpy does both with SIMD, twice as fast as a strided byte copy.
     """
     if k:
-        shifted = SCRATCH.array("shifted", words.size, words.dtype)
+        shifted = BLOCKS.array(words.shape, words.dtype)
         words = np.right_shift(words, 8 * k, out=shifted)
     np.copyto(plane, words, casting="unsafe")
     return plane
@@ -146,10 +146,7 @@ def join(planes: list[Array], out: Array) -> None:
     while len(planes) > 2:
         wide = UNSIGNED[2 * planes[0].itemsize]
         pairs = zip(planes[::2], planes[1::2], strict=True)
-        planes = [
-            _paired(low, high, SCRATCH.array(f"pair {i} {low.itemsize}", low.size, wide))
-            for i, (low, high) in enumerate(pairs)
-        ]
+        planes = [_paired(low, high, BLOCKS.array(low.shape, wide)) for low, high in pairs]
     if len(planes) == 2:
         _paired(planes[0], planes[1], out)
     else:
@@ -180,9 +177,9 @@ class Delta(Codec):
         """Encode the difference to `base`, which must have the same size."""
         current, reference = as_unsigned(values), _reference(values, base)
         signed = SIGNED[current.itemsize]
-        difference = SCRATCH.array("difference", current.size, current.dtype)
+        difference = BLOCKS.array(current.shape, current.dtype)
         difference = np.subtract(current, reference, out=difference).view(signed)
-        sign = SCRATCH.array("sign", current.size, signed)
+        sign = BLOCKS.array(current.shape, signed)
         np.right_shift(difference, 8 * current.itemsize - 1, out=sign)
         np.left_shift(difference, 1, out=difference)
         np.bitwise_xor(difference, sign, out=difference)

@@ -24,7 +24,7 @@ from penstock.core.codecs.base import (
     unzstd,
 )
 from penstock.core.codecs.planes import Planes, join, looks_compressible, split
-from penstock.core.reuse import SCRATCH
+from penstock.core.reuse import BLOCKS
 
 _HEAD = struct.Struct("<I")  # how many values are not zero
 _PIECE = struct.Struct("<BI")  # how the bitmap or a plane is kept, and its bytes
@@ -69,15 +69,15 @@ class Series(Codec):
     def _encode_fast(self, kernels: Any, words: Array) -> list[Buffer]:
         """Encode in one compiled call, and compress what that left for an entropy coder."""
         width = words.itemsize
-        room = np.empty(words.nbytes + words.nbytes // 16 + 64, np.uint8)
+        room = BLOCKS.array((words.nbytes + words.nbytes // 16 + 64,), np.uint8)
         used = kernels.encode_block(
             words,
             _LZ4_ACCELERATION,
             _WORTH_LZ4,
             _TRY_ZSTD,
-            SCRATCH.array("marks", -(-words.size // 8), np.uint8),
-            SCRATCH.array("gaps", words.size, words.dtype),
-            SCRATCH.array("planes", words.nbytes, np.uint8),
+            BLOCKS.array((-(-words.size // 8),), np.uint8),
+            BLOCKS.array(words.shape, words.dtype),
+            BLOCKS.array((words.nbytes,), np.uint8),
             room,
         )
         parts: list[Buffer] = []
@@ -140,9 +140,9 @@ class Series(Codec):
             np.array([-1] * len(sizes) if crcs is None else crcs, np.int64),
             *turn,
             kernels.HAS_ZSTD,
-            SCRATCH.array("planes", largest * width + largest // 8 + 1, np.uint8),
-            SCRATCH.array("gaps", largest, out.dtype),
-            SCRATCH.array("turned", largest if turn[1] else 0, out.dtype),
+            BLOCKS.array((largest * width + largest // 8 + 1,), np.uint8),
+            BLOCKS.array((largest,), out.dtype),
+            BLOCKS.array((largest if turn[1] else 0,), out.dtype),
             out,
         )
         return None if bad == kernels.NEEDS_ZSTD else int(bad)
@@ -210,10 +210,10 @@ def split_gaps(words: Array) -> tuple[Array, list[Array]]:
     """Return the bitmap of what is not zero, and the byte planes of the gaps between the rest."""
     if (kernels := _kernels()) is None:
         return slow_split_gaps(words)
-    marks = SCRATCH.array("marks", -(-words.size // 8), np.uint8)
-    gaps = SCRATCH.array("gaps", words.size, words.dtype)
+    marks = BLOCKS.array((-(-words.size // 8),), np.uint8)
+    gaps = BLOCKS.array(words.shape, words.dtype)
     gaps = gaps[: kernels.take_nonzero(words, marks, gaps)]
-    planes = SCRATCH.array("planes", gaps.nbytes, np.uint8).reshape(gaps.itemsize, gaps.size)
+    planes = BLOCKS.array((gaps.itemsize, gaps.size), np.uint8)
     kernels.split_planes(gaps, planes)
     return marks, list(planes)
 

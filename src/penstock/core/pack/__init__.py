@@ -7,7 +7,6 @@ from penstock.core.pack.format import (
     DTYPES,
     Entry,
     Index,
-    Limits,
     is_pack,
     read_summary,
 )
@@ -19,7 +18,6 @@ __all__ = [
     "Entry",
     "Index",
     "Item",
-    "Limits",
     "PackReader",
     "PackWriter",
     "is_pack",

@@ -36,6 +36,10 @@ RATIO_FREE_BYTES = 64 * 1024
 MAX_DIMENSIONS = 32  # numpy's limit before version 2
 _DIGEST_BYTES = 16
 
+# What a reader is willing to allocate; checked before it does.
+MAX_HEADER_BYTES = 100_000_000  # safetensors' own limit
+MAX_BLOCK_BYTES = 256 << 20
+MAX_TENSOR_BYTES = 1 << 40
 
 # What the parsing of a hostile index may raise: all of it means that the file is damaged.
 _NONSENSE = (
@@ -79,21 +83,6 @@ DTYPES: dict[str, Dtype] = {
         ("complex128", None, np.complex128),
     ]
 }
-
-
-@dataclass(frozen=True)
-class Limits:
-    """What a reader is willing to allocate; checked before it does.
-
-    Args:
-        header_bytes: Largest header (safetensors' own limit is 100 MB).
-        block_bytes: Largest decoded block.
-        tensor_bytes: Largest decoded tensor.
-    """
-
-    header_bytes: int = 100_000_000
-    block_bytes: int = 256 * 1024 * 1024
-    tensor_bytes: int = 1 << 40
 
 
 @dataclass
@@ -275,22 +264,21 @@ def is_pack(path: Path | str) -> bool:
     return head[8:].startswith(b'{"__metadata__":{"' + INDEX_KEY.encode() + b'":')
 
 
-def read_index(path: Path, descriptor_size: int, read: Any, limits: Limits) -> Index:
+def read_index(path: Path, descriptor_size: int, read: Any) -> Index:
     """Read and check a header.
 
     Args:
         path: Named in errors.
         descriptor_size: Size of the file.
         read: Called with (size, offset), returns bytes.
-        limits: What may be allocated.
 
     Raises:
         CorruptFile: Anything in the header is not as it was written.
-        LimitExceeded: The header asks for more than `limits`.
+        LimitExceeded: The header asks for more than the limits above.
     """
-    header, content, digest, length = _read_header(path, descriptor_size, read, limits)
+    header, content, digest, length = _read_header(path, descriptor_size, read)
     try:
-        index = _parse(content, limits)
+        index = _parse(content)
     except LimitExceeded as error:
         raise LimitExceeded(f"{path}: {error}") from error
     except _NONSENSE as error:
@@ -317,7 +305,7 @@ def read_summary(path: Path) -> Index:
     with open(path, "rb", buffering=0) as file:
         size_bytes = os.fstat(file.fileno()).st_size
         _, content, digest, _ = _read_header(
-            path, size_bytes, lambda size, at: os.pread(file.fileno(), size, at), Limits()
+            path, size_bytes, lambda size, at: os.pread(file.fileno(), size, at)
         )
     try:
         return Index(str(content["kind"]), _parse_meta(content), {}, _parse_base(content), digest)
@@ -326,7 +314,7 @@ def read_summary(path: Path) -> Index:
 
 
 def _read_header(
-    path: Path, descriptor_size: int, read: Any, limits: Limits
+    path: Path, descriptor_size: int, read: Any
 ) -> tuple[dict[str, Any], dict[str, Any], str, int]:
     """Return the safetensors header, the index in it, its digest, and the header's length."""
     if descriptor_size < 10:
@@ -334,8 +322,8 @@ def _read_header(
     (length,) = struct.unpack("<Q", read(8, 0))
     if length > descriptor_size - 8:
         raise CorruptFile(f"{path} is damaged: cut off, or its header length is wrong")
-    if length > limits.header_bytes:
-        raise LimitExceeded(f"{path}: header of {length} bytes is over {limits.header_bytes}")
+    if length > MAX_HEADER_BYTES:
+        raise LimitExceeded(f"{path}: header of {length} bytes is over {MAX_HEADER_BYTES}")
     raw = read(length, 8)
     try:
         header = json.loads(raw)
@@ -358,10 +346,8 @@ def _read_header(
     return header, content, digest, length
 
 
-def _parse(content: dict[str, Any], limits: Limits) -> Index:
-    entries: dict[str, Entry] = {}
-    for name, record in content["tensors"].items():
-        entries[name] = _parse_entry(name, record, limits)
+def _parse(content: dict[str, Any]) -> Index:
+    entries = {name: _parse_entry(name, record) for name, record in content["tensors"].items()}
     place(entries.values())
     return Index(str(content["kind"]), _parse_meta(content), entries, _parse_base(content))
 
@@ -386,7 +372,7 @@ def _parse_base(content: dict[str, Any]) -> dict[str, str] | None:
     return base
 
 
-def _parse_entry(name: str, record: dict[str, Any], limits: Limits) -> Entry:
+def _parse_entry(name: str, record: dict[str, Any]) -> Entry:
     if len(record["shape"]) > MAX_DIMENSIONS:
         raise CorruptFile(f"{name}: {len(record['shape'])} dimensions")
     shape = tuple(_natural(n) for n in record["shape"])
@@ -408,11 +394,11 @@ def _parse_entry(name: str, record: dict[str, Any], limits: Limits) -> Entry:
     )
     if entry.block_bytes < 1 or entry.block_bytes % entry.words.itemsize:
         raise CorruptFile(f"{name}: block size {entry.block_bytes} makes no sense")
-    if min(entry.block_bytes, entry.nbytes) > limits.block_bytes:
-        raise LimitExceeded(f"{name}: block of {entry.block_bytes} over {limits.block_bytes} bytes")
+    if min(entry.block_bytes, entry.nbytes) > MAX_BLOCK_BYTES:
+        raise LimitExceeded(f"{name}: block of {entry.block_bytes} over {MAX_BLOCK_BYTES} bytes")
     # Zeros are left out: a shape like [0, 2**62] is empty, and still more than numpy can name.
-    if math.prod(filter(None, shape)) * entry.words.itemsize > limits.tensor_bytes:
-        raise LimitExceeded(f"{name}: shape {list(shape)}, limit {limits.tensor_bytes} bytes")
+    if math.prod(filter(None, shape)) * entry.words.itemsize > MAX_TENSOR_BYTES:
+        raise LimitExceeded(f"{name}: shape {list(shape)}, limit {MAX_TENSOR_BYTES} bytes")
     if entry.blocks != len(entry.sizes) or entry.blocks != len(entry.crcs):
         raise CorruptFile(f"{name}: {entry.blocks} blocks expected, {len(entry.sizes)} listed")
     raw = entry.codec.id == "raw"

@@ -15,8 +15,8 @@ from numpy.typing import NDArray
 from typing_extensions import Self
 
 from penstock.core.codecs import Series, as_unsigned
-from penstock.core.pack.format import Entry, Index, Limits, read_index
-from penstock.core.reuse import SCRATCH
+from penstock.core.pack.format import Entry, Index, read_index
+from penstock.core.reuse import BLOCKS
 from penstock.core.threads import parallel_list
 from penstock.errors import CorruptFile, DataError, LimitExceeded, UsageError
 
@@ -37,7 +37,6 @@ class PackReader:
 
     Args:
         path: The pack.
-        limits: What may be allocated.
         find_base: Tells where the base of a delta lies; by default beside it.
 
     Example:
@@ -45,22 +44,16 @@ class PackReader:
             weights = pack.read("model.actor.0.weight")
     """
 
-    def __init__(
-        self,
-        path: Path | str,
-        limits: Limits | None = None,
-        find_base: BaseFinder = base_beside,
-    ) -> None:
+    def __init__(self, path: Path | str, find_base: BaseFinder = base_beside) -> None:
         # A link such as `latest` is followed first: a base is named relative to the real file.
         self.path = Path(path).resolve()
-        self._limits = limits or Limits()
         self._find_base = find_base
         self._base: PackReader | None = None
         self._descriptor = -1
         self._descriptor = os.open(self.path, os.O_RDONLY)
         try:
             self.size_bytes = os.fstat(self._descriptor).st_size
-            self.index: Index = read_index(self.path, self.size_bytes, self._pread, self._limits)
+            self.index: Index = read_index(self.path, self.size_bytes, self._pread)
         except BaseException:
             self.close()
             raise
@@ -107,25 +100,16 @@ class PackReader:
             if (low, high) == (begin, end):
                 self._decode(entry, block, target)
             else:
-                content = self.read_block(name, block, "block")
+                content = self.read_block(name, block)
                 target[:] = content[(low - begin) // width : (high - begin) // width]
         return out.reshape((stop - start, *shape[1:]))
 
-    def read_block(self, name: str, block: int, scratch: str | None = None) -> NDArray[Any]:
-        """Read one block as a flat array.
-
-        Args:
-            name: The tensor.
-            block: The number of the block.
-            scratch: A role of `reuse.SCRATCH`: the result lies there, instead of in fresh memory,
-                until this thread uses the role again.
-        """
+    def read_block(self, name: str, block: int) -> NDArray[Any]:
+        """Read one block as a flat array."""
         entry = self.entry(name)
         start, stop = entry.block_range(block)
         count = (stop - start) // entry.words.itemsize
-        out = (
-            SCRATCH.array(scratch, count, entry.words) if scratch else np.empty(count, entry.words)
-        )
+        out = BLOCKS.array((count,), entry.words)
         self._decode(entry, block, out)
         return out
 
@@ -172,7 +156,7 @@ class PackReader:
             try:
                 self._check_padding(entry)
                 for block in range(entry.blocks):
-                    self.read_block(name, block, "block")
+                    self.read_block(name, block)
             except DataError as error:
                 yield name, str(error)
 
@@ -202,7 +186,7 @@ class PackReader:
                 raise CorruptFile(f"{self.path} is damaged: a delta without a base")
             path = self._find_base(self.path, link)
             try:
-                base = PackReader(path, self._limits, self._find_base)
+                base = PackReader(path, self._find_base)
             except FileNotFoundError:
                 raise CorruptFile(
                     f"{self.path} is a difference to {link['file']}, which is not beside it; "
@@ -232,7 +216,7 @@ class PackReader:
         """Decode and verify consecutive blocks in one call; the slow way where there is no such."""
         ranges = [entry.block_range(block) for block in blocks]
         sizes = [entry.sizes[block] for block in blocks]
-        data = SCRATCH.array("read", sum(sizes), np.uint8)
+        data = BLOCKS.array((sum(sizes),), np.uint8)
         at = self.index.header_bytes + entry.offset + entry.block_offsets[blocks[0]]
         whole = os.preadv(self._descriptor, [data.data], at) == data.size
         width = words.itemsize
@@ -242,7 +226,7 @@ class PackReader:
         if whole and codec.decode_blocks(data, sizes, counts, crcs, turn, out) == -1:
             return
         for block, (start, stop) in zip(blocks, ranges, strict=True):
-            content = self.read_block(entry.name, block, "block")  # says what is wrong, if anything
+            content = self.read_block(entry.name, block)  # says what is wrong, if anything
             target = words[start // width : stop // width].view(entry.words)
             if turn[1]:
                 features, steps = turn
@@ -254,7 +238,7 @@ class PackReader:
         if out.ndim == 1:
             self._decode(entry, block, out)
         else:
-            content = self.read_block(entry.name, block, "block")
+            content = self.read_block(entry.name, block)
             np.copyto(out, content.reshape(out.shape))
 
     def _decode(self, entry: Entry, block: int, out: NDArray[Any]) -> None:
@@ -269,7 +253,7 @@ class PackReader:
             else:
                 base = self._base_block(entry, block) if entry.codec.needs_base else None
                 size = entry.sizes[block]
-                data = SCRATCH.array("read", size, np.uint8).data
+                data = BLOCKS.array((size,), np.uint8).data
                 if os.preadv(self._descriptor, [data], at) != size:
                     raise CorruptFile("cut off")
                 entry.codec.decode(data, out, base)
@@ -286,7 +270,7 @@ class PackReader:
         other = base.index.entries.get(entry.name)
         if other is None or not other.same_blocks(entry):
             raise CorruptFile(f"{base.path.name} does not hold its base")
-        return base.read_block(entry.name, block, "base")
+        return base.read_block(entry.name, block)
 
     def _check_padding(self, entry: Entry) -> None:
         used = sum(entry.sizes)

@@ -8,20 +8,18 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import closing
 from dataclasses import dataclass, replace
 from pathlib import Path
-from types import TracebackType
 from typing import Any, NamedTuple
 
 import numpy as np
 from isal import isal_zlib
 from numpy.typing import NDArray
-from typing_extensions import Self
 
 from penstock.core.codecs import Codec, Layout, Raw
 from penstock.core.codecs.base import Buffer
 from penstock.core.files import NewFile, storage_error, write_all
 from penstock.core.pack.format import ALIGNMENT, DTYPES, MAX_DIMENSIONS, Entry, Index, render
 from penstock.core.pack.reader import PackReader
-from penstock.core.reuse import SCRATCH
+from penstock.core.reuse import BLOCKS
 from penstock.core.threads import INLINE_BYTES, parallel_map
 from penstock.errors import UsageError
 
@@ -103,7 +101,7 @@ def _grouped(blocks: Iterable[_Block]) -> Iterator[list[_Block]]:
         yield group
 
 
-class PackWriter:
+class PackWriter(NewFile):
     """Write tensors into a pack that appears under its name only when it is whole and durable.
 
     `write` takes all tensors and makes them durable under a temporary name, so that `publish` is
@@ -134,7 +132,6 @@ class PackWriter:
         nice: int = 0,
         patient: Callable[[], bool] = lambda: False,
     ) -> None:
-        self._path = Path(path)
         self._base = base
         self._workers = workers
         self._nice = nice
@@ -146,22 +143,22 @@ class PackWriter:
         try:
             json.dumps(self.index.meta, allow_nan=False)
         except (TypeError, ValueError) as error:
-            raise UsageError(f"{self._path}: its meta is not JSON ({error})") from error
-        self._new = NewFile(self._path)
+            raise UsageError(f"{path}: its meta is not JSON ({error})") from error
         self._pushed = 0
         self._written = False
+        super().__init__(path)
 
     def write(self, items: Sequence[Item]) -> None:
         """Write all tensors, encoding their blocks in parallel, and bring them to the disk."""
-        self._new.check_open()
+        self.check_open()
         if self._written:
-            raise UsageError(f"{self._path}: give all tensors in one call")
+            raise UsageError(f"{self.path}: give all tensors in one call")
         try:
             self._write(items)
         except BaseException as error:
             self.abandon()  # an entry may be half written: such a pack must never get its name
             if isinstance(error, OSError):
-                raise storage_error("write", self._path, error) from error
+                raise storage_error("write", self.path, error) from error
             raise
         self._written = True
 
@@ -169,32 +166,13 @@ class PackWriter:
         """Give the pack its name."""
         if not self._written:
             self.write([])
-        self._new.publish()
-
-    def abandon(self) -> None:
-        """Drop what was written; safe to call after `publish`."""
-        self._new.abandon()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        try:
-            if kind is None:
-                self.publish()
-        finally:
-            self.abandon()
+        super().publish()
 
     def _write(self, items: Sequence[Item]) -> None:
         started: dict[str, tuple[Entry, Item]] = {}
         for item in items:
             if item.name in started or item.name == "__metadata__":
-                raise UsageError(f"{item.name}: this name is taken in {self._path.name}")
+                raise UsageError(f"{item.name}: this name is taken in {self.path.name}")
             started[item.name] = (self._entry(item), item)
         # Sizes that are no multiple of the alignment come last, wide elements first, so that every
         # plain tensor starts at a multiple of its element size.
@@ -203,31 +181,28 @@ class PackWriter:
         )
         self.index.entries = {entry.name: entry for entry, _ in ordered}
         room = _header_room(self.index)
-        self._new.file.seek(room)
+        self.file.seek(room)
         blocks = (block for entry, item in ordered for block in _blocks(entry, item))
-        if sum(item.values.nbytes for item in items) <= INLINE_BYTES:
-            for one in blocks:
-                self._store(self._encode(*one))
-        else:
-            coded = parallel_map(
-                lambda group: [self._encode(*block) for block in group],
-                _grouped(blocks),
-                name="encode",
-                helpers=self._workers,
-                size=lambda group: 2 * sum(values.nbytes for _, values, _ in group),
-                limit_bytes=4 * self._workers * DEFAULT_BLOCK_BYTES,
-                nice=self._nice,
-                patient=self._patient,
-            )
-            with closing(coded):
-                for group in coded:
-                    for result in group:
-                        self._store(result)
+        small = sum(item.values.nbytes for item in items) <= INLINE_BYTES
+        coded = parallel_map(
+            lambda group: [self._encode(*block) for block in group],
+            _grouped(blocks),
+            name="encode",
+            helpers=0 if small else self._workers,
+            size=lambda group: 2 * sum(values.nbytes for _, values, _ in group),
+            limit_bytes=4 * self._workers * DEFAULT_BLOCK_BYTES,
+            nice=self._nice,
+            patient=self._patient,
+        )
+        with closing(coded):
+            for group in coded:
+                for result in group:
+                    self._store(result)
         header = render(self.index, room)
         self.index.header_bytes = len(header)
-        self._new.file.seek(0)
-        write_all(self._new.file, header)
-        self._new.sync()
+        self.file.seek(0)
+        write_all(self.file, header)
+        self.sync()
 
     def _entry(self, item: Item) -> Entry:
         dtype = item.dtype or item.values.dtype.name
@@ -268,16 +243,14 @@ class PackWriter:
 
     def _encode(self, entry: Entry, values: NDArray[Any], number: int) -> _Coded:
         if values.ndim > 1:
-            flat = SCRATCH.array("stored", values.size, values.dtype)
-            if entry.codec.id == "raw":
-                flat = np.empty(values.size, values.dtype)  # its buffer is the block itself
-            np.copyto(flat.reshape(values.shape), values)
-            values = flat
+            stored = BLOCKS.array(values.shape, values.dtype)
+            np.copyto(stored, values)
+            values = stored.reshape(-1)
         codec = entry.codec
         base = None
         if codec.needs_base:
             assert self._base is not None
-            base = self._base.read_block(entry.name, number, "base")
+            base = self._base.read_block(entry.name, number)
         buffers = codec.encode(values, base)
         kept = values
         if codec.lossy:  # the checksum covers what a reader gets
@@ -287,11 +260,11 @@ class PackWriter:
 
     def _start_writeback(self) -> None:
         """Let the disk begin early, so that the fsync at the end finds less to do."""
-        at = self._new.file.tell()
+        at = self.file.tell()
         if at - self._pushed >= _WRITEBACK_BYTES:
             # On Linux this advice starts the write-back of dirty pages and returns at once.
             length = at - self._pushed
-            os.posix_fadvise(self._new.file.fileno(), self._pushed, length, os.POSIX_FADV_DONTNEED)
+            os.posix_fadvise(self.file.fileno(), self._pushed, length, os.POSIX_FADV_DONTNEED)
             self._pushed = at
 
     def _store(self, coded: _Coded) -> None:
@@ -299,10 +272,10 @@ class PackWriter:
         entry.sizes.append(sum(memoryview(buffer).nbytes for buffer in coded.buffers))
         entry.crcs.append(coded.crc)
         for buffer in coded.buffers:
-            write_all(self._new.file, buffer)
+            write_all(self.file, buffer)
         self._start_writeback()
         if len(entry.sizes) == entry.blocks:
             entry.stored_bytes = entry.padded_bytes()
             padding = entry.stored_bytes - sum(entry.sizes)
             for start in range(0, padding, _PADDING_BYTES):
-                write_all(self._new.file, bytes(min(_PADDING_BYTES, padding - start)))
+                write_all(self.file, bytes(min(_PADDING_BYTES, padding - start)))
