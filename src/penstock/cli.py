@@ -178,6 +178,17 @@ def _evaluate(arguments: argparse.Namespace) -> int:
     return 0
 
 
+def _export_policy(arguments: argparse.Namespace) -> int:
+    from penstock.nav.export import export_policy
+
+    result = export_policy(arguments.run, arguments.out, checkpoint=arguments.checkpoint)
+    if arguments.json:
+        _print_json(result.to_json())
+    else:
+        _show(result.text())
+    return 0
+
+
 def _export(arguments: argparse.Namespace) -> int:
     from penstock.rollouts.lerobot import export
 
@@ -274,6 +285,7 @@ _VERBS: dict[str, Callable[[argparse.Namespace], int]] = {
     "build": _build,
     "train": _train,
     "evaluate": _evaluate,
+    "export-policy": _export_policy,
     "export": _export,
     "advise": _advise,
     "bench": _bench,

@@ -172,10 +172,11 @@ class TensorBoardSink:
             self._writer = log_dir_or_writer
 
     def write(self, metrics: Mapping[str, float], step: int) -> None:
-        """Add one scalar per metric; they are in the file when this returns."""
+        """Add one scalar per metric; with a folder, they are there when this returns."""
         for name, value in metrics.items():
             self._writer.add_scalar(name, float(value), step)
-        self._writer.flush()
+        if self._own:
+            self._writer.flush()
 
     def close(self) -> None:
         """Flush, and close a writer that was made here."""

@@ -84,7 +84,10 @@ class Policy(nn.Module):
         device = self.critic.weight.device.type
         with torch.autocast(device, dtype=torch.bfloat16, enabled=self.bf16):
             features = self.encoder(rows)
-        features = features.float()
+        return self.heads(features.float())
+
+    def heads(self, features: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Compute what `forward` does from features [N, width]."""
         # One product for the three heads; they are separate to have their own learning rates.
         heads = F.linear(
             features,
