@@ -102,7 +102,8 @@ def test_no_verb_shows_help(capsys):
         (
             ["xyzzy"],
             2,
-            "use one of info, doctor, convert, build, train, evaluate, export, advise, bench, demo",
+            "use one of info, doctor, convert, build, train, evaluate, export-policy, export, "
+            "advise, bench, demo",
         ),
         (["info"], 2, "PATH"),
         (["info", "--wrong", "x"], 2, "--wrong"),

@@ -190,7 +190,10 @@ def _export_policy(arguments: argparse.Namespace) -> int:
 
 
 def _export(arguments: argparse.Namespace) -> int:
+    from pathlib import Path
+
     from penstock.rollouts.lerobot import export
+    from penstock.tools.inspect_run import rate_note
 
     mode = "resume" if arguments.resume else "overwrite" if arguments.overwrite else "create"
     report = _until_stopped(
@@ -209,6 +212,9 @@ def _export(arguments: argparse.Namespace) -> int:
         _print_json(report.to_json())
     else:
         _show(report.text())
+    note = rate_note(Path(arguments.rollouts).absolute(), report.fps)
+    if note is not None:
+        print(f"penstock: note: {note}", file=sys.stderr)
     return 0
 
 

@@ -32,7 +32,7 @@ except ModuleNotFoundError as error:
     raise MissingExtra("hydra-core", "rl") from error
 
 CONF: Final = Path(__file__).parent / "conf"
-COLLECTORS: Final = ("sync", "pipelined", "compressed")
+COLLECTORS: Final = ("sync", "pipelined")
 TRAINING_MAPS: Final = 1_000_000  # seeds of maps: from here for training, see evaluation for others
 VALIDATION_MAPS: Final = 500_000
 _CHANGED: Final = "# changed after iteration"
@@ -269,6 +269,11 @@ def _first_line(error: Exception) -> str:
 
 
 def _checked(raw: dict[str, Any], plugin_arguments: Mapping[str, Any]) -> Config:
+    if raw["collector"] == "compressed":
+        raise UsageError(
+            "collector=compressed is gone: it cost time and saved nothing where a batch is used "
+            "once; give collector=sync, which learns the same bits"
+        )
     _check_choice("collector", raw["collector"], COLLECTORS)
     _check_choice("backend", raw["backend"], ("numba", "torch"))
     _check_device(raw["device"], raw["backend"])
