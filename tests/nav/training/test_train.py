@@ -20,7 +20,9 @@ from penstock.errors import DataError, LockHeld, UsageError
 from penstock.nav.learning.ppo import PPO
 from penstock.nav.training.config import load_config
 from penstock.nav.training.episodes import EpisodeWindow
+from penstock.nav.training.group import Group
 from penstock.nav.training.launch import start
+from penstock.nav.training.loop import Trainer
 from penstock.nav.training.stopping import Stop
 
 from .conftest import SMALL, differences
@@ -324,3 +326,16 @@ def test_another_environment_plugs_in(tmp_path):
     assert rows[-1]["env_frames"] == 3 * 8 * 16
     with pytest.raises(UsageError, match=r"give env\._target_"):
         start(["resume=x"])
+
+
+def test_no_process_flies_the_random_numbers_of_another_seed():
+    words = ["env._target_=penstock.nav.simulation.env.NavigationEnv", "env.num_envs=4"]
+    words += ["algo.training_frame_num=8", "algo.minibatches=2", "env.num_obstacles=5"]
+    states = []
+    for seed, rank in ((0, 1), (1, 0), (0, 0)):
+        group = Group()
+        group.rank = rank
+        trainer = Trainer(load_config([*words, f"seed={seed}"]), group, Stop())
+        states.append(bytes(trainer.source.state_dict()[0]["generator"].numpy()))
+        trainer.source.close()
+    assert len(set(states)) == 3

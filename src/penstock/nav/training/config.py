@@ -19,7 +19,7 @@ import torch
 
 from penstock.core.files import publish_bytes, storage_error
 from penstock.errors import MissingExtra, UsageError
-from penstock.nav.learning.ppo_settings import PPOSettings
+from penstock.nav.learning.ppo_settings import PPO_HELP, PPOSettings
 from penstock.nav.simulation.task import PHYSICS_DT_S, Reward, Settings
 from penstock.ui.suggestions import did_you_mean
 
@@ -116,6 +116,8 @@ def load_config(
     try:
         with initialize_config_dir(str(CONF), version_base="1.3"):
             config = compose("train", algo)
+        OmegaConf.set_struct(config, False)
+        config.algo.update(_ppo_defaults(config.algo.name))
     except HydraException as error:
         known = [path.stem for path in (CONF / "algo").glob("*.yaml")]
         given = algo[-1].partition("=")[2]
@@ -191,7 +193,20 @@ def write_config(config: Config, path: Path, iteration: int = 0) -> None:
 def help_text() -> str:
     """Return the settings with their comments, as they are in the files."""
     algo = (CONF / "algo/fast.yaml").read_text()
+    for name, value in _ppo_defaults("fast").items():
+        line = f"{name}: {'null' if value is None else value}"
+        comment = PPO_HELP.get(name)
+        algo += f"{line:<37}# {comment}\n" if comment else f"{line}\n"
     return (CONF / "train.yaml").read_text() + "\nalgo:\n" + textwrap.indent(algo, "  ")
+
+
+def _ppo_defaults(preset: str) -> dict[str, Any]:
+    settings = PPOSettings.preset(preset)
+    return {
+        field.name: getattr(settings, field.name)
+        for field in fields(settings)
+        if field.name in _PPO
+    }
 
 
 def _split(word: str) -> tuple[str, str]:

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from penstock.errors import DataError, PeerLost, UsageError
 from penstock.nav.evaluation.crossing import Outcome, fly, steady
-from penstock.nav.learning.policy import Policy
+from penstock.nav.learning.policy import Policy, has_bf16
 from penstock.nav.learning.ppo import PPO
 from penstock.nav.training.books import Books, Place
 from penstock.nav.training.collect import SimulatorCollector, Stopped
@@ -170,7 +170,8 @@ class Trainer:
         self._shards = group.shards(config.shards)
         seed = config["seed"]
         device = config["device"]
-        policy = Policy(config.preset, seed=seed, bf16=config.bf16).to(device)
+        bf16 = has_bf16(device) if config.bf16 is None else config.bf16
+        policy = Policy(config.preset, seed=seed, bf16=bf16).to(device)
         self.ppo = PPO(
             policy,
             replace(config.ppo, shards=len(self._shards)),
@@ -180,7 +181,7 @@ class Trainer:
         self.frames_per_iteration = config.frames_per_iteration
         flyer: Flyer
         if config.plugin is not None:
-            flyer = PluginFlyer(config, seed + group.rank)
+            flyer = PluginFlyer(config, 1000 * seed + group.rank)  # as shards: never another seed's
             self.frames_per_iteration = config.steps * flyer.num_envs * group.size
         else:
             flyer = self._collector()
