@@ -178,16 +178,21 @@ class Navigator:
 
     def _checked(self, obs: Mapping[str, Any], name: str) -> Floats:
         shape = self.settings.shapes()[name]
-        words = ", ".join(map(str, shape))
         if obs.get(name) is None:
-            raise UsageError(f"the observation has no {name!r}; give [n, {words}]")
+            raise UsageError(f"the observation has no {name!r}; give [n, {_words(shape)}]")
         value = _array(obs[name])
         plain = [size for size in value.shape[1:] if size != 1]
         if value.ndim < 2 or plain != [size for size in shape if size != 1]:
-            raise UsageError(f"observation {name!r} is {list(value.shape)}; give [n, {words}]")
+            raise UsageError(
+                f"observation {name!r} is {list(value.shape)}; give [n, {_words(shape)}]"
+            )
         if not np.isfinite(value).all():
             raise UsageError(f"observation {name!r} has values that are not finite; check sensors")
         return value.reshape(len(value), *shape)
+
+
+def _words(shape: tuple[int, ...]) -> str:
+    return ", ".join(map(str, shape))
 
 
 def check_switch(shield: str) -> None:

@@ -67,21 +67,24 @@ def _cost(
     times = settings.step_s * np.arange(1, len(shares) + 1)
     at = shares[:, 0, None, None] * candidates + shares[:, 1, None, None] * current  # [S, C, 3]
 
+    inside = np.zeros(at.shape[:2])
     keep = settings.radius_m + settings.static_margin_m
-    reach = np.abs(at).max(initial=0.0, axis=(0, 1))  # farther points cannot be met
-    near = points[(np.abs(points[:, :2]) < reach[:2] + keep).all(1)]
-    x, y, z = (at[..., axis, None] - near[:, axis] for axis in range(3))
-    above = np.maximum(z, 0.0)  # boxes stand on the ground: below a hit there is no way
-    away = np.sqrt((x * x + y * y + above * above).min(-1, initial=keep * keep))
-    inside = np.maximum(keep - away, 0.0)
+    reach = np.abs(at[..., :2]).max(axis=(0, 1)) + keep  # farther points cannot be met
+    near = points[(np.abs(points[:, :2]) < reach).all(1)]
+    if len(near):
+        x, y, z = (at[..., axis, None] - near[:, axis] for axis in range(3))
+        above = np.maximum(z, 0.0)  # boxes stand on the ground: below a hit there is no way
+        away = np.sqrt((x * x + y * y + above * above).min(-1))
+        inside = np.maximum(keep - away, 0.0)
 
     place, motion, half, tall = moving
-    keep = settings.radius_m + settings.dynamic_margin_m
-    there = place + times[:, None, None] * motion  # [S, M, 3]
-    x, y, z = (at[..., axis, None] - there[:, None, :, axis] for axis in range(3))
-    level = tall | (np.abs(z) < 0.5 + keep)
-    depth = ((half + keep) - np.sqrt(x * x + y * y)) * level
-    inside = np.maximum(inside, depth.max(-1, initial=0.0))
+    if len(place):
+        keep = settings.radius_m + settings.dynamic_margin_m
+        there = place + times[:, None, None] * motion  # [S, M, 3]
+        x, y, z = (at[..., axis, None] - there[:, None, :, axis] for axis in range(3))
+        level = tall | (np.abs(z) < 0.5 + keep)
+        depth = ((half + keep) - np.sqrt(x * x + y * y)) * level
+        inside = np.maximum(inside, depth.max(-1))
 
     if height is not None:
         floor = settings.floor_m + settings.static_margin_m
