@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from penstock.errors import UsageError
-from penstock.nav.evaluation.crossing import Flights, Outcome, fly, steady, straight
+from penstock.nav.evaluation.crossing import Flights, Outcome, deterministic_pilot, fly, straight
 from penstock.nav.learning.policy import Policy
 from penstock.nav.shield import Shield
 from penstock.nav.simulation.results import Observation
@@ -33,7 +33,7 @@ def constant(*action: float) -> object:
 
 
 def test_flights_are_the_same_bits_for_any_number_of_threads() -> None:
-    pilot = steady(Policy("fast", seed=3))
+    pilot = deterministic_pilot(Policy("fast", seed=3))
     short = FULL.with_(episode_seconds=10.0)
     shield = Shield.for_task(short)
     one = fly(pilot, short, [7, 8, 9], 8, shield=shield, record=True)
@@ -46,7 +46,7 @@ def test_flights_are_the_same_bits_for_any_number_of_threads() -> None:
 
 
 def test_threads_of_torch_change_nothing() -> None:
-    pilot = steady(Policy("fast", seed=3))
+    pilot = deterministic_pilot(Policy("fast", seed=3))
     short = FULL.with_(episode_seconds=5.0)
     one = fly(pilot, short, [7], 64, record=True)
     torch.set_num_threads(2)

@@ -90,7 +90,7 @@ def straight(settings: Settings) -> Pilot:
     return pilot
 
 
-def steady(policy: Policy) -> Pilot:
+def deterministic_pilot(policy: Policy) -> Pilot:
     """Return the pilot that always takes the mean action of a policy, wherever that computes."""
 
     @torch.no_grad()

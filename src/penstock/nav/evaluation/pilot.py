@@ -13,7 +13,7 @@ from typing_extensions import Self
 
 from penstock.checkpoints.load import from_newest, load_checkpoint, load_metadata, resolve
 from penstock.errors import DataError, UnknownFormat, UsageError
-from penstock.nav.evaluation.crossing import Pilot, steady
+from penstock.nav.evaluation.crossing import Pilot, deterministic_pilot
 from penstock.nav.learning.policy import PRESETS, Policy
 from penstock.nav.navigator import Navigator as PolicyNavigator
 from penstock.nav.navigator import check_switch, read_settings
@@ -50,7 +50,7 @@ class Navigator(PolicyNavigator):
         metadata: Mapping[str, Any] | None = None,
     ) -> None:
         self.policy = policy.eval()
-        self.pilot: Pilot = steady(policy)
+        self.pilot: Pilot = deterministic_pilot(policy)
 
         def decide(seen: dict[str, Any]) -> Any:
             return self.pilot({name: torch.from_numpy(seen[name]) for name in seen}).numpy()

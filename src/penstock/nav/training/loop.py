@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from penstock.errors import DataError, PeerLost, UsageError
-from penstock.nav.evaluation.crossing import Outcome, fly, steady
+from penstock.nav.evaluation.crossing import Outcome, deterministic_pilot, fly
 from penstock.nav.learning.policy import Policy, has_bf16
 from penstock.nav.learning.ppo import PPO
 from penstock.nav.training.books import Books, Place
@@ -297,7 +297,7 @@ class Trainer:
         counts = torch.zeros(len(Outcome) + 1, dtype=torch.float64)
         if own:
             flights = fly(
-                steady(self.ppo.policy),
+                deterministic_pilot(self.ppo.policy),
                 self.config.settings,
                 [VALIDATION_MAPS + world for world in own],
                 self.config["eval_drones"],
