@@ -30,7 +30,8 @@ env = NavigationEnv(navigator.settings, num_envs=16, maps=1, map_seed=7, action=
 data = env.reset()
 for _ in range(40):
     seen = data["agents", "observation"]
-    data["agents", "action"] = navigator.velocity(seen)  # m/s, in the frame of the world
+    height = data["info", "drone_state"][:, 0, 2]  # above the ground: the shield keeps off it
+    data["agents", "action"] = navigator.velocity(seen, height)  # m/s, in the frame of the world
     data = env.step_mdp(env.step(data))
 print(f"the shield changed {navigator.interventions} of {navigator.decisions} velocities")
 env.close()

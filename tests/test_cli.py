@@ -102,7 +102,7 @@ def test_no_verb_shows_help(capsys):
         (
             ["xyzzy"],
             2,
-            "use one of info, doctor, convert, build, edit, train, evaluate, export, advise, ",
+            "use one of info, doctor, convert, build, edit, train, evaluate, export-policy, ",
         ),
         (["info"], 2, "PATH"),
         (["info", "--wrong", "x"], 2, "--wrong"),

@@ -74,7 +74,7 @@ def trained(place: Path) -> set[str]:
 
     threads = torch.get_num_threads()
     seen: set[str] = set()
-    for kind in ("sync", "pipelined", "compressed"):
+    for kind in ("sync", "pipelined"):
         eyes = ["eval_interval=2", "eval_worlds=1", "eval_drones=4"] if kind == "sync" else []
         words = [*TINY, f"name={kind}", f"collector={kind}", *(eyes or ["eval_interval=0"])]
         assert run("train", *words) == 0

@@ -167,6 +167,22 @@ def build_parser() -> argparse.ArgumentParser:
     fly.add_argument("--rerun", metavar="FILE", help="also write the flights for the rerun viewer")
     fly.add_argument("--json", action="store_true", help="one JSON document on stdout")
 
+    policy = _verb(
+        verbs,
+        "export-policy",
+        "write a trained policy as ONNX, to fly it without torch",
+        "The file takes observations and gives the mean action; it is run before it appears, and\n"
+        "must give what torch gives within 1e-5. OUT.pt2 writes torch.export's format instead.\n"
+        "penstock.nav.Navigator flies OUT.onnx with numpy and onnxruntime, behind the shield.",
+        "penstock export-policy runs/x policy.onnx",
+    )
+    policy.add_argument("run", metavar="RUN", help="a run, or a checkpoint")
+    policy.add_argument("out", metavar="OUT", help="the file: .onnx or .pt2")
+    policy.add_argument(
+        "--checkpoint", default="best", metavar="NAME", help="best (default), latest or a file name"
+    )
+    policy.add_argument("--json", action="store_true", help="one JSON document on stdout")
+
     _add_export(verbs)
 
     advise = _verb(

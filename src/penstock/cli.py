@@ -194,8 +194,22 @@ def _evaluate(arguments: argparse.Namespace) -> int:
     return 0
 
 
+def _export_policy(arguments: argparse.Namespace) -> int:
+    from penstock.nav.export import export_policy
+
+    result = export_policy(arguments.run, arguments.out, checkpoint=arguments.checkpoint)
+    if arguments.json:
+        _print_json(result.to_json())
+    else:
+        _show(result.text())
+    return 0
+
+
 def _export(arguments: argparse.Namespace) -> int:
+    from pathlib import Path
+
     from penstock.rollouts.lerobot import export
+    from penstock.tools.inspect_run import rate_note
 
     mode = "resume" if arguments.resume else "overwrite" if arguments.overwrite else "create"
     report = _until_stopped(
@@ -214,6 +228,9 @@ def _export(arguments: argparse.Namespace) -> int:
         _print_json(report.to_json())
     else:
         _show(report.text())
+    note = rate_note(Path(arguments.rollouts).absolute(), report.fps)
+    if note is not None:
+        print(f"penstock: note: {note}", file=sys.stderr)
     return 0
 
 
@@ -261,6 +278,7 @@ _VERBS: dict[str, Callable[[argparse.Namespace], int]] = {
     "edit": _edit,
     "train": _train,
     "evaluate": _evaluate,
+    "export-policy": _export_policy,
     "export": _export,
     "advise": _advise,
     "demo": _demo,

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from penstock.errors import UsageError
-from penstock.nav.learning.networks import FoldedConvolutions, _Most, describe_obstacles
+from penstock.nav.learning.networks import FoldedConvolutions, _MaxPool, describe_obstacles
 from penstock.nav.learning.policy import PRESETS, Policy, has_bf16
 
 
@@ -163,5 +163,5 @@ def test_an_unknown_preset_gets_a_hint() -> None:
 def test_the_most_of_several_and_its_gradient() -> None:
     generator = torch.Generator().manual_seed(0)
     each = torch.randn(7, 5, 3, generator=generator, dtype=torch.double, requires_grad=True)
-    assert torch.equal(_Most.apply(each), each.max(1).values)
-    assert torch.autograd.gradcheck(_Most.apply, (each,))
+    assert torch.equal(_MaxPool.apply(each), each.max(1).values)
+    assert torch.autograd.gradcheck(_MaxPool.apply, (each,))

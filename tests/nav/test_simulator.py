@@ -287,3 +287,32 @@ def test_presets():
     assert Settings(reward="navrl").weights == Reward()
     shifted = Settings(reward="shifted").weights
     assert (shifted.collision, shifted.goal, shifted.goal_ends) == (-20, 20, True)
+
+
+@pytest.mark.parametrize("every", [1, 2, 4, 6])
+def test_every_map_gets_the_episodes_it_should(every):
+    """Episodes that a new map cuts are neither of the new map nor time-outs."""
+    config = Settings(
+        num_envs=6, maps=2, episode_seconds=0.096 * 5, new_map_every=every, drone="fast", **EMPTY
+    )
+    with Simulator(config, 0) as sim:
+        sim.reset()
+        sim.progress[:] = torch.tensor([0, 2, 4, 0, 0, 0])  # world 0 ends its episodes apart
+        ended = [[0], [0]]
+        for _ in range(60 * every):
+            seeds = sim.map_seeds
+            _, _, terminated, truncated, info = sim.step(straight(6, 0.5))
+            assert not terminated.any()
+            assert not (info.cut & ~truncated).any()
+            renewed = [old != new for old, new in zip(seeds, sim.map_seeds, strict=True)]
+            for drone in info.finished.tolist():
+                world = sim.world_of[drone]
+                assert bool(info.cut[drone]) <= renewed[world]
+                ended[world][-1] += not info.cut[drone]
+            for world in (0, 1):
+                if renewed[world]:
+                    ended[world].append(0)
+        for counts in ended:
+            assert len(counts) > 5
+            # The map is renewed one step after the last of its episodes; others may end there.
+            assert set(counts[:-1]) <= {3 * every, 3 * every + 1, 3 * every + 2}

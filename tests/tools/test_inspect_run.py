@@ -7,7 +7,7 @@ import json
 import torch
 
 from penstock import AsyncCheckpointSaver, RolloutStorage
-from penstock.tools import doctor, inspect
+from penstock.tools import doctor, inspect, inspect_run
 
 
 def make_run(folder):
@@ -53,3 +53,19 @@ def test_doctor_looks_into_all_parts_of_a_run(tmp_path):
         path.write_bytes(damaged)
         assert [finding.path for finding in doctor.check(run)], path
         path.write_bytes(whole)
+
+
+def test_a_rate_that_is_rounded_is_said(tmp_path):
+    run = tmp_path / "run"
+    (run / "rollouts").mkdir(parents=True)
+    (run / "checkpoints").mkdir()
+    (run / "config.yaml").write_text("sim: {substeps: 6}\nenv: {_target_: null}\n")
+    for place in (run, run / "rollouts", run / "rollouts/rollout_000100.pack"):
+        note = inspect_run.rate_note(place, 10)
+        assert note is not None and "every 0.096 s (10.42 per second)" in note
+    (run / "config.yaml").write_text("sim: {substeps: 25}\n")  # 0.4 s
+    assert inspect_run.rate_note(run, 10) is not None
+    for harmless in ("{}", "sim: {substeps: many}", "sim: {substeps: 6}\nenv: {_target_: a.B}"):
+        (run / "config.yaml").write_text(harmless)
+        assert inspect_run.rate_note(run, 10) is None
+    assert inspect_run.rate_note(tmp_path, 10) is None

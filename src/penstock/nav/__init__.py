@@ -5,4 +5,12 @@ learning/    the policy and PPO
 shield/      a filter between policy and drone
 training/    settings, collection, the loop, its live panel; `penstock train`
 evaluation/  honest crossings of unseen worlds, their picture; `penstock evaluate`
+export.py    a policy as ONNX; `penstock export-policy`
+navigator.py such a policy that flies, without torch
 """
+
+from __future__ import annotations
+
+from penstock.nav.navigator import Navigator
+
+__all__ = ["Navigator"]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +16,7 @@ from penstock.tools import inspect_replay
 Facts = dict[str, Any]
 
 _MAX_BYTES = 4 << 20
+_PHYSICS_S = 0.016  # a step of the simulator; a decision takes sim.substeps of them
 _SHOWN = (  # of the settings, by their place
     ("env", "num_envs"),
     ("env", "num_obstacles"),
@@ -70,7 +71,25 @@ def describe(path: Path, describe_folder: Callable[[Path], Facts]) -> Facts:
     return facts
 
 
-def _settings(path: Path) -> Facts:
+def rate_note(rollouts: Path, fps: int) -> str | None:
+    """Say that the rollouts of a run have another rate than a dataset of them; None if not."""
+    run = next((each for each in (rollouts, *rollouts.parents[:3]) if is_run(each)), None)
+    if run is None:
+        return None
+    found = _settings(run / "config.yaml", (("sim", "substeps"), ("env", "_target_")))
+    substeps = found.get("sim.substeps")
+    if not isinstance(substeps, int) or "env._target_" in found:
+        return None
+    period_s = substeps * _PHYSICS_S
+    if abs(fps * period_s - 1.0) < 1e-6:
+        return None
+    return (
+        f"the dataset says {fps} fps, the run decided every {period_s:g} s "
+        f"({1 / period_s:.2f} per second); LeRobot takes whole frames per second, see --fps"
+    )
+
+
+def _settings(path: Path, places: Sequence[tuple[str, ...]] = _SHOWN) -> Facts:
     if path.stat().st_size > _MAX_BYTES:
         return {}
     try:
@@ -78,7 +97,7 @@ def _settings(path: Path) -> Facts:
     except (YAMLError, UnicodeDecodeError):
         return {"damaged": str(path)}
     found = {}
-    for place in _SHOWN:
+    for place in places:
         value = content
         for key in place:
             value = value.get(key) if isinstance(value, dict) else None

@@ -3,16 +3,26 @@
 from __future__ import annotations
 
 import argparse
+import os
 import signal
 import sys
 
 from penstock.errors import UsageError
-from penstock.nav.training.config import help_text, load_config
-from penstock.nav.training.stopping import Stop
+from penstock.ui.progress import choose_mode
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Train; return the exit code."""
+    # Before torch is imported: nobody should look at an empty screen.
+    if (
+        not arguments.print_config
+        and choose_mode(None) != "quiet"
+        and os.environ.get("RANK", "0") == "0"
+    ):
+        sys.stderr.write("penstock: loading torch; the first start compiles for half a minute\n")
+        sys.stderr.flush()
+    from penstock.nav.training.config import help_text, load_config
+
     if arguments.print_config:
         if arguments.words or arguments.config:
             sys.stdout.write(load_config(arguments.words, arguments.config).to_yaml())
@@ -24,6 +34,7 @@ def run(arguments: argparse.Namespace) -> int:
         raise UsageError(f"{unknown!r} is not a setting; give key=value, such as env.num_envs=256")
     load_config(arguments.words, arguments.config)  # a mistake is said before torchrl is imported
     from penstock.nav.training.launch import start
+    from penstock.nav.training.stopping import Stop
 
     with Stop() as stop:
         result = start(arguments.words, arguments.config, stop)
@@ -34,6 +45,8 @@ def run(arguments: argparse.Namespace) -> int:
         f"{result.iteration} iterations, {result.frames / 1e6:.2f} M frames in "
         f"{result.seconds / 60:.1f} min ({rate:,.0f} frames/s)",
     ]
+    if result.nothing_to_do is not None:
+        lines = [f"nothing to do: {result.nothing_to_do}"]
     if result.validation is not None:
         lines.append(f"best on validation maps: {result.validation:.1%} of crossings")
     if not result.stopped:

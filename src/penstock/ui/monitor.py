@@ -156,20 +156,27 @@ class TensorBoardSink:
 
     Args:
         log_dir_or_writer: A folder, or a ``SummaryWriter`` that stays the caller's to close.
+        purge_step: Of a folder that is gone on with: points from this step on do not count.
     """
 
-    def __init__(self, log_dir_or_writer: str | os.PathLike[str] | Any) -> None:
+    def __init__(
+        self, log_dir_or_writer: str | os.PathLike[str] | Any, purge_step: int | None = None
+    ) -> None:
         self._own = isinstance(log_dir_or_writer, str | os.PathLike)
         if self._own:
             module = _import("torch.utils.tensorboard", "tensorboard", "rl")
-            self._writer: Any = module.SummaryWriter(os.fspath(log_dir_or_writer))
+            self._writer: Any = module.SummaryWriter(
+                os.fspath(log_dir_or_writer), purge_step=purge_step
+            )
         else:
             self._writer = log_dir_or_writer
 
     def write(self, metrics: Mapping[str, float], step: int) -> None:
-        """Add one scalar per metric."""
+        """Add one scalar per metric; with a folder, they are there when this returns."""
         for name, value in metrics.items():
             self._writer.add_scalar(name, float(value), step)
+        if self._own:
+            self._writer.flush()
 
     def close(self) -> None:
         """Flush, and close a writer that was made here."""

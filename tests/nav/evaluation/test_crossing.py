@@ -7,8 +7,9 @@ import torch
 from torch import Tensor
 
 from penstock.errors import UsageError
-from penstock.nav.evaluation.crossing import Flights, Outcome, fly, shield_for, steady, straight
+from penstock.nav.evaluation.crossing import Flights, Outcome, deterministic_pilot, fly, straight
 from penstock.nav.learning.policy import Policy
+from penstock.nav.shield import Shield
 from penstock.nav.simulation.results import Observation
 from penstock.nav.simulation.task import Settings
 from penstock.ui.progress import Progress
@@ -32,11 +33,11 @@ def constant(*action: float) -> object:
 
 
 def test_flights_are_the_same_bits_for_any_number_of_threads() -> None:
-    pilot = steady(Policy("fast", seed=3))
+    pilot = deterministic_pilot(Policy("fast", seed=3))
     short = FULL.with_(episode_seconds=10.0)
-    shield = shield_for(short)
+    shield = Shield.for_task(short)
     one = fly(pilot, short, [7, 8, 9], 8, shield=shield, record=True)
-    again = fly(pilot, short, [7, 8, 9], 8, shield=shield_for(short), record=True)
+    again = fly(pilot, short, [7, 8, 9], 8, shield=Shield.for_task(short), record=True)
     two = fly(pilot, short, [7, 8, 9], 8, shield=shield, record=True, threads=2)
     assert same(one, again)
     assert same(one, two)
@@ -45,7 +46,7 @@ def test_flights_are_the_same_bits_for_any_number_of_threads() -> None:
 
 
 def test_threads_of_torch_change_nothing() -> None:
-    pilot = steady(Policy("fast", seed=3))
+    pilot = deterministic_pilot(Policy("fast", seed=3))
     short = FULL.with_(episode_seconds=5.0)
     one = fly(pilot, short, [7], 64, record=True)
     torch.set_num_threads(2)
@@ -136,7 +137,7 @@ def test_a_path_stays_where_the_flight_ended() -> None:
 
 
 def test_the_shield_is_asked_until_the_outcome_only() -> None:
-    flights = fly(straight(EMPTY), EMPTY, [7], 8, shield=shield_for(EMPTY))
+    flights = fly(straight(EMPTY), EMPTY, [7], 8, shield=Shield.for_task(EMPTY))
     steps = (flights.time_s / flights.period_s).round().long()
     assert flights.decisions == int(steps.sum())
     assert flights.interventions == 0
@@ -144,7 +145,7 @@ def test_the_shield_is_asked_until_the_outcome_only() -> None:
 
 def test_the_shield_helps() -> None:
     alone = fly(straight(FULL), FULL, [7], 16)
-    shielded = fly(straight(FULL), FULL, [7], 16, shield=shield_for(FULL))
+    shielded = fly(straight(FULL), FULL, [7], 16, shield=Shield.for_task(FULL))
     crashed = (Outcome.STATIC, Outcome.DYNAMIC)
     counts = [sum((f.outcome == kind).sum() for kind in crashed) for f in (alone, shielded)]
     assert counts[1] < counts[0] / 2

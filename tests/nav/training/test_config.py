@@ -70,6 +70,7 @@ def test_presets_change_the_algorithm():
         (["env.num_obstacles=-1"], "env.num_obstacles=-1"),
         (["backend=cuda"], "backend='cuda' is unknown; use one of numba, torch"),
         (["collector=async"], "collector='async' is unknown"),
+        (["collector=compressed"], "collector=compressed is gone: it cost time"),
         (["wandb.mode=onlin"], "wandb.mode='onlin' is unknown; did you mean 'online'"),
         (["env.drone=mavic"], "drone='mavic' is unknown"),
         (["reward.preset=shift"], "reward='shift' is not a preset; did you mean 'shifted'"),

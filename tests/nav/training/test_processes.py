@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import subprocess
@@ -12,6 +13,7 @@ from pathlib import Path
 import psutil
 import pytest
 import torch
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from penstock import load_checkpoint
 from penstock.errors import UsageError
@@ -132,6 +134,54 @@ def test_kill_9_loses_nothing_that_was_saved(tmp_path):
     assert run([*PENSTOCK, "resume=x"]).returncode == 0
     whole = load_checkpoint("whole/checkpoints")
     assert differences(load_checkpoint(checkpoints), whole) == []
+
+
+@pytest.mark.parametrize("every", [1, 4, 100])
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])
+def test_a_run_goes_on_bit_for_bit_and_so_do_its_curves(tmp_path, number, every):
+    short = ["env.max_episode_length=30", f"env.new_map_every={every}", "max_frame_num=15360"]
+    words_ = words("processes=1", "save_interval=4", "tensorboard=True", *short)
+    process = subprocess.Popen(
+        [*PENSTOCK, *words_, "run_dir=x"],
+        stderr=subprocess.DEVNULL,
+        stdout=subprocess.DEVNULL,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
+    )
+    metrics = tmp_path / "x/metrics.jsonl"
+    try:
+        while process.poll() is None and not (
+            metrics.exists() and metrics.read_text().count("\n") >= 10
+        ):
+            time.sleep(0.002)
+        process.send_signal(number)
+        process.wait(60)
+    finally:
+        process.kill()
+    assert process.returncode == (130 if number == signal.SIGINT else -9)
+    assert 10 <= metrics.read_text().count("\n") < 60
+    check_curves(tmp_path / "x", whole=number == signal.SIGINT)
+    start(["resume=x"])
+    start([*words_, "run_dir=whole"])
+    parts, whole = load_checkpoint("x/checkpoints"), load_checkpoint("whole/checkpoints")
+    assert parts["iteration"] == 60
+    assert differences(parts, whole) == []
+    check_curves(tmp_path / "x", whole=True)
+
+
+def check_curves(run: Path, *, whole: bool) -> None:
+    """Every point of TensorBoard is that of metrics.jsonl; after kill -9 the last may be torn."""
+    rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    curves = EventAccumulator(str(run / "tensorboard"), size_guidance={"scalars": 0})
+    curves.Reload()
+    for name in {name for row in rows for name in row} - {"step"}:
+        there = {int(row["env_frames"]): row[name] for row in rows if name in row}
+        points = {point.step: point.value for point in curves.Scalars(name)}
+        assert points == {
+            step: pytest.approx(value, rel=1e-6)
+            for step, value in there.items()
+            if whole or step in points
+        }
+        assert len(there) - len(points) <= (0 if whole else 1), name
 
 
 def test_a_process_that_dies_ends_the_training_with_a_line(tmp_path):

@@ -3,17 +3,26 @@
 from __future__ import annotations
 
 import json
+import os
+import subprocess
+import sys
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
 from penstock import RolloutStorage, load_checkpoint, load_metadata
+from penstock.cli import main
 from penstock.core.files import FolderLock
 from penstock.errors import DataError, LockHeld, UsageError
 from penstock.nav.learning.ppo import PPO
+from penstock.nav.training.config import load_config
+from penstock.nav.training.episodes import EpisodeWindow
+from penstock.nav.training.group import Group
 from penstock.nav.training.launch import start
+from penstock.nav.training.loop import Trainer
 from penstock.nav.training.stopping import Stop
 
 from .conftest import SMALL, differences
@@ -48,9 +57,11 @@ def test_a_run_leaves_everything_behind(tmp_path):
     assert rows[0]["train/lr"] > rows[-1]["train/lr"] > 0
 
 
-@pytest.mark.parametrize("collector", ["sync", "pipelined", "compressed"])
-def test_resume_goes_on_bit_for_bit(tmp_path, collector):
-    words = [*SMALL, f"collector={collector}", "env.new_map_every=1", "shards=2"]
+@pytest.mark.parametrize("every", [1, 4, 100])
+@pytest.mark.parametrize("collector", ["sync", "pipelined"])
+def test_resume_goes_on_bit_for_bit(tmp_path, collector, every):
+    words = [*SMALL, f"collector={collector}", f"env.new_map_every={every}", "shards=2"]
+    words += ["env.max_episode_length=30"]  # five decisions: maps are renewed
     start([*words, "run_dir=whole"])
     start([*words, "run_dir=parts", "max_iterations=3"])
     assert not (tmp_path / "parts/checkpoints/checkpoint_final.pt").exists()
@@ -59,8 +70,116 @@ def test_resume_goes_on_bit_for_bit(tmp_path, collector):
     whole, parts = load_checkpoint("whole/checkpoints"), load_checkpoint("parts/checkpoints")
     assert whole["iteration"] == parts["iteration"] == 8
     assert differences(whole, parts) == []
-    rows = (tmp_path / "parts/metrics.jsonl").read_text().splitlines()
-    assert [json.loads(row)["step"] for row in rows] == list(range(1, 9))
+    rows = read_rows(tmp_path / "parts")
+    assert [row["step"] for row in rows] == list(range(1, 9))
+    assert [outcomes(row) for row in rows] == [
+        outcomes(row) for row in read_rows(tmp_path / "whole")
+    ]
+    renewed = whole["map_seeds"] % 100_000 > 0  # each shard begins with a round number
+    assert bool(renewed.any()) == (every < 100)
+
+
+def read_rows(run: Path) -> list[dict[str, float]]:
+    return [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+
+
+def outcomes(row: dict[str, float]) -> dict[str, float]:
+    return {name: row[name] for name in row if name.startswith("train/")}
+
+
+def test_episodes_cut_by_a_new_map_are_no_time_outs(tmp_path):
+    """An episode may last 366 decisions: in 352 none is out of time, though maps are renewed."""
+    words = ["max_frame_num=11264", "algo.training_frame_num=32", "algo.epochs=1"]
+    start([*SMALL, *words, "env.new_map_every=1", "run_dir=x"])
+    rows = [row for row in read_rows(tmp_path / "x") if "train/success" in row]
+    kinds = ("success", "collision_static", "collision_dynamic", "collision_height", "timeout")
+    assert rows
+    for row in rows:
+        assert sum(row[f"train/{kind}"] for kind in kinds) == pytest.approx(1.0, abs=1e-12)
+        assert row["train/timeout"] == 0.0
+    assert sum(row["train/cut"] for row in rows) > 0
+    assert sum(row["train/episodes"] for row in rows) >= 32
+
+
+def test_shares_are_over_a_window_of_finished_episodes():
+    window = EpisodeWindow()
+    shares = []
+    for iteration in range(300):
+        sums = torch.zeros(10, dtype=torch.float64)
+        sums[0 if iteration < 150 else 1] = 50.0  # success, then collisions
+        sums[5] = 7.0
+        metrics = window.add(sums)
+        shares.append(metrics["train/success"])
+        assert (metrics["train/episodes"], metrics["train/cut"]) == (50.0, 7.0)
+        again = EpisodeWindow()
+        again.load(window.state())
+        assert torch.equal(again.state(), window.state())
+    assert shares[149] == 1.0
+    assert shares[150] == 0.95  # 1000 episodes
+    assert shares[169] == 0.0
+    empty = torch.zeros(10, dtype=torch.float64)
+    assert all(window.add(empty)["train/success"] == 0.0 for _ in range(5000))
+    assert len(window.state()) <= 1000
+
+
+def test_config_yaml_holds_what_is_used_and_what_changed(tmp_path):
+    start([*SMALL, "run_dir=x", "env_dyn.num_obstacles=10", "max_iterations=2"])
+    text = (tmp_path / "x/config.yaml").read_text()
+    assert "# changed" not in text
+    assert load_config([], base=tmp_path / "x/config.yaml")["env_dyn.num_obstacles"] == 8
+    start(["resume=x", "save_interval=3", "max_iterations=3"])
+    start(["resume=x", "max_iterations=4"])
+    text = (tmp_path / "x/config.yaml").read_text()
+    assert text.splitlines()[:2] == [
+        "# changed after iteration 2: max_iterations 2 -> 3, save_interval 50 -> 3",
+        "# changed after iteration 3: max_iterations 3 -> 4",
+    ]
+    config = load_config([], base=tmp_path / "x/config.yaml")
+    assert (config["save_interval"], config["max_iterations"], config["resume"]) == (3, 4, None)
+
+
+def test_counts_that_are_rounded_are_said(monkeypatch, capsys):
+    monkeypatch.setenv("PENSTOCK_PROGRESS", "plain")
+    words = ["env_dyn.num_obstacles=10", "env.maps=3", "shards=2", "max_iterations=1"]
+    start([*SMALL, *words, "run_dir=x"])
+    told = capsys.readouterr().err
+    assert "env_dyn.num_obstacles=10 becomes 8: there are 8 kinds" in told
+    assert "env.maps=3 becomes 2" in told
+    start([*SMALL, "max_iterations=1", "run_dir=y"])
+    assert "becomes" not in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("limit", "said"),
+    [
+        ("max_minutes=0.01", "max_minutes=0.01 is used up after iteration"),
+        ("max_frame_num=512", "max_frame_num=512 is used up after iteration 2"),
+        ("max_iterations=1", "max_iterations=1 is used up after iteration 1"),
+    ],
+)
+def test_a_finished_run_says_why_nothing_happens(capsys, limit, said):
+    assert main(["train", *SMALL, limit, "run_dir=x"]) == 0
+    assert "nothing to do" not in capsys.readouterr().out
+    assert main(["train", "resume=x"]) == 0
+    assert f"nothing to do: {said}" in capsys.readouterr().out
+
+
+def test_the_last_line_says_that_a_run_was_stopped(monkeypatch, capsys):
+    monkeypatch.setenv("PENSTOCK_PROGRESS", "plain")
+    start([*SMALL, "run_dir=x"], stop=AskAfter(20))
+    assert capsys.readouterr().err.splitlines()[-1].endswith("stopped")
+    start(["resume=x"])
+    assert not capsys.readouterr().err.splitlines()[-1].endswith("stopped")
+
+
+def test_the_screen_is_not_empty_while_torch_is_loaded(tmp_path):
+    """Torch takes seconds to import; this one ends the process when it is asked for."""
+    (tmp_path / "torch.py").write_text("import os\nos._exit(7)\n")
+    environment = {**os.environ, "PYTHONPATH": str(tmp_path), "PENSTOCK_PROGRESS": "plain"}
+    command = [sys.executable, "-m", "penstock", "train"]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 7
+    assert done.stderr.startswith("penstock: loading torch")
 
 
 def test_the_same_seed_gives_the_same_bits_and_another_does_not():
@@ -70,13 +189,6 @@ def test_the_same_seed_gives_the_same_bits_and_another_does_not():
         states.append(load_checkpoint(f"{number}/checkpoints"))
     assert differences(states[0]["ppo"], states[1]["ppo"]) == []
     assert differences(states[0]["ppo"]["policy"], states[2]["ppo"]["policy"])
-
-
-def test_compressed_batches_change_nothing():
-    start([*SMALL, "run_dir=a", "max_iterations=3"])
-    start([*SMALL, "run_dir=b", "max_iterations=3", "collector=compressed"])
-    a, b = load_checkpoint("a/checkpoints"), load_checkpoint("b/checkpoints")
-    assert differences(a, b) == []
 
 
 @pytest.mark.parametrize("moment", ["collect", "update"])
@@ -214,3 +326,16 @@ def test_another_environment_plugs_in(tmp_path):
     assert rows[-1]["env_frames"] == 3 * 8 * 16
     with pytest.raises(UsageError, match=r"give env\._target_"):
         start(["resume=x"])
+
+
+def test_no_process_flies_the_random_numbers_of_another_seed():
+    words = ["env._target_=penstock.nav.simulation.env.NavigationEnv", "env.num_envs=4"]
+    words += ["algo.training_frame_num=8", "algo.minibatches=2", "env.num_obstacles=5"]
+    states = []
+    for seed, rank in ((0, 1), (1, 0), (0, 0)):
+        group = Group()
+        group.rank = rank
+        trainer = Trainer(load_config([*words, f"seed={seed}"]), group, Stop())
+        states.append(bytes(trainer.source.state_dict()[0]["generator"].numpy()))
+        trainer.source.close()
+    assert len(set(states)) == 3

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from penstock.errors import UsageError
 from penstock.nav.learning.policy import Policy
-from penstock.nav.shield import Shield, ShieldSettings
+from penstock.nav.shield import Shield
 from penstock.nav.simulation.results import Info, Observation
 from penstock.nav.simulation.simulator import Simulator
 from penstock.nav.simulation.task import POSITION, Settings
@@ -90,7 +90,7 @@ def straight(settings: Settings) -> Pilot:
     return pilot
 
 
-def steady(policy: Policy) -> Pilot:
+def deterministic_pilot(policy: Policy) -> Pilot:
     """Return the pilot that always takes the mean action of a policy, wherever that computes."""
 
     @torch.no_grad()
@@ -101,29 +101,6 @@ def steady(policy: Policy) -> Pilot:
         return mean.to(obs["state"].device)
 
     return pilot
-
-
-def shield_for(
-    settings: Settings, margins: tuple[float, float] | None = None, backend: str = "numba"
-) -> Shield:
-    """Return a shield that fits the drone and the lidar of some settings.
-
-    Args:
-        settings: Of the worlds that are flown.
-        margins: As for `Shield`.
-        backend: As for `Shield`.
-
-    Raises:
-        UsageError: As for `Shield`.
-    """
-    degrees = torch.rad2deg(torch.from_numpy(settings.elevations)).tolist()
-    fitted = ShieldSettings(
-        speed_limit=settings.action_limit,
-        lidar_range_m=settings.lidar_range_m,
-        elevations_deg=tuple(degrees),
-        azimuths=settings.lidar_beams[0],
-    )
-    return Shield(margins, backend, fitted)
 
 
 def fly(

@@ -12,9 +12,10 @@ from typing import Any
 from penstock.core.files import publish_bytes, storage_error
 from penstock.errors import UsageError
 from penstock.nav.evaluation import page, picture, rerun_file
-from penstock.nav.evaluation.crossing import FIRST_WORLD, Flights, Pilot, fly, shield_for, straight
+from penstock.nav.evaluation.crossing import FIRST_WORLD, Flights, Pilot, fly, straight
 from penstock.nav.evaluation.pilot import Navigator, run_folder
 from penstock.nav.evaluation.table import summarise
+from penstock.nav.shield import Shield
 from penstock.nav.simulation.task import CROSSING_M, EDGE_M, Settings
 from penstock.ui.progress import Mode, Progress
 
@@ -80,7 +81,7 @@ def evaluate(
     if drone is not None:
         chosen["drone"] = drone
     settings = navigator.settings.with_(**chosen)
-    shield_for(settings, margins)  # a wrong margin is said before anything is flown
+    Shield.for_task(settings, margins)  # a wrong margin is said before anything is flown
     folder = Path(out) if out is not None else _beside(path)
     _make(folder)
 
@@ -99,7 +100,7 @@ def evaluate(
                 settings,
                 seeds,
                 drones,
-                shield=shield_for(settings, margins) if shielded else None,
+                shield=Shield.for_task(settings, margins) if shielded else None,
                 record=(record or rerun is not None) and name == pilots[-1][0],
                 threads=threads or min(2, os.cpu_count() or 1),
                 progress=bar,

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -14,21 +13,20 @@ from typing_extensions import Self
 
 from penstock.checkpoints.load import from_newest, load_checkpoint, load_metadata, resolve
 from penstock.errors import DataError, UnknownFormat, UsageError
-from penstock.nav.evaluation.crossing import Pilot, shield_for, steady
+from penstock.nav.evaluation.crossing import Pilot, deterministic_pilot
 from penstock.nav.learning.policy import PRESETS, Policy
+from penstock.nav.navigator import Navigator as PolicyNavigator
+from penstock.nav.navigator import check_switch, read_settings
 from penstock.nav.shield import Shield
-from penstock.nav.simulation.geometry import to_world
-from penstock.nav.simulation.results import Observation
-from penstock.nav.simulation.task import Reward, Settings
+from penstock.nav.simulation.task import Settings
 from penstock.ui.suggestions import did_you_mean
 
 CHECKPOINTS = "checkpoints"  # folder of a run
 BEST = "best.pt"
-_SWITCH = ("on", "off")
 
 
-class Navigator:
-    """Decides velocities from observations: the mean action of a policy, filtered by the shield.
+class Navigator(PolicyNavigator):
+    """A policy straight from its checkpoint, on torch; otherwise as `penstock.nav.Navigator`.
 
     Args:
         policy: What decides.
@@ -39,7 +37,7 @@ class Navigator:
 
     Example:
         navigator = Navigator.load("runs/x")
-        velocity = navigator.velocity(obs)  # [n, 3], m/s, world frame
+        velocity = navigator.velocity(obs, height)  # [n, 3], m/s, world frame
         navigator.interventions
     """
 
@@ -52,14 +50,15 @@ class Navigator:
         metadata: Mapping[str, Any] | None = None,
     ) -> None:
         self.policy = policy.eval()
-        self.settings = settings
-        self.shield = shield
-        self.path = path
-        self.metadata = dict(metadata or {})
-        self._pilot = steady(policy)
+        self.pilot: Pilot = deterministic_pilot(policy)
+
+        def decide(seen: dict[str, Any]) -> Any:
+            return self.pilot({name: torch.from_numpy(seen[name]) for name in seen}).numpy()
+
+        super().__init__(decide, settings, shield, path, metadata)
 
     @classmethod
-    def load(
+    def load(  # type: ignore[override]
         cls,
         path: str | os.PathLike[str],
         checkpoint: str = "best",
@@ -79,90 +78,11 @@ class Navigator:
             UsageError: There is no such run or checkpoint, or a word is wrong.
             DataError: The file is damaged, or no checkpoint of a navigation policy.
         """
-        if shield not in _SWITCH:
-            raise UsageError(f"shield={shield!r} is unknown; {did_you_mean(shield, _SWITCH)}")
+        check_switch(shield)
         file, state, metadata = _read(Path(path), checkpoint)
-        settings = _settings(file, metadata)
-        policy = _policy(file, state)
-        return cls(
-            policy,
-            settings,
-            shield_for(settings, margins) if shield == "on" else None,
-            file,
-            metadata,
-        )
-
-    @property
-    def pilot(self) -> Pilot:
-        """The policy alone, for `fly`."""
-        return self._pilot
-
-    @property
-    def decisions(self) -> int:
-        """How many velocities the shield looked at."""
-        return self.shield.decisions if self.shield else 0
-
-    @property
-    def interventions(self) -> int:
-        """How many velocities the shield exchanged."""
-        return self.shield.interventions if self.shield else 0
-
-    @torch.no_grad()
-    def action(self, obs: Observation, height: Tensor | None = None) -> Tensor:
-        """Return actions [n, 3] from 0 to 1 in the goal frame, as the simulator takes them.
-
-        Args:
-            obs: Observations [n, ...]; axes of length 1 may be more or fewer.
-            height: Above the ground, [n], where it is known: the shield then keeps the drone
-                between its lowest and highest flight level.
-
-        Raises:
-            UsageError: An observation is missing, of another shape, or not finite.
-        """
-        limit = self.settings.action_limit
-        return (self._wanted(obs, height) / (2.0 * limit) + 0.5).clamp(0.0, 1.0)
-
-    @torch.no_grad()
-    def velocity(self, obs: Observation, height: Tensor | None = None) -> Tensor:
-        """Return velocities [n, 3] in m/s, in the frame of the world that `direction` is in.
-
-        Args:
-            obs: As for `action`, and direction: from start to target, [n, 3].
-            height: As for `action`.
-
-        Raises:
-            UsageError: As for `action`.
-        """
-        wanted = self._wanted(obs, height)
-        way = self._checked(obs, "direction").flatten(1)[:, :2]
-        length = torch.linalg.vector_norm(way, dim=1, keepdim=True)
-        ahead = way.new_tensor([1.0, 0.0])  # what the simulator takes for a target overhead
-        return to_world(wanted, torch.where(length < 1e-6, ahead, way / length.clamp(min=1e-6)))
-
-    def _wanted(self, obs: Observation, height: Tensor | None) -> Tensor:
-        names = ("state", "lidar", "dynamic_obstacle")
-        seen = {name: self._checked(obs, name) for name in names}
-        velocity = (self._pilot(seen) * 2.0 - 1.0) * self.settings.action_limit
-        if self.shield is None:
-            return velocity
-        return self.shield.filter(velocity, seen, seen["state"][:, 5:8], height)[0]
-
-    def _checked(self, obs: Observation, name: str) -> Tensor:
-        value, shape = obs.get(name), self.settings.shapes()[name]
-        if value is None:
-            raise UsageError(f"the observation has no {name!r}; give [n, {_words(shape)}]")
-        plain = [size for size in value.shape[1:] if size != 1]
-        if value.ndim < 2 or plain != [size for size in shape if size != 1]:
-            raise UsageError(
-                f"observation {name!r} is {list(value.shape)}; give [n, {_words(shape)}]"
-            )
-        if not bool(torch.isfinite(value).all()):
-            raise UsageError(f"observation {name!r} has values that are not finite; check sensors")
-        return value.float().reshape(len(value), *shape)
-
-
-def _words(shape: tuple[int, ...]) -> str:
-    return ", ".join(map(str, shape))
+        settings = read_settings(file, metadata)
+        guard = Shield.for_task(settings, margins) if shield == "on" else None
+        return cls(_policy(file, state), settings, guard, file, metadata)
 
 
 # ---------------------------------------------------------------------- reading
@@ -210,26 +130,6 @@ def _read_file(path: Path) -> tuple[Path, Any, dict[str, Any]]:
 _TRAINED = "give a checkpoint of penstock train"
 
 
-def _settings(path: Path, metadata: Mapping[str, Any]) -> Settings:
-    given = dict(metadata["settings"])
-    try:
-        if isinstance(given.get("reward"), dict):
-            given["reward"] = Reward(**_known(Reward, given["reward"]))
-        return Settings(**_known(Settings, given))
-    except (UsageError, TypeError, ValueError) as error:
-        raise UnknownFormat(f"{path}: its settings cannot be used: {error}") from error
-
-
-def _known(kind: Any, given: Mapping[str, Any]) -> Mapping[str, Any]:
-    known = [item.name for item in fields(kind)]
-    for name in given:
-        if name not in known:
-            raise UsageError(
-                f"there is no setting {name!r}, written by another version of penstock"
-            )
-    return given
-
-
 def _policy(path: Path, state: Any) -> Policy:
     ppo: Any = state.get("ppo") if isinstance(state, dict) else None
     weights = ppo.get("policy") if isinstance(ppo, dict) else None
@@ -240,7 +140,7 @@ def _policy(path: Path, state: Any) -> Policy:
         raise UnknownFormat(
             f"{path} is of the unknown network {preset!r}; {did_you_mean(preset, PRESETS)}"
         )
-    policy = Policy(preset)
+    policy = Policy(preset, bf16=False)  # in float32, as it is deployed, on every processor
     mine = policy.state_dict()
     for name, tensor in mine.items():
         other = weights.get(name)

@@ -133,14 +133,17 @@ class FastEncoder(nn.Module):
         lidar = self.lidar(rows[:, :144])
         each = self.obstacle(rows[:, 153:208].reshape(-1, 11)).view(-1, 5, 32)
         each = each * rows[:, 208:, None]
-        most: Tensor = _Most.apply(each)  # type: ignore[no-untyped-call]
+        if torch.is_grad_enabled():
+            most: Tensor = _MaxPool.apply(each)  # type: ignore[no-untyped-call]
+        else:  # exporters know it by this name
+            most = each.amax(1)
         pooled = (F.leaky_relu(most), each.mean(1))
         joined = torch.cat((F.leaky_relu(lidar), rows[:, 144:153], *pooled), -1)
         features: Tensor = self.trunk(joined)
         return features
 
 
-class _Most(torch.autograd.Function):
+class _MaxPool(torch.autograd.Function):
     """The largest along the second axis; of equal ones, each gets the gradient.
 
     `max` looks for their places, too, and scatters gradients there: it takes twice the time.

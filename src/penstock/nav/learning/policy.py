@@ -84,7 +84,10 @@ class Policy(nn.Module):
         device = self.critic.weight.device.type
         with torch.autocast(device, dtype=torch.bfloat16, enabled=self.bf16):
             features = self.encoder(rows)
-        features = features.float()
+        return self.heads(features.float())
+
+    def heads(self, features: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Compute what `forward` does from features [N, width]."""
         # One product for the three heads; they are separate to have their own learning rates.
         heads = F.linear(
             features,
@@ -128,8 +131,10 @@ class Policy(nn.Module):
         yield "critic", list(self.critic.parameters())
 
 
-def has_bf16() -> bool:
-    """Whether this processor multiplies bfloat16 itself: AVX-512 BF16, AMX, or ARM's BF16."""
+def has_bf16(device: torch.device | str = "cpu") -> bool:
+    """Whether a device multiplies bfloat16 itself; CPUs: AVX-512 BF16, AMX, or ARM's BF16."""
+    if torch.device(device).type != "cpu":
+        return torch.cuda.is_available() and torch.cuda.is_bf16_supported()
     ask = getattr(torch.cpu, "get_capabilities", None)
     if ask is None:  # before torch 2.11
         return False

@@ -70,7 +70,7 @@ class PPO:
         batch: Batch,
         generator: torch.Generator,
         progress: float = 0.0,
-        between: Callable[[], None] | None = None,
+        on_minibatch: Callable[[], None] | None = None,
     ) -> dict[str, float]:
         """Learn from one rollout.
 
@@ -78,7 +78,7 @@ class PPO:
             batch: The rollout; not changed.
             generator: Order of the rows, a CPU generator.
             progress: How far training is, from 0 to 1, for the learning-rate schedule.
-            between: Called before every minibatch; what it raises ends the update there.
+            on_minibatch: Called before every minibatch; what it raises ends the update there.
 
         Returns:
             Means over all minibatches: actor_loss, critic_loss, entropy, grad_norm, clip_fraction,
@@ -103,8 +103,8 @@ class PPO:
         for _ in range(settings.epochs):
             order = self._order(rows, batch.reward.shape[1], generator).to(small.device)
             for chosen in order:
-                if between is not None:
-                    between()
+                if on_minibatch is not None:
+                    on_minibatch()
                 sums += self._step(self._gather(0, small, chosen), self._gather(1, table, chosen))
         means = sums / (settings.epochs * settings.minibatches)
         if self.all_reduce is not None:

@@ -14,6 +14,12 @@ from penstock.errors import DataError, UsageError
 from penstock.ui.suggestions import did_you_mean
 
 SCHEDULES = ("constant", "linear", "cosine")
+PPO_HELP = {  # beside the settings in `penstock train --print-config`
+    "huber": "errors of the critic beyond this count linearly",
+    "actor_lr": "null: lr",
+    "schedule": "constant, linear or cosine, over max_frame_num",
+    "lr_floor": "share of the learning rate that is left at the end",
+}
 
 
 def _count(value: object) -> bool:

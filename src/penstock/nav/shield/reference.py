@@ -1,32 +1,33 @@
-"""The shield in plain torch: all candidates, all steps, all points. Slow, obvious, any device."""
+"""The shield in plain numpy: slow for many drones, obvious, and all that one drone needs."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
-import torch
-from torch import Tensor
+import numpy as np
+from numpy.typing import NDArray
 
 if TYPE_CHECKING:
-    from penstock.nav.shield.shield import ShieldSettings
+    from penstock.nav.shield.shield import ShieldSettings, Tables
+
+Floats = NDArray[np.float64]
+Moving = tuple[Floats, Floats, Floats, NDArray[np.bool_]]
 
 LATE_S = 2.0
 COLLISION_COST = 10.0
 DEVIATION_COST = 0.3
 DEPTH_COST = 20.0
-_CHUNK = 128  # drones at once: 98 velocities x 149 points each
 
 
 def choose(
-    velocity: Tensor,
-    lidar: Tensor,
-    obstacles: Tensor,
-    current: Tensor,
-    height: Tensor | None,
-    tables: Mapping[str, Tensor],
+    velocity: Floats,
+    lidar: Floats,
+    obstacles: Floats,
+    current: Floats,
+    height: Floats | None,
+    tables: Tables,
     settings: ShieldSettings,
-) -> Tensor:
+) -> NDArray[np.int64]:
     """Return the number of the cheapest velocity, [N]: 0 for the wanted one, k + 1 for the table's.
 
     Args:
@@ -35,91 +36,79 @@ def choose(
         obstacles: [N, M, 10] as observed.
         current: [N, 3].
         height: [N], or None.
-        tables: candidates [K, 3], beams [beams, 3] and shares [steps, 2].
+        tables: Candidates, beams and shares.
         settings: Radii and margins.
     """
-    parts = [
-        _choose(
-            velocity[rows],
-            lidar[rows],
-            obstacles[rows],
-            current[rows],
-            None if height is None else height[rows],
-            tables,
-            settings,
-        )
-        for start in range(0, len(velocity), _CHUNK)
-        if (rows := slice(start, start + _CHUNK))
-    ]
-    return torch.cat(parts) if parts else torch.empty(0, dtype=torch.int64, device=velocity.device)
+    best = np.zeros(len(velocity), np.int64)
+    for n, wanted in enumerate(velocity):
+        hit = lidar[n] > 0.0
+        points = (settings.lidar_range_m - lidar[n][hit])[:, None] * tables.beams[hit]
+        moving = read_obstacles(obstacles[n])
+        level = None if height is None else float(height[n])
+        scene = (points, moving, current[n], level, tables.shares, settings)
+        # Mostly what is wanted is safe, and the others need no look.
+        if _cost(wanted[None], wanted, *scene)[0] > 0.0:
+            every = np.concatenate((wanted[None], tables.candidates))
+            best[n] = _cost(every, wanted, *scene).argmin()
+    return best
 
 
-def _choose(
-    velocity: Tensor,
-    lidar: Tensor,
-    obstacles: Tensor,
-    current: Tensor,
-    height: Tensor | None,
-    tables: Mapping[str, Tensor],
+def _cost(
+    candidates: Floats,
+    wanted: Floats,
+    points: Floats,
+    moving: Moving,
+    current: Floats,
+    height: float | None,
+    shares: Floats,
     settings: ShieldSettings,
-) -> Tensor:
-    table, shares = tables["candidates"], tables["shares"]
-    count = len(velocity)
-    wanted = torch.cat((velocity[:, None], table.expand(count, *table.shape)), 1)  # [N, C, 3]
+) -> Floats:
+    """What each candidate costs, [C]: every point and obstacle is looked at, at every step."""
+    times = settings.step_s * np.arange(1, len(shares) + 1)
+    at = shares[:, 0, None, None] * candidates + shares[:, 1, None, None] * current  # [S, C, 3]
 
-    points = (settings.lidar_range_m - lidar)[..., None] * tables["beams"]
-    hit = lidar > 0.0
-    keep_static = settings.radius_m + settings.static_margin_m
+    inside = np.zeros(at.shape[:2])
+    keep = settings.radius_m + settings.static_margin_m
+    reach = np.abs(at[..., :2]).max(axis=(0, 1)) + keep  # farther points cannot be met
+    near = points[(np.abs(points[:, :2]) < reach).all(1)]
+    if len(near):
+        x, y, z = (at[..., axis, None] - near[:, axis] for axis in range(3))
+        above = np.maximum(z, 0.0)  # boxes stand on the ground: below a hit there is no way
+        away = np.sqrt((x * x + y * y + above * above).min(-1))
+        inside = np.maximum(keep - away, 0.0)
 
-    place, moving, half, tall, seen = read_obstacles(obstacles)
-    keep = settings.radius_m + settings.dynamic_margin_m
+    place, motion, half, tall = moving
+    if len(place):
+        keep = settings.radius_m + settings.dynamic_margin_m
+        there = place + times[:, None, None] * motion  # [S, M, 3]
+        x, y, z = (at[..., axis, None] - there[:, None, :, axis] for axis in range(3))
+        level = tall | (np.abs(z) < 0.5 + keep)
+        depth = ((half + keep) - np.sqrt(x * x + y * y)) * level
+        inside = np.maximum(inside, depth.max(-1))
 
-    first = torch.full(wanted.shape[:2], LATE_S, dtype=wanted.dtype, device=wanted.device)
-    deepest = torch.zeros_like(first)
-    for step in range(len(shares) - 1, -1, -1):  # backwards, so that the earliest stays
-        time = (step + 1) * settings.step_s
-        at = shares[step, 0] * wanted + shares[step, 1] * current[:, None]
-        gap = at[:, :, None] - points[:, None]
-        gap[..., 2].clamp_(min=0.0)  # boxes stand on the ground: below a hit there is no way
-        away = _squares(gap).sqrt().masked_fill_(~hit[:, None], torch.inf)
-        inside = (keep_static - away.amin(-1)).clamp_(min=0.0)
-
-        gap = at[:, :, None] - (place + time * moving)[:, None]
-        flat = gap[..., 0] * gap[..., 0] + gap[..., 1] * gap[..., 1]
-        level = tall[:, None] | (gap[..., 2].abs() < 0.5 + keep)
-        depth = ((half + keep)[:, None] - flat.sqrt()) * (level & seen[:, None])
-        inside = torch.maximum(inside, torch.nn.functional.pad(depth, (0, 1)).amax(-1))
-
-        if height is not None:
-            level_z = height[:, None] + at[..., 2]
-            floor = settings.floor_m + settings.static_margin_m
-            ceiling = settings.ceiling_m - settings.static_margin_m
-            inside = torch.maximum(inside, torch.maximum(floor - level_z, level_z - ceiling))
-        first = torch.where(inside > 0.0, time, first)
-        deepest = torch.maximum(deepest, inside)
-    change = wanted - velocity[:, None]
-    cost = COLLISION_COST * (LATE_S - first) + DEVIATION_COST * _squares(change).sqrt()
-    return (cost + DEPTH_COST * deepest).argmin(1)
+    if height is not None:
+        floor = settings.floor_m + settings.static_margin_m
+        ceiling = settings.ceiling_m - settings.static_margin_m
+        z = height + at[..., 2]
+        inside = np.maximum(inside, np.maximum(floor - z, z - ceiling))
+    late = np.where(inside > 0.0, times[:, None], LATE_S).min(0)
+    change = candidates - wanted
+    x, y, z = change.T
+    deviation = np.sqrt(x * x + y * y + z * z)
+    cost = COLLISION_COST * (LATE_S - late) + DEVIATION_COST * deviation
+    result: Floats = cost + DEPTH_COST * inside.max(0)
+    return result
 
 
-def _squares(vector: Tensor) -> Tensor:
-    """Squared length, added in the order of the compiled one."""
-    x, y, z = vector.unbind(-1)
-    return x * x + y * y + z * z
-
-
-def read_obstacles(obstacles: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Turn observed obstacles [N, M, 10] into what the shield looks at.
+def read_obstacles(obstacles: Floats) -> Moving:
+    """Turn the observed obstacles of one drone, [M, 10], into what the shield looks at.
 
     Returns:
-        Places and velocities [N, M, 3]; half widths, whether they are cylinders from floor to
-        ceiling, and whether they are in sight, [N, M] each.
+        Of those in sight: places and velocities [m, 3], half widths [m], and whether they are
+        cylinders from floor to ceiling [m].
     """
-    x, y, distance = obstacles[..., 0], obstacles[..., 1], obstacles[..., 3]
-    length = (x * x + y * y).sqrt().clamp(min=1e-9)
-    scale = distance / length
-    place = torch.stack((x * scale, y * scale, obstacles[..., 4]), -1)
-    half = (obstacles[..., 8] + 1.0) * 0.125
-    tall = obstacles[..., 9] == 0.0
-    seen = (obstacles[..., :5] != 0.0).any(-1)
-    return place, obstacles[..., 5:8], half, tall, seen
+    seen = obstacles[(obstacles[:, :5] != 0.0).any(1)]
+    x, y = seen[:, 0], seen[:, 1]
+    scale = seen[:, 3] / np.maximum(np.sqrt(x * x + y * y), 1e-9)
+    place = np.stack((x * scale, y * scale, seen[:, 4]), 1)
+    return place, seen[:, 5:8], (seen[:, 8] + 1.0) * 0.125, seen[:, 9] == 0.0

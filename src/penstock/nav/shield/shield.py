@@ -6,7 +6,7 @@ as they are going, and against the lidar hits and all that is below them. A velo
 every second that it collides before 2 s, 20 for every metre that it intrudes, and 0.3 for every m/s
 that it differs from what the policy wants; the cheapest is flown. (The intrusion decides where all
 collide at once: without it, a drone inside the margin would fly on.) Two back ends do the same in
-the same order, in double precision, so that they agree.
+the same order, in double precision, so that they agree; neither needs torch.
 
 Fly with it, but train without: policies trained behind a shield lean on it.
 """
@@ -15,19 +15,19 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
-from torch import Tensor
+from typing_extensions import Self
 
 from penstock.errors import MissingExtra, UsageError
 from penstock.nav.shield import reference
+from penstock.nav.simulation.task import Settings
 from penstock.ui.suggestions import did_you_mean
 
-BACKENDS = ("numba", "torch")
+BACKENDS = ("numba", "numpy")
 
 
 @dataclass(frozen=True)
@@ -57,15 +57,24 @@ class ShieldSettings:
                 raise UsageError(f"shield: {name} is {value!r}; give metres, 0 or more")
 
 
+class Tables(NamedTuple):
+    """What a shield computes once."""
+
+    candidates: NDArray[np.float64]
+    beams: NDArray[np.float64]
+    shares: NDArray[np.float64]
+
+
 class Shield:
     """Exchanges velocities that would collide.
 
     All vectors are in the goal frame; the lidar shares it as long as the drone keeps its heading.
+    Arrays and tensors are taken, and given back as they came.
 
     Args:
         margins: Distance kept beyond the radius of the drone: from dynamic obstacles, from static
             ones, in metres. Larger ones were worse: gaps close.
-        backend: "numba" (CPU, about 10 us per drone) or "torch" (any device, the reference).
+        backend: "numba" (about 10 us per drone) or "numpy" (the reference, for a few drones).
         settings: Everything else; its margins are replaced by `margins` if those are given.
 
     Raises:
@@ -89,29 +98,36 @@ class Shield:
             )
         base = settings or ShieldSettings()
         if margins is not None:
-            values = {
-                **base.__dict__,
-                "dynamic_margin_m": margins[0],
-                "static_margin_m": margins[1],
-            }
-            base = ShieldSettings(**values)
+            base = replace(base, dynamic_margin_m=margins[0], static_margin_m=margins[1])
         self.backend = backend
         self.settings = base
         self.decisions = 0
         self.interventions = 0
-        self._tables = {
-            "candidates": candidates(base.speed_limit),
-            "beams": beams(base.azimuths, base.elevations_deg),
-            "shares": response(base),
-        }
+        self._tables = Tables(
+            candidates(base.speed_limit),
+            beams(base.azimuths, base.elevations_deg),
+            response(base),
+        )
+
+    @classmethod
+    def for_task(
+        cls,
+        settings: Settings,
+        margins: tuple[float, float] | None = None,
+        backend: str = "numba",
+    ) -> Self:
+        """Return a shield that fits the drone and the lidar of some settings."""
+        fitted = ShieldSettings(
+            speed_limit=settings.action_limit,
+            lidar_range_m=settings.lidar_range_m,
+            elevations_deg=tuple(np.degrees(settings.elevations).tolist()),
+            azimuths=settings.lidar_beams[0],
+        )
+        return cls(margins, backend, fitted)
 
     def filter(
-        self,
-        velocity: Tensor,
-        obs: Mapping[str, Tensor],
-        current: Tensor,
-        height: Tensor | None = None,
-    ) -> tuple[Tensor, Tensor]:
+        self, velocity: Any, obs: Mapping[str, Any], current: Any, height: Any = None
+    ) -> tuple[Any, Any]:
         """Return the velocities to fly, and where they are not those that were wanted.
 
         Args:
@@ -128,25 +144,41 @@ class Shield:
             UsageError: Shapes do not fit together.
         """
         count = len(velocity)
-        beams = self.settings.azimuths * len(self.settings.elevations_deg)
-        lidar = obs["lidar"].flatten(1)
-        obstacles = obs["dynamic_obstacle"].flatten(1, -2)  # with or without an axis of agents
-        for name, tensor, shape in (
-            ("velocity", velocity, (count, 3)),
-            ("current", current, (count, 3)),
-            ("lidar", lidar, (count, beams)),
-            ("dynamic_obstacle", obstacles, (count, obstacles.shape[1], 10)),
-            ("height", height if height is not None else velocity[:, 0], (count,)),
-        ):
-            if tensor.shape != shape:
+        settings = self.settings
+        lidar, obstacles = _array(obs["lidar"]), _array(obs["dynamic_obstacle"])
+        parts = {
+            "velocity": _array(velocity),
+            # With or without axes of length 1.
+            "lidar": lidar.reshape(len(lidar), math.prod(lidar.shape[1:])),
+            "dynamic_obstacle": obstacles.reshape(
+                len(obstacles), math.prod(obstacles.shape[1:-1]), obstacles.shape[-1]
+            ),
+            "current": _array(current),
+        }
+        shapes: dict[str, tuple[int, ...]] = {
+            "velocity": (count, 3),
+            "lidar": (count, settings.azimuths * len(settings.elevations_deg)),
+            "dynamic_obstacle": (count, parts["dynamic_obstacle"].shape[1], 10),
+            "current": (count, 3),
+        }
+        if height is not None:
+            parts["height"], shapes["height"] = _array(height), (count,)
+        for name, array in parts.items():
+            if array.shape != shapes[name]:
                 raise UsageError(
-                    f"shield: {name} has shape {list(tensor.shape)}; give {list(shape)}"
+                    f"shield: {name} has shape {list(array.shape)}; give {list(shapes[name])}"
                 )
-        run = self._numba if self.backend == "numba" else self._torch
-        result, changed = run(velocity, lidar, obstacles, current, height)
+        run = self._numba if self.backend == "numba" else self._numpy
+        order = ("velocity", "lidar", "dynamic_obstacle", "current", "height")
+        best = run(*(parts.get(name) for name in order))
+        changed = best > 0
         self.decisions += count
         self.interventions += int(changed.sum())
-        return result, changed
+        flown = np.where(changed[:, None], self._tables.candidates[best - 1], parts["velocity"])
+        if isinstance(velocity, np.ndarray):
+            return flown.astype(velocity.dtype), changed
+        which = velocity.new_tensor(changed).bool()
+        return velocity.new_tensor(flown).where(which[:, None], velocity), which
 
     def state_dict(self) -> dict[str, int]:
         """Return the counters."""
@@ -156,43 +188,29 @@ class Shield:
         """Continue counting."""
         self.decisions, self.interventions = state["decisions"], state["interventions"]
 
-    def _torch(
-        self, velocity: Tensor, lidar: Tensor, obstacles: Tensor, current: Tensor, height: Any
-    ) -> tuple[Tensor, Tensor]:
-        device = velocity.device
-        tables = {
-            name: torch.as_tensor(table, device=device) for name, table in self._tables.items()
-        }
-        best = reference.choose(
-            velocity.double(),
-            lidar.double(),
-            obstacles.double(),
-            current.double(),
-            None if height is None else height.double(),
-            tables,
-            self.settings,
+    def _numpy(
+        self, velocity: Any, lidar: Any, obstacles: Any, current: Any, height: Any
+    ) -> NDArray[np.int64]:
+        return reference.choose(
+            velocity, lidar, obstacles, current, height, self._tables, self.settings
         )
-        changed = best > 0
-        chosen = tables["candidates"][(best - 1).clamp(min=0)].to(velocity.dtype)
-        return torch.where(changed[:, None], chosen, velocity), changed
 
     def _numba(
-        self, velocity: Tensor, lidar: Tensor, obstacles: Tensor, current: Tensor, height: Any
-    ) -> tuple[Tensor, Tensor]:
+        self, velocity: Any, lidar: Any, obstacles: Any, current: Any, height: Any
+    ) -> NDArray[np.int64]:
         try:
             from penstock.nav.shield import kernels
         except ModuleNotFoundError as error:
             raise MissingExtra("numba", "rl") from error
         settings = self.settings
-        if velocity.device.type != "cpu":
-            raise UsageError("shield: the numba back end runs on the CPU; use backend='torch'")
         best = np.empty(len(velocity), np.int64)
         kernels.choose(
-            *(_array(tensor) for tensor in (velocity, lidar, obstacles, current)),
-            np.full(1, np.nan) if height is None else _array(height),
-            self._tables["candidates"],
-            self._tables["beams"],
-            self._tables["shares"],
+            velocity,
+            lidar,
+            obstacles,
+            current,
+            np.full(1, np.nan) if height is None else height,
+            *self._tables,
             settings.step_s,
             settings.lidar_range_m,
             settings.radius_m + settings.static_margin_m,
@@ -205,14 +223,14 @@ class Shield:
             reference.DEPTH_COST,
             best,
         )
-        index = torch.from_numpy(best)
-        changed = index > 0
-        table = torch.from_numpy(self._tables["candidates"]).to(velocity.dtype)
-        return torch.where(changed[:, None], table[(index - 1).clamp_(min=0)], velocity), changed
+        return best
 
 
-def _array(tensor: Tensor) -> NDArray[np.float64]:
-    return np.ascontiguousarray(tensor.detach().numpy(), np.float64)
+def _array(value: Any) -> NDArray[np.float64]:
+    """Take an array or a tensor of any device."""
+    if not isinstance(value, np.ndarray):
+        value = value.detach().cpu().numpy()
+    return np.ascontiguousarray(value, np.float64)
 
 
 def candidates(speed_limit: float) -> NDArray[np.float64]:

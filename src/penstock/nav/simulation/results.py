@@ -40,6 +40,8 @@ class Info:
         collision_dynamic: A moving obstacle was hit; bool [n].
         collision_height: Below 0.2 m or above 4 m; bool [n].
         reach_goal: Within 0.5 m of the target, and not crashed; bool [n].
+        cut: Truncated because the world gets another map, neither crashed nor out of time; bool
+            [n].
         position: After the step, before any reset; float32 [n, 3].
         finished: Drones whose episode ended; int64 [k].
         episode_length: Of those, in steps; int64 [k].
@@ -53,6 +55,7 @@ class Info:
     collision_dynamic: Tensor
     collision_height: Tensor
     reach_goal: Tensor
+    cut: Tensor
     position: Tensor
     finished: Tensor
     episode_length: Tensor

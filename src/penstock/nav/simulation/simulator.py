@@ -100,6 +100,7 @@ class Simulator:
             flags=torch.zeros(count, 4, dtype=torch.bool, device=self.device),
             position=torch.zeros(count, 3, device=self.device),
         )
+        self._nobody = torch.zeros(count, dtype=torch.bool, device=self.device)
         self._engine = self._make(backend, threads)
         self._engine.set_maps(self._maps)
         self._started = False
@@ -226,9 +227,12 @@ class Simulator:
         self._obstacles.advance()
         self._engine.set_obstacles(self._obstacles, self._active)
         self._engine.step(action, self._rows, self._progress, seen, outcome)
-        for world in self._renewing:
-            there = torch.from_numpy(self._world_of == world).to(self.device)
-            outcome.truncated |= there & ~outcome.terminated
+        cut = self._nobody
+        if self._renewing:
+            renewed = np.isin(self._world_of, list(self._renewing))
+            cut = torch.from_numpy(renewed).to(self.device)
+            cut &= ~(outcome.terminated | outcome.truncated)
+            outcome.truncated |= cut
         done = outcome.terminated | outcome.truncated
         finished = done.nonzero()[:, 0]
         final_index = finished[outcome.truncated[finished]]
@@ -239,6 +243,7 @@ class Simulator:
             collision_dynamic=dynamic,
             collision_height=height,
             reach_goal=reached,
+            cut=cut,
             position=outcome.position,
             finished=finished,
             episode_length=self._progress[finished],
@@ -247,8 +252,7 @@ class Simulator:
             final={name: value[last] for name, value in seen.items()},
         )
         if finished.numel():
-            self._renew()
-            self._count(finished.cpu().numpy())
+            self._renew(finished.cpu().numpy())
             if restart:
                 self.restart(finished, seen)
         return seen, outcome.reward, outcome.terminated, outcome.truncated, info
@@ -302,20 +306,19 @@ class Simulator:
             raise UsageError(f"world {world} is not one of {self.settings.maps}")
         self._renewing.add(world)
 
-    def _renew(self) -> None:
+    def _renew(self, finished: NDArray[np.int64]) -> None:
+        """Count the episodes that ended, exchange the maps that are due, and see which are next."""
+        self._episodes += np.bincount(self._world_of[finished], minlength=self._episodes.size)
         for world in sorted(self._renewing):
             seed = max(self._seeds) + 1
             self._seeds[world] = seed
             self._maps.replace(world, self._map(seed))
             self._obstacles.renew(world, seed)
-            self._episodes[world] = 0
+            self._episodes[world] = 0  # those that the new map cut are not of the new map
         if self._renewing:
             self._engine.set_maps(self._maps)
             self._renewing.clear()
-
-    def _count(self, finished: NDArray[np.int64]) -> None:
         if self.settings.new_map_every:
-            self._episodes += np.bincount(self._world_of[finished], minlength=self._episodes.size)
             due = self._episodes >= self.settings.new_map_every * self._drones
             self._renewing.update(np.flatnonzero(due).tolist())
 

@@ -16,7 +16,7 @@ from penstock.core.files import FolderLock
 from penstock.core.memory import format_bytes, rss_bytes
 from penstock.nav.learning.ppo import PPO
 from penstock.nav.learning.ppo_settings import Batch
-from penstock.nav.training.config import Config
+from penstock.nav.training.config import Config, write_config
 from penstock.nav.training.group import Group
 from penstock.nav.training.log import MetricsLog
 from penstock.nav.training.panel import Panel
@@ -87,8 +87,10 @@ class Books:
                 )
             if group.leads:
                 stack.enter_context(FolderLock(run.folder))
+                if config["resume"] is not None:
+                    write_config(config, run.config, place.iteration)
                 self.saver = stack.enter_context(_saver(config, run, ppo))
-                self._log = MetricsLog(config, run, place.iteration)
+                self._log = MetricsLog(config, run, place.iteration, place.frames)
                 stack.callback(self._log.close)
                 self._panel = stack.enter_context(
                     Panel(
@@ -102,6 +104,8 @@ class Books:
                     f"{place.frames_per_iteration} frames per iteration, {group.size} "
                     f"process{'es' if group.size > 1 else ''}, {run.folder}{resumed}"
                 )
+                for note in config.notes:
+                    self._panel.note(note)
             self._stack = stack.pop_all()
 
     def save(self, state: Mapping[str, Any], metrics: Mapping[str, float], *, best: bool) -> None:
@@ -204,6 +208,11 @@ class Books:
             f"longest {stalls['max_ms']:.2f} ms",
         ]
         return "\n".join(lines)
+
+    def close_panel(self, *, stopped: bool) -> None:
+        """Let the terminal show how it ended: done, or stopped before that."""
+        if self._leads:
+            self._panel.close(stopped)
 
     def __enter__(self) -> Self:
         return self

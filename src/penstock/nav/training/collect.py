@@ -11,11 +11,10 @@ from torch import Tensor
 
 from penstock.nav.learning.policy import Policy
 from penstock.nav.learning.ppo_settings import Batch
-from penstock.nav.simulation.results import Info, Observation
+from penstock.nav.simulation.results import Observation
 from penstock.nav.simulation.simulator import Simulator
 from penstock.nav.simulation.task import Settings
-
-OUTCOMES = ("success", "collision_static", "collision_dynamic", "collision_height", "timeout")
+from penstock.nav.training.episodes import Episodes
 
 
 class Stopped(Exception):
@@ -76,51 +75,6 @@ class Memory:
         if self.rows is None or self.rows.shape[2:] != rows.shape[1:]:
             self.rows = rows.new_zeros(*self.numbers.shape[1:], *rows.shape[1:])
         self.rows[step, part] = rows
-
-
-class Episodes:
-    """How the episodes ended since one last asked."""
-
-    def __init__(self) -> None:
-        # By outcome; then return, length and number of episodes; reward and number of steps.
-        self._sums = torch.zeros(len(OUTCOMES) + 5, dtype=torch.float64)
-
-    def add(self, info: Info, reward: Tensor) -> None:
-        """Count the episodes that ended in a step."""
-        self._sums[-2] += float(reward.sum())
-        self._sums[-1] += reward.numel()
-        ended = info.finished
-        if not ended.numel():
-            return
-        kinds = (info.reach_goal, info.collision_static, info.collision_dynamic)
-        happened = torch.stack([kind[ended] for kind in (*kinds, info.collision_height)])
-        counts = happened.sum(1).tolist()
-        row = [*counts, float((~happened.any(0)).sum()), float(info.episode_return.sum())]
-        row += [float(info.episode_length.sum()), ended.numel()]
-        self._sums[:-2] += torch.tensor(row, dtype=torch.float64)
-
-    def take(self) -> Tensor:
-        """Return the sums for `metrics` and begin anew; sums of processes may be added."""
-        result = self._sums.clone()
-        self._sums.zero_()
-        return result
-
-    def facts(self) -> dict[str, float]:
-        """Return nothing besides the sums."""
-        return {}
-
-    @staticmethod
-    def metrics(sums: Tensor) -> dict[str, float]:
-        """Turn sums into shares and means; what nobody saw is left out."""
-        *outcomes, returns, lengths, ended, reward, steps = sums.tolist()
-        found = {"train/reward": reward / max(steps, 1.0)}
-        if ended:
-            shares = zip(OUTCOMES, outcomes, strict=True)
-            found |= {f"train/{name}": count / ended for name, count in shares}
-            found["train/return"] = returns / ended
-            found["train/episode_length"] = lengths / ended
-            found["train/episodes"] = ended
-        return found
 
 
 class SimulatorCollector:

@@ -6,6 +6,7 @@ The only file that knows Hydra. Every mistake is one line, before anything start
 from __future__ import annotations
 
 import copy
+import json
 import os
 import re
 import textwrap
@@ -18,22 +19,23 @@ import torch
 
 from penstock.core.files import publish_bytes, storage_error
 from penstock.errors import MissingExtra, UsageError
-from penstock.nav.learning.ppo_settings import PPOSettings
+from penstock.nav.learning.ppo_settings import PPO_HELP, PPOSettings
 from penstock.nav.simulation.task import PHYSICS_DT_S, Reward, Settings
 from penstock.ui.suggestions import did_you_mean
 
 try:
     from hydra import compose, initialize_config_dir
     from hydra.errors import HydraException
-    from omegaconf import DictConfig, OmegaConf
+    from omegaconf import DictConfig, ListConfig, OmegaConf
     from omegaconf.errors import OmegaConfBaseException
 except ModuleNotFoundError as error:
     raise MissingExtra("hydra-core", "rl") from error
 
 CONF: Final = Path(__file__).parent / "conf"
-COLLECTORS: Final = ("sync", "pipelined", "compressed")
+COLLECTORS: Final = ("sync", "pipelined")
 TRAINING_MAPS: Final = 1_000_000  # seeds of maps: from here for training, see evaluation for others
 VALIDATION_MAPS: Final = 500_000
+_CHANGED: Final = "# changed after iteration"
 _WORD: Final = re.compile(r"(\+\+|\+|~)?([^=]+?)=(.*)", re.DOTALL)
 _PPO: Final = {field.name for field in fields(PPOSettings)} - {"shards"}
 
@@ -55,6 +57,8 @@ class Config:
     processes: int
     shards: int
     plugin_arguments: Mapping[str, Any]
+    notes: tuple[str, ...] = ()
+    """What is not as it was given, and why: for the user to see."""
 
     def __getitem__(self, name: str) -> Any:
         """Look up one of the other keys: `config["save_interval"]`, `config["wandb.mode"]`."""
@@ -112,6 +116,8 @@ def load_config(
     try:
         with initialize_config_dir(str(CONF), version_base="1.3"):
             config = compose("train", algo)
+        OmegaConf.set_struct(config, False)
+        config.algo.update(_ppo_defaults(config.algo.name))
     except HydraException as error:
         known = [path.stem for path in (CONF / "algo").glob("*.yaml")]
         given = algo[-1].partition("=")[2]
@@ -158,15 +164,49 @@ def as_omegaconf(config: Config) -> DictConfig:
     return OmegaConf.create(dict(config.raw))
 
 
-def write_config(config: Config, path: Path) -> None:
-    """Write all keys to a file that appears whole or not at all."""
-    publish_bytes(path, config.to_yaml().encode())
+def write_config(config: Config, path: Path, iteration: int = 0) -> None:
+    """Write all keys to a file that appears whole or not at all.
+
+    Over the file of a run that is gone on with, what changes is kept as comments on top.
+
+    Args:
+        config: The settings.
+        path: The file.
+        iteration: After which they are used.
+    """
+    used = OmegaConf.merge(as_omegaconf(config), {"resume": None})
+    history: list[str] = []
+    if path.exists():
+        before, now = _values(_read_yaml(path)), _values(used)
+        history = [line for line in path.read_text().splitlines() if line.startswith(_CHANGED)]
+        changes = [
+            f"{key} {json.dumps(before[key])} -> {json.dumps(value)}"
+            for key, value in now.items()
+            if key in before and before[key] != value
+        ]
+        if changes:
+            history.append(f"{_CHANGED} {iteration}: {', '.join(changes)}")
+    text = "".join(f"{line}\n" for line in history) + OmegaConf.to_yaml(used)
+    publish_bytes(path, text.encode())
 
 
 def help_text() -> str:
     """Return the settings with their comments, as they are in the files."""
     algo = (CONF / "algo/fast.yaml").read_text()
+    for name, value in _ppo_defaults("fast").items():
+        line = f"{name}: {'null' if value is None else value}"
+        comment = PPO_HELP.get(name)
+        algo += f"{line:<37}# {comment}\n" if comment else f"{line}\n"
     return (CONF / "train.yaml").read_text() + "\nalgo:\n" + textwrap.indent(algo, "  ")
+
+
+def _ppo_defaults(preset: str) -> dict[str, Any]:
+    settings = PPOSettings.preset(preset)
+    return {
+        field.name: getattr(settings, field.name)
+        for field in fields(settings)
+        if field.name in _PPO
+    }
 
 
 def _split(word: str) -> tuple[str, str]:
@@ -220,6 +260,17 @@ def _keys(config: DictConfig, prefix: str = "") -> list[str]:
     return found
 
 
+def _values(config: Any) -> dict[str, Any]:
+    """All values by their dotted keys."""
+    nodes = {key: OmegaConf.select(config, key) for key in _keys(config)}
+    plain: dict[str, Any] = {
+        key: OmegaConf.to_container(node) if isinstance(node, ListConfig) else node
+        for key, node in nodes.items()
+        if not isinstance(node, DictConfig)
+    }
+    return plain
+
+
 def _is_foreign(config: DictConfig, user: DictConfig, pairs: Sequence[tuple[str, str]]) -> bool:
     given = any(key == "env._target_" for key, _ in pairs)
     return given or bool(OmegaConf.select(user, "env._target_") or config.env._target_)
@@ -233,6 +284,11 @@ def _first_line(error: Exception) -> str:
 
 
 def _checked(raw: dict[str, Any], plugin_arguments: Mapping[str, Any]) -> Config:
+    if raw["collector"] == "compressed":
+        raise UsageError(
+            "collector=compressed is gone: it cost time and saved nothing where a batch is used "
+            "once; give collector=sync, which learns the same bits"
+        )
     _check_choice("collector", raw["collector"], COLLECTORS)
     _check_choice("backend", raw["backend"], ("numba", "torch"))
     _check_device(raw["device"], raw["backend"])
@@ -279,9 +335,11 @@ def _checked(raw: dict[str, Any], plugin_arguments: Mapping[str, Any]) -> Config
     minutes = raw["max_minutes"]
     if minutes is not None and not (isinstance(minutes, int | float) and minutes > 0):
         raise UsageError(f"max_minutes={minutes!r}; give a number above 0, or null")
+    settings = _settings(raw, shards)
     return Config(
+        notes=_adjusted(raw, settings),
         raw=raw,
-        settings=_settings(raw, shards),
+        settings=settings,
         ppo=ppo,
         preset=algo["name"],
         bf16=algo["bf16"],
@@ -337,6 +395,24 @@ def _settings(raw: dict[str, Any], shards: int) -> Settings:
         new_map_every=env["new_map_every"],
         crossing_share=env["crossing_share"],
     )
+
+
+def _adjusted(raw: dict[str, Any], settings: Settings) -> tuple[str, ...]:
+    """Put the counts that are used in the place of those that were given; say which and why."""
+    notes = []
+    for group, name, used, why in (
+        (
+            "env_dyn",
+            "num_obstacles",
+            settings.dynamic_obstacles,
+            "there are 8 kinds, equally many of each",
+        ),
+        ("env", "maps", settings.maps, "a multiple of the shards, at most one per drone"),
+    ):
+        if raw[group][name] != used:
+            notes.append(f"{group}.{name}={raw[group][name]} becomes {used}: {why}")
+            raw[group][name] = used
+    return tuple(notes)
 
 
 def _processes(raw: dict[str, Any], envs: int) -> tuple[int, int]:

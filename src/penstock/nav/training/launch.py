@@ -46,10 +46,12 @@ def start(words: Sequence[str] = (), file: str | None = None, stop: Stop | None 
             return train(config, run, state, group, stop)
     if config.processes == 1:
         return train(config, run, state, None, stop)
-    return _together(config, run, state, stop)
+    return _spawn_workers(config, run, state, stop)
 
 
-def _together(config: Config, run: Run, state: dict[str, Any] | None, stop: Stop | None) -> Result:
+def _spawn_workers(
+    config: Config, run: Run, state: dict[str, Any] | None, stop: Stop | None
+) -> Result:
     """Run process 0 here, and start the others."""
     context = multiprocessing.get_context("spawn")
     meeting = Path(tempfile.gettempdir()) / f"penstock-{os.getpid()}-{secrets.token_hex(8)}"
@@ -57,7 +59,7 @@ def _together(config: Config, run: Run, state: dict[str, Any] | None, stop: Stop
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # they all are on this machine
     others: list[BaseProcess] = [
         context.Process(
-            target=_other,
+            target=_worker_main,
             args=(dict(config.raw), dict(config.plugin_arguments), str(run.folder), rank, address),
             name=f"penstock-train-{rank}",
         )
@@ -81,7 +83,7 @@ def _together(config: Config, run: Run, state: dict[str, Any] | None, stop: Stop
             meeting.unlink()
 
 
-def _other(
+def _worker_main(
     raw: dict[str, Any], arguments: dict[str, Any], folder: str, rank: int, address: str
 ) -> None:
     """The life of a process that was started here."""

@@ -16,12 +16,13 @@ import torch
 from torch import Tensor
 
 from penstock.errors import DataError, PeerLost, UsageError
-from penstock.nav.evaluation.crossing import Outcome, fly, steady
-from penstock.nav.learning.policy import Policy
+from penstock.nav.evaluation.crossing import Outcome, deterministic_pilot, fly
+from penstock.nav.learning.policy import Policy, has_bf16
 from penstock.nav.learning.ppo import PPO
 from penstock.nav.training.books import Books, Place
-from penstock.nav.training.collect import Episodes, SimulatorCollector, Stopped
+from penstock.nav.training.collect import SimulatorCollector, Stopped
 from penstock.nav.training.config import VALIDATION_MAPS, Config
+from penstock.nav.training.episodes import EpisodeWindow
 from penstock.nav.training.group import Group
 from penstock.nav.training.plugin_source import PluginFlyer
 from penstock.nav.training.runs import Run, flatten, unflatten
@@ -48,6 +49,8 @@ class Result:
     """Best success on validation maps."""
     summary: str
     """Where the time went, and what was saved."""
+    nothing_to_do: str | None = None
+    """Why a run that was gone on with had ended already."""
 
 
 def train(
@@ -84,7 +87,9 @@ def train(
         books = stack.enter_context(
             Books(config, run, trainer.ppo, trainer.monitor, group, trainer.place)
         )
+        nothing_to_do = trainer.why_done
         stopped = _loop(trainer, books)
+        books.close_panel(stopped=stopped)
         return Result(
             run.folder,
             trainer.iteration,
@@ -93,6 +98,7 @@ def train(
             stopped,
             trainer.best,
             books.summary(),
+            nothing_to_do,
         )
 
 
@@ -164,7 +170,8 @@ class Trainer:
         self._shards = group.shards(config.shards)
         seed = config["seed"]
         device = config["device"]
-        policy = Policy(config.preset, seed=seed, bf16=config.bf16).to(device)
+        bf16 = has_bf16(device) if config.bf16 is None else config.bf16
+        policy = Policy(config.preset, seed=seed, bf16=bf16).to(device)
         self.ppo = PPO(
             policy,
             replace(config.ppo, shards=len(self._shards)),
@@ -174,7 +181,7 @@ class Trainer:
         self.frames_per_iteration = config.frames_per_iteration
         flyer: Flyer
         if config.plugin is not None:
-            flyer = PluginFlyer(config, seed + group.rank)
+            flyer = PluginFlyer(config, 1000 * seed + group.rank)  # as shards: never another seed's
             self.frames_per_iteration = config.steps * flyer.num_envs * group.size
         else:
             flyer = self._collector()
@@ -184,6 +191,7 @@ class Trainer:
         self.best: float | None = None
         self._since = time.monotonic()
         self._looks = 0
+        self._window = EpisodeWindow()
 
     def _collector(self) -> SimulatorCollector:
         config = self.config
@@ -225,6 +233,20 @@ class Trainer:
         return self.finished or (most is not None and self.iteration >= most)
 
     @property
+    def why_done(self) -> str | None:
+        """What ended the training, and which setting goes on; None while there is more to do."""
+        config, iteration = self.config, self.iteration
+        if not self.done:
+            return None
+        if not self.finished:
+            limit, used = "max_iterations", f"{config.max_iterations}"
+        elif config.max_seconds is not None:
+            limit, used = "max_minutes", f"{config.max_seconds / 60:g}"
+        else:
+            limit, used = "max_frame_num", f"{config.max_frames}"
+        return f"{limit}={used} is used up after iteration {iteration}; give a larger {limit}"
+
+    @property
     def dynamic_active(self) -> int:
         """How many moving obstacles are there: more and more over the curriculum."""
         count = self.config.settings.dynamic_obstacles
@@ -264,7 +286,7 @@ class Trainer:
         exchanged = self.group.sum_(torch.cat((sums, told)))
         self.seconds = float(exchanged[-1])
         metrics = {_NAMES.get(name, f"train/{name}"): value for name, value in stats.items()}
-        metrics |= Episodes.metrics(exchanged[:-2]) | self.source.facts()
+        metrics |= self._window.add(exchanged[:-2]) | self.source.facts()
         metrics["env/dynamic_active"] = self.dynamic_active
         return metrics, bool(exchanged[-2])
 
@@ -275,7 +297,7 @@ class Trainer:
         counts = torch.zeros(len(Outcome) + 1, dtype=torch.float64)
         if own:
             flights = fly(
-                steady(self.ppo.policy),
+                deterministic_pilot(self.ppo.policy),
                 self.config.settings,
                 [VALIDATION_MAPS + world for world in own],
                 self.config["eval_drones"],
@@ -306,6 +328,7 @@ class Trainer:
             "frames": self.frames,
             "seconds": self.seconds,
             "best": self.best,
+            "episodes": self._window.state(),
             "map_seeds": torch.cat(seeds) if seeds else torch.zeros(0, dtype=torch.int64),
         }
 
@@ -326,6 +349,8 @@ class Trainer:
         self.order.set_state(state["order"])
         self.iteration, self.frames = int(state["iteration"]), int(state["frames"])
         self.seconds, self.best = float(state["seconds"]), state["best"]
+        if "episodes" in state:  # not in checkpoints of earlier versions
+            self._window.load(state["episodes"])
 
 
 def _copied(value: Any) -> Any:

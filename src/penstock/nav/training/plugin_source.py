@@ -11,13 +11,13 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from penstock.errors import UsageError
 from penstock.nav.learning.policy import Policy
 from penstock.nav.learning.ppo_settings import Batch
-from penstock.nav.training.collect import Episodes, Stopped
+from penstock.nav.training.collect import Stopped
 from penstock.nav.training.config import Config, as_omegaconf
+from penstock.nav.training.episodes import Episodes
 from penstock.nav.training.plugin import PluginCollector, check_plugin, make_plugin
 
 
@@ -61,7 +61,7 @@ class PluginFlyer:
         batch = next(self._batches, None)
         if batch is None:
             raise Stopped
-        self.episodes.add(batch, self._collector.episodes())
+        self.episodes.add_batch(batch, self._collector.episodes())
         return batch
 
     def _begin(self, policy: Policy) -> None:
@@ -96,28 +96,21 @@ class PluginFlyer:
             self.env.close()
 
 
-class PluginEpisodes:
+class PluginEpisodes(Episodes):
     """How episodes ended, by the environment's own statistics."""
 
     def __init__(self) -> None:
+        super().__init__()
         self.batches = 0
         self.means: dict[str, float] = {}
-        self._sums = Episodes().take()
 
-    def add(self, batch: Batch, means: Mapping[str, float]) -> None:
+    def add_batch(self, batch: Batch, means: Mapping[str, float]) -> None:
         """Count a batch."""
         self.batches += 1
-        self._sums[-2] += float(batch.reward.sum())
-        self._sums[-1] += batch.reward.numel()
+        self.add_reward(batch.reward)
         self.means = {f"stats/{name}": value for name, value in means.items()}
         if "reach_goal" in means:
             self.means["train/success"] = means["reach_goal"]
-
-    def take(self) -> Tensor:
-        """Return sums as `Episodes` does; outcomes are in `facts`."""
-        result = self._sums.clone()
-        self._sums.zero_()
-        return result
 
     def facts(self) -> dict[str, float]:
         """Return the environment's own statistics, of the last batch in which episodes ended."""

@@ -1,4 +1,4 @@
-"""Where batches come from: collected when asked for, during the update, or kept compressed.
+"""Where batches come from: collected when asked for, or during the update.
 
 A source hands out one batch after another, and knows the state from which the *next* one comes:
 what a checkpoint must hold to go on bit for bit.
@@ -22,7 +22,6 @@ from penstock.nav.learning.policy import Policy
 from penstock.nav.learning.ppo_settings import Batch
 from penstock.nav.training.collect import Stopped
 from penstock.rollouts.collect import PipelinedDataCollector
-from penstock.rollouts.compressed import CompressedDataCollector
 
 Weights = dict[str, Tensor]
 _WAIT_S = 60.0
@@ -119,29 +118,6 @@ class SyncSource:
     def close(self) -> None:
         """Release threads."""
         self.collector.close()
-
-
-class CompressedSource(SyncSource):
-    """Keeps the batch compressed between collection and update.
-
-    A measured loss where a batch is used once: see `python -m benchmarks rollout`.
-    """
-
-    def __init__(self, collector: Flyer, policy: Policy) -> None:
-        super().__init__(collector, policy)
-        self._compress = CompressedDataCollector((), compression_level=1)
-        self._ratio = 1.0
-
-    def next(self) -> Batch:
-        """Collect, compress, and decode for the learner."""
-        batch = super().next()
-        packed = self._compress.compress(as_tensordict(batch))
-        self._ratio = packed.ratio
-        return from_tensordict(packed.decompress(), batch.last_value)
-
-    def facts(self) -> dict[str, float]:
-        """Return how much smaller batches were."""
-        return super().facts() | {"rollout/ratio": self._ratio}
 
 
 class PipelinedSource:
@@ -269,11 +245,7 @@ class _Stream:
 
 def make_source(kind: str, collector: Flyer, policy: Policy) -> Source:
     """Return the source of a `collector=` setting."""
-    kinds: dict[str, Any] = {
-        "sync": SyncSource,
-        "pipelined": PipelinedSource,
-        "compressed": CompressedSource,
-    }
+    kinds: dict[str, Any] = {"sync": SyncSource, "pipelined": PipelinedSource}
     source: Source = kinds[kind](collector, policy)
     return source
 
@@ -299,27 +271,6 @@ def as_tensordict(batch: Batch) -> TensorDict:
             "final_value": turned(batch.final_value),
         },
         batch_size=[drones, steps],
-    )
-
-
-def from_tensordict(data: TensorDict, last_value: Tensor) -> Batch:
-    """Turn `as_tensordict` round."""
-
-    def turned(*key: str) -> Tensor:
-        tensor: Tensor = data[key]
-        return tensor.transpose(0, 1).contiguous()
-
-    names = data["agents", "observation"].keys()
-    return Batch(
-        {name: turned("agents", "observation", name) for name in names},
-        turned("agents", "action_normalized"),
-        turned("agents", "log_prob"),
-        turned("state_value"),
-        turned("agents", "reward"),
-        turned("terminated"),
-        turned("truncated"),
-        turned("final_value"),
-        last_value,
     )
 
 

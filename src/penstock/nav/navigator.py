@@ -1,0 +1,274 @@
+"""A trained policy that flies any drone: observations in, velocities out, the shield between.
+
+Neither torch nor the simulator is needed: a policy that `penstock export-policy` wrote runs on
+numpy and onnxruntime.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable, Mapping
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+from typing_extensions import Self
+
+from penstock.errors import MissingExtra, UnknownFormat, UsageError
+from penstock.nav.shield import Shield
+from penstock.nav.simulation.task import Reward, Settings
+from penstock.ui.suggestions import did_you_mean
+
+Floats = NDArray[np.float32]
+Decide = Callable[[dict[str, Floats]], Floats]
+"""Observations [n, ...] -> actions [n, 3] from 0 to 1, goal frame."""
+
+INPUTS = ("state", "lidar", "dynamic_obstacle")
+NOTES = "penstock"  # key of an ONNX file's metadata: settings and origin, as JSON
+_SWITCH = ("on", "off")
+
+
+class Navigator:
+    """Decides velocities from observations: the mean action of a policy, filtered by the shield.
+
+    Observations are float32 arrays of n drones, axes of length 1 may be more or fewer:
+
+        state             [n, 8]         unit vector to the target (3), horizontal distance, height
+                                         of the target above the drone, velocity (3)
+        lidar             [n, 1, 36, 4]  range minus distance: 0 is free, 4 is contact; 36 beams
+                                         counter-clockwise from ahead, 4 from low to high
+        dynamic_obstacle  [n, 5, 10]     the nearest: unit vector to it (3), horizontal distance,
+                                         height above the drone, velocity (3), width / 0.25 m - 1,
+                                         0 for a cylinder or 1 for a box; zeros for none
+        direction         [n, 1, 3]      from start to target in the world; for `velocity` only
+
+    Metres and seconds, in the goal frame: x from start to target, horizontal, z up. Tensors are
+    taken, too, and answered with tensors.
+
+    Args:
+        decide: The policy.
+        settings: What it was trained with: speed limit, lidar.
+        shield: What filters; None for nothing.
+        path: The file that it came from, if any.
+        metadata: Of that file.
+
+    Example:
+        navigator = Navigator.load("policy.onnx")
+        velocity = navigator.velocity(obs, height)  # [n, 3], m/s, world frame
+        navigator.interventions
+    """
+
+    def __init__(
+        self,
+        decide: Decide,
+        settings: Settings,
+        shield: Shield | None = None,
+        path: Path | None = None,
+        metadata: Mapping[str, Any] | None = None,
+    ) -> None:
+        self.settings = settings
+        self.shield = shield
+        self.path = path
+        self.metadata = dict(metadata or {})
+        self._decide = decide
+
+    @classmethod
+    def load(
+        cls,
+        path: str | os.PathLike[str],
+        *,
+        shield: str = "on",
+        margins: tuple[float, float] | None = None,
+        backend: str = "numpy",
+    ) -> Self:
+        """Read a policy that was exported as ONNX.
+
+        Args:
+            path: Of `penstock export-policy`.
+            shield: "on" or "off".
+            margins: Of the shield, see `Shield`.
+            backend: Of the shield; both do the same.
+
+        Raises:
+            UsageError: There is no such file, or a word is wrong.
+            UnknownFormat: The file is no policy of penstock.
+            MissingExtra: onnxruntime is not installed.
+        """
+        file = Path(path)
+        if not file.is_file():
+            raise UsageError(f"there is no policy {file}; make one with penstock export-policy")
+        check_switch(shield)
+        session = open_session(file)
+        noted = session.get_modelmeta().custom_metadata_map.get(NOTES)
+        try:
+            metadata = json.loads(noted) if noted is not None else None
+        except ValueError:
+            metadata = None
+        if not isinstance(metadata, dict):
+            raise UnknownFormat(f"{file} does not say its settings; use penstock export-policy")
+        settings = read_settings(file, metadata)
+        guard = Shield.for_task(settings, margins, backend) if shield == "on" else None
+        return cls(runner(session), settings, guard, file, metadata)
+
+    @property
+    def decisions(self) -> int:
+        """How many velocities the shield looked at."""
+        return self.shield.decisions if self.shield else 0
+
+    @property
+    def interventions(self) -> int:
+        """How many velocities the shield exchanged."""
+        return self.shield.interventions if self.shield else 0
+
+    def action(self, obs: Mapping[str, Any], height: Any = None) -> Any:
+        """Return actions [n, 3] from 0 to 1 in the goal frame, as the simulator takes them.
+
+        Args:
+            obs: Observations [n, ...], see the class.
+            height: Above the ground, [n]. The shield was evaluated with it, and needs it.
+
+        Raises:
+            UsageError: An observation is missing, of another shape, or not finite; or there is a
+                shield, and no height.
+        """
+        limit = self.settings.action_limit
+        return _like(obs["state"], np.clip(self._wanted(obs, height) / (2 * limit) + 0.5, 0, 1))
+
+    def velocity(self, obs: Mapping[str, Any], height: Any = None) -> Any:
+        """Return velocities [n, 3] in m/s, in the frame of the world that `direction` is in.
+
+        Args:
+            obs: As for `action`, and direction.
+            height: As for `action`.
+
+        Raises:
+            UsageError: As for `action`.
+        """
+        wanted = self._wanted(obs, height)
+        way = self._checked(obs, "direction").reshape(len(wanted), 3)[:, :2]
+        length = np.linalg.norm(way, axis=1, keepdims=True)
+        # Straight up or down: the simulator takes x for ahead then.
+        ahead: Floats = np.where(length < 1e-6, [1.0, 0.0], way / np.maximum(length, 1e-6))
+        x, y = ahead[:, 0], ahead[:, 1]
+        turned = (
+            x * wanted[:, 0] - y * wanted[:, 1],
+            y * wanted[:, 0] + x * wanted[:, 1],
+            wanted[:, 2],
+        )
+        return _like(obs["state"], np.stack(turned, 1))
+
+    def _wanted(self, obs: Mapping[str, Any], height: Any) -> Floats:
+        if self.shield is not None and height is None:
+            raise UsageError(
+                "the shield needs the height above the ground, as it was evaluated with: give "
+                "height=[n], or load the policy with shield='off'"
+            )
+        seen = {name: self._checked(obs, name) for name in INPUTS}
+        velocity: Floats = (self._decide(seen) * 2 - 1) * np.float32(self.settings.action_limit)
+        if self.shield is None:
+            return velocity
+        level = _array(height)
+        if not np.isfinite(level).all():
+            raise UsageError("height has values that are not finite; check sensors")
+        flown: Floats = self.shield.filter(velocity, seen, seen["state"][:, 5:8], level)[0]
+        return flown
+
+    def _checked(self, obs: Mapping[str, Any], name: str) -> Floats:
+        shape = self.settings.shapes()[name]
+        if obs.get(name) is None:
+            raise UsageError(f"the observation has no {name!r}; give [n, {_words(shape)}]")
+        value = _array(obs[name])
+        plain = [size for size in value.shape[1:] if size != 1]
+        if value.ndim < 2 or plain != [size for size in shape if size != 1]:
+            raise UsageError(
+                f"observation {name!r} is {list(value.shape)}; give [n, {_words(shape)}]"
+            )
+        if not np.isfinite(value).all():
+            raise UsageError(f"observation {name!r} has values that are not finite; check sensors")
+        return value.reshape(len(value), *shape)
+
+
+def _words(shape: tuple[int, ...]) -> str:
+    return ", ".join(map(str, shape))
+
+
+def check_switch(shield: str) -> None:
+    """Refuse what is neither on nor off.
+
+    Raises:
+        UsageError: It is neither.
+    """
+    if shield not in _SWITCH:
+        raise UsageError(f"shield={shield!r} is unknown; {did_you_mean(shield, _SWITCH)}")
+
+
+def open_session(file: Path | bytes) -> Any:
+    """Open an ONNX file, or its bytes, for one core: a policy is too small to share."""
+    try:
+        import onnxruntime
+    except ModuleNotFoundError as error:
+        raise MissingExtra("onnxruntime", "onnx") from error
+    options = onnxruntime.SessionOptions()
+    options.intra_op_num_threads = options.inter_op_num_threads = 1
+    try:
+        return onnxruntime.InferenceSession(
+            str(file) if isinstance(file, Path) else file,
+            options,
+            providers=["CPUExecutionProvider"],
+        )
+    except Exception as error:  # onnxruntime's errors have no common class
+        line = str(error).strip().partition("\n")[0][:200]
+        raise UnknownFormat(f"{file!s:.200} is no ONNX file that can be run: {line}") from error
+
+
+def runner(session: Any) -> Decide:
+    """Return the policy of an open ONNX file."""
+
+    def decide(seen: dict[str, Floats]) -> Floats:
+        action: Floats = session.run(("action",), {name: seen[name] for name in INPUTS})[0]
+        return action
+
+    return decide
+
+
+def read_settings(path: Path, metadata: Mapping[str, Any]) -> Settings:
+    """Return the settings in the notes of a checkpoint or an exported policy.
+
+    Raises:
+        UnknownFormat: There are none, or of another version.
+    """
+    if not isinstance(metadata.get("settings"), dict):
+        raise UnknownFormat(f"{path} does not say its navigation settings")
+    given = dict(metadata["settings"])
+    try:
+        if isinstance(given.get("reward"), dict):
+            given["reward"] = Reward(**_known(Reward, given["reward"]))
+        return Settings(**_known(Settings, given))
+    except (UsageError, TypeError, ValueError) as error:
+        raise UnknownFormat(f"{path}: its settings cannot be used: {error}") from error
+
+
+def _known(kind: Any, given: Mapping[str, Any]) -> Mapping[str, Any]:
+    known = [item.name for item in fields(kind)]
+    for name in given:
+        if name not in known:
+            raise UsageError(
+                f"there is no setting {name!r}, written by another version of penstock"
+            )
+    return given
+
+
+def _array(value: Any) -> Floats:
+    """Take an array, a list, or a tensor of any device."""
+    if hasattr(value, "detach"):
+        value = value.detach().cpu().numpy()
+    return np.ascontiguousarray(value, np.float32)
+
+
+def _like(given: Any, result: Any) -> Any:
+    """Answer a tensor with a tensor."""
+    result = result.astype(np.float32, copy=False)
+    return given.new_tensor(result) if hasattr(given, "new_tensor") else result
