@@ -66,7 +66,7 @@ def flat_words(tensor: torch.Tensor) -> NDArray[Any]:
     flat = tensor.detach().reshape(-1)
     if tensor.dtype is torch.bool:
         flat = flat.view(torch.uint8)
-    elif DTYPE_NAMES[tensor.dtype] not in np.sctypeDict:
+    elif DTYPES[DTYPE_NAMES[tensor.dtype]].words.name != DTYPE_NAMES[tensor.dtype]:
         flat = flat.view(torch.int16 if tensor.element_size() == 2 else torch.uint8)
     words: NDArray[Any] = flat.numpy().view(DTYPES[DTYPE_NAMES[tensor.dtype]].words)
     return words

@@ -46,6 +46,13 @@ def test_every_dtype_and_shape(tmp_path, compress):
     assert_equal(save(tmp_path, state, compress=compress), state)
 
 
+def test_types_that_other_libraries_give_numpy(tmp_path):
+    """JAX, TensorFlow and onnx bring ml_dtypes, and numpy knows bfloat16 from then on."""
+    pytest.importorskip("ml_dtypes")
+    state = {"weight": torch.arange(9).to(torch.bfloat16)}
+    assert_equal(save(tmp_path, state), state)
+
+
 def test_views_and_strange_strides(tmp_path):
     base = torch.randn(64, 130)
     state = {

@@ -339,7 +339,7 @@ WRONG_WORDS = [
     ("hold_s=nan", "hold_s"),
     ("task=", ""),
     ("features=[]", "features"),
-    ("features.x.y=1", "features"),
+    ("features.x.y=1", "feature 'x' has an unknown key 'y'"),
 ]
 
 
