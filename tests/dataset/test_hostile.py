@@ -12,7 +12,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from penstock.dataset import metadata
+from penstock.dataset import doctor, metadata
 from penstock.dataset.reader import Dataset
 from penstock.errors import DataError, PenstockError
 
@@ -66,3 +66,15 @@ def test_a_fifo_is_no_file(tmp_path, version):
     os.mkfifo(info)
     with pytest.raises(DataError):
         metadata.read_info(out)
+
+
+def test_a_video_that_does_not_say_its_pixels(tmp_path):
+    """FFmpeg then knows no pixel format, and av before 18 ends the process when it is asked."""
+    out = tmp_path / "out"
+    s.write_dataset(out, 1)
+    video = next((out / "videos").rglob("*.mp4"))
+    data = bytearray(video.read_bytes())
+    at = data.index(b"avcC")
+    data[at + 4 : at + 40] = bytes(36)
+    video.write_bytes(data)
+    assert not doctor.check(out).ok

@@ -17,6 +17,7 @@ from penstock.dataset.findings import Report
 from penstock.dataset.layout import Feature
 from penstock.dataset.metadata import EpisodeRecord, Info
 from penstock.errors import DataError
+from penstock.media.av_versions import pixel_format
 from penstock.media.video import open_video
 
 Decode = Literal["all", "sample"]
@@ -190,7 +191,7 @@ def _check_header(
     stated = feature.info or {}
     actual = {
         "video.codec": codec,
-        "video.pix_fmt": context.pix_fmt,
+        "video.pix_fmt": pixel_format(context),
         "video.height": context.height,
         "video.width": context.width,
         "video.fps": info.fps,

@@ -22,6 +22,14 @@ ACCURATE_RND = 0x40000
 BITEXACT = 0x80000
 
 
+def pixel_format(context: Any) -> str | None:
+    """Return the name of a stream's pixel format; None where a damaged file does not say it.
+
+    `context.pix_fmt` ends the process then, before version 18.
+    """
+    return context.format.name if context.format else None
+
+
 def add_copy_stream(container: Any, codec: str, fps: int, width: int, height: int) -> Any:
     """Add a stream for JPEGs, or packets of a video, that are there already.
 

@@ -15,6 +15,7 @@ from typing import Any
 import av
 
 from penstock.errors import CorruptFile
+from penstock.media.av_versions import pixel_format
 from penstock.media.video import TICKS, mp4_options, open_video, write_failure
 
 
@@ -40,7 +41,7 @@ def coding(path: Path | str) -> str:
     with open_video(path) as (_, stream):
         context = stream.codec_context
         data = bytes(context.extradata or b"")
-        size = (context.width, context.height, context.pix_fmt)
+        size = (context.width, context.height, pixel_format(context))
         facts = (context.codec.canonical_name, size, stream.time_base, stream.average_rate, data)
         return hashlib.blake2b(repr(facts).encode(), digest_size=6).hexdigest()
 

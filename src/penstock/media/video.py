@@ -30,6 +30,7 @@ from penstock.media.av_versions import (
     BITEXACT,
     Reformatter,
     add_copy_stream,
+    pixel_format,
 )
 from penstock.media.depth import DepthCoding
 from penstock.media.headers import JpegSize, check_size, jpeg_size
@@ -394,7 +395,7 @@ def probe(path: Path | str) -> VideoFacts:
             context.width,
             context.height,
             context.codec.canonical_name,
-            context.pix_fmt,
+            pixel_format(context),
         )
 
 
