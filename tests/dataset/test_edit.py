@@ -239,6 +239,7 @@ def test_videos_with_long_groups_and_b_frames_keep_every_frame(tmp_path):
         (Edits(trim={0: (0, 99)}), "frames 0 to 4"),
         (Edits(trim={0: (3, 3)}), "frames 0 to 4"),
         (Edits(split={0: [7]}), "frames 0 to 4"),
+        (Edits(split={0: [0]}), "frames 0 to 4"),
         (Edits(drop=["x"]), "no feature 'x'"),
         (Edits(rename={"action": "observation.state"}), "taken"),
         (Edits(rename={"action": "a/b"}), "cannot name"),
@@ -320,6 +321,33 @@ def test_datasets_of_other_making(tmp_path, version):
     assert Dataset(path).info["extra"] == {"kept": True}
     errors = [text for text in check(path) if text.startswith("error")]
     assert errors == []
+
+
+def test_an_episode_of_several_tasks_is_not_made_one_of_the_first(tmp_path):
+    path = tmp_path / "theirs"
+    hand.make_dataset(path, "v2.1")
+    lines = (path / "meta" / "episodes.jsonl").read_text().splitlines()
+    changed = json.loads(lines[0]) | {"tasks": list(hand.TASKS)}
+    text = "\n".join([json.dumps(changed), *lines[1:]]) + "\n"
+    (path / "meta" / "episodes.jsonl").write_text(text)
+    with pytest.raises(UsageError, match="has 2 tasks"):
+        edit(path, Edits(delete=[1]))
+    edit(path, Edits(delete=[1], relabel={0: "both"}))
+    assert Dataset(path).episode(0).tasks == ("both",)
+
+
+def test_what_is_no_dataset_stays_as_it_is(tmp_path, dataset, capsys):
+    plain = tmp_path / "plain"
+    plain.mkdir()
+    for path, code in ((plain, 3), (tmp_path / "nowhere", 3)):
+        assert penstock(["edit", str(path), "delete", "0"]) == code
+        assert "LeRobot dataset" in capsys.readouterr().err
+    assert list(plain.iterdir()) == []
+    before = s.files_of(dataset)
+    assert penstock(["edit", str(dataset), "keep", "0", "--out", str(dataset / "in")]) == 2
+    assert s.files_of(dataset) == before
+    assert penstock(["edit", str(dataset), "trim", "0=2:"]) == 0
+    assert Dataset(dataset).episode(0).length == 3
 
 
 PROGRAM = """

@@ -11,6 +11,7 @@ import logging
 import os
 import socket
 import sys
+import tempfile
 import time
 from collections.abc import Generator, Iterable
 from contextlib import ExitStack, redirect_stdout, suppress
@@ -28,7 +29,6 @@ from penstock.dataset.plan import PLAN, UNITS
 from penstock.dataset.unit import RECORD
 from penstock.errors import MissingExtra, PenstockError, StorageError
 
-_CURRENT: Final = Path("/tmp/ray/ray_current_cluster")  # noqa: S108 - where `ray start` notes it
 _ANSWER_S: Final = 5.0
 _PER_CPU: Final = 2  # tasks in flight: one runs, one waits
 _RETRIES: Final = 10  # of a bag whose worker or node died
@@ -179,8 +179,9 @@ def _reachable(given: str | None) -> str | None:
     address = given or os.environ.get("RAY_ADDRESS") or None
     asked = address is not None
     if address is None:
-        with suppress(OSError):
-            address = _CURRENT.read_text().strip() or None
+        noted = Path(os.environ.get("RAY_TMPDIR") or tempfile.gettempdir(), "ray")
+        with suppress(OSError):  # where `ray start` notes it
+            address = (noted / "ray_current_cluster").read_text().strip() or None
     host, _, port = (address or "").removeprefix("ray://").rpartition(":")
     try:
         if address is not None:

@@ -83,7 +83,7 @@ class Edits:
     Attributes:
         delete: Episodes to remove.
         keep: The only episodes to keep; None for all.
-        trim: Per episode the first frame to keep, and one past the last.
+        trim: Per episode the first frame to keep, and one past the last; None for its end.
         split: Per episode the frames at which a new episode begins.
         relabel: Per episode its new task; None stands for every other.
         drop: Features to remove.
@@ -93,7 +93,7 @@ class Edits:
 
     delete: Sequence[int] = ()
     keep: Sequence[int] | None = None
-    trim: Mapping[int, tuple[int, int]] = field(default_factory=dict)
+    trim: Mapping[int, tuple[int, int | None]] = field(default_factory=dict)
     split: Mapping[int, Sequence[int]] = field(default_factory=dict)
     relabel: Mapping[int | None, str] = field(default_factory=dict)
     drop: Sequence[str] = ()
@@ -109,15 +109,24 @@ class Edits:
         found = []
         for index in sorted(keep):
             episode = dataset.episode(index)
-            start, stop = self.trim.get(index, (0, episode.length))
-            cuts = sorted({start, stop, *self.split.get(index, ())})
-            if cuts[0] < start or cuts[-1] > stop or not 0 <= start < stop <= episode.length:
+            start, end = self.trim.get(index, (0, None))
+            stop = episode.length if end is None else end
+            cuts = self.split.get(index, ())
+            inside_it = all(start < cut < stop for cut in cuts)
+            if not (inside_it and 0 <= start < stop <= episode.length):
                 raise UsageError(
                     f"episode {index} has the frames 0 to {episode.length - 1}: "
-                    f"{start}:{stop} cut at {list(self.split.get(index, ()))} is not possible"
+                    f"{start}:{stop} cut at {list(cuts)} is not possible"
                 )
-            task = self.relabel.get(index, self.relabel.get(None, episode.tasks[0]))
-            found += [Piece(number, index, a, b, task) for a, b in pairwise(cuts)]
+            task = self.relabel.get(index, self.relabel.get(None))
+            if task is None and len(episode.tasks) > 1:
+                raise UsageError(
+                    f"episode {index} of {dataset.path} has {len(episode.tasks)} tasks, and an "
+                    "edit keeps one: relabel it, or delete it"
+                )
+            task = task or episode.tasks[0]
+            places = sorted({start, stop, *cuts})
+            found += [Piece(number, index, a, b, task) for a, b in pairwise(places)]
         return found
 
 
@@ -173,6 +182,9 @@ def edit(
     target = root if out is None else Path(os.path.realpath(out))
     if out is not None and target.exists() and (target.is_file() or any(target.iterdir())):
         raise UsageError(f"{target} exists: give a new folder")
+    if target != root and target.is_relative_to(root):
+        raise UsageError(f"{target} lies in the dataset that is edited: give a folder beside it")
+    metadata.read_info(root)  # or it is none, and nothing is left there
     if dry_run:
         return _Work(root, others, edits, target).report(None)
     lock = FolderLock(root, LOCK_NAME)
@@ -230,9 +242,7 @@ def undo(path: Path | str) -> EditReport:
             if name.startswith(("data/", "videos/")) and (before / name).stat().st_size != size:
                 raise UsageError(f"{before / name} was changed since: it cannot be put back")
         now, then = Dataset(root), Dataset(before)
-        report = EditReport(
-            str(root), len(now), now.total_frames, len(then), then.total_frames, 0, 0
-        )
+        report = EditReport(str(root), len(now), now.total_frames, len(then), then.total_frames)
         exchange(before, root)
         take_over_units(before, root)
         lock.acquire()
@@ -301,17 +311,15 @@ class _Work:
             else replace(self.spec.features[old], info=None)
             for name, old in self.names.items()
         }
-        spec = Spec(
-            features, self.spec.fps, self.spec.robot_type, self.spec.version, self.spec.limits
-        )
-        return _EditBuild(self, new, spec)
+        return _EditBuild(self, new, replace(self.spec, features=features))
 
 
 class _EditBuild(Build):
     """Builds a dataset from pieces of others."""
 
     def __init__(self, work: _Work, new: Path, spec: Spec) -> None:
-        self._work, self._to, self.encoded = work, new, 0
+        self._work, self._to = work, new
+        self.encoded = self.kept_files = 0
         self._pictures = {n: f for n, f in spec.features.items() if f.is_picture}
         self._shown: dict[tuple[int, str], dict[str, Any]] = {}  # statistics of what was decoded
         infos: dict[str, dict[str, Any]] = {}
@@ -405,8 +413,6 @@ class _EditBuild(Build):
     def _keep(self, path: Path, target: str) -> None:
         super()._keep(path, target)
         self.kept_files += 1
-
-    kept_files = 0
 
     def _link_rest(self) -> None:
         if self._work.target == self._work.root:

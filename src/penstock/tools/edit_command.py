@@ -49,11 +49,12 @@ def _edits(operation: str, words: Sequence[str]) -> Edits:
         case "keep":
             return Edits(keep=_numbers(words))
         case "trim":
-            found = {}
+            found: dict[int, tuple[int, int | None]] = {}
             for word in words:
                 episode, frames = _pair(word, "EPISODE=FIRST:STOP")
                 first, _, stop = frames.partition(":")
-                found[_number(episode)] = (_number(first or "0"), _number(stop))
+                end = _number(stop) if stop else None
+                found[_number(episode)] = (_number(first or "0"), end)
             return Edits(trim=found)
         case "split":
             cuts = (_pair(word, "EPISODE=FRAME,…") for word in words)
