@@ -35,7 +35,7 @@ NO_TORCH = (
     "media",
     "dataset",
     "conversion",
-    "tools/test_samples.py",
+    "test_samples.py",
     "test_cli.py",
 )
 # What people with Isaac Sim have; tensordict 0.9 is the last that this torch can import.
@@ -49,7 +49,7 @@ OLD_TORCH_TESTS = (
 )
 SHOWN = ("numpy", "av", "pyarrow", "rosbags", "torch")
 SAMPLE = """
-from penstock.tools.samples import write_sample
+from penstock.samples import write_sample
 write_sample("take.bag", seconds=2, cameras=1, width=64, height=48)
 """
 

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import penstock
 from penstock.lerobot import Dataset
-from penstock.tools.samples import write_sample
+from penstock.samples import write_sample
 
 if len(sys.argv) > 1:
     bags = sys.argv[1]

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import penstock
 from penstock.lerobot import Dataset
-from penstock.tools.samples import write_sample
+from penstock.samples import write_sample
 
 SETTINGS = """\
 rosbag:

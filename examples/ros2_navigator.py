@@ -1,6 +1,6 @@
 """A ROS 2 node that flies an exported policy: odometry, lidar and obstacles in, velocity out.
 
-    penstock export-policy runs/x policy.onnx
+    penstock export runs/x policy.onnx
     python examples/ros2_navigator.py policy.onnx      # needs rclpy, numpy and onnxruntime
 
 Topics (remap them as usual); all are in one world frame, z = 0 is the ground:

@@ -2,7 +2,7 @@
 
     python examples/train_navigation.py            # the first time compiles for half a minute
 
-The command does the same: penstock train name=x env.num_envs=1024 …; penstock train resume=runs/x
+The command does the same: penstock train name=x env.num_envs=1024 …; penstock train --resume runs/x
 """
 
 import json

@@ -13,10 +13,11 @@ from pathlib import Path
 import pytest
 
 from penstock import cli
+from penstock.commands import VERBS
 from penstock.conversion import kuavo
 from penstock.errors import MissingExtra
 from penstock.nav.training.config import load_config
-from penstock.tools.samples import write_sample
+from penstock.samples import write_sample
 
 ROOT = Path(__file__).parent.parent
 PAGES = sorted([*ROOT.glob("README*.md"), *(ROOT / "docs").glob("*.md")])
@@ -241,10 +242,8 @@ def commands_in(text: str) -> Iterator[list[str]]:
 @pytest.fixture(scope="module")
 def helps() -> dict[str, str]:
     """The help of each verb."""
-    from penstock.arguments import build_parser
-
     found: dict[str, str] = {}
-    for verb in build_parser().get_default("verbs"):
+    for verb in VERBS:
         with contextlib.redirect_stdout(io.StringIO()) as page:
             run(verb, "--help")
         found[verb] = page.getvalue()

@@ -11,9 +11,9 @@ from pathlib import Path
 SOURCE = Path(__file__).parents[1] / "src/penstock"
 # Commands of nav/ go with it.
 OF_NAV = (
-    "penstock.tools.train_command",
-    "penstock.tools.evaluate_command",
-    "penstock.tools.demo",
+    "penstock.commands.train",
+    "penstock.commands.evaluate",
+    "penstock.demo",
 )
 
 CHECK = """

@@ -22,7 +22,7 @@ from benchmarks import Case, Extra, Row, Settings
 from benchmarks.convert.memory import measure_growth, measure_whole
 from benchmarks.measure import environment
 from penstock.errors import PenstockError
-from penstock.tools.samples import write_sample
+from penstock.samples import write_sample
 from penstock.ui.progress import Progress
 
 _SECONDS = 20

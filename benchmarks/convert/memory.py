@@ -18,7 +18,7 @@ import numpy as np
 from benchmarks import Row
 from benchmarks.measure import environment
 from penstock.errors import PenstockError
-from penstock.tools.samples import expected_action, expected_state, write_sample
+from penstock.samples import expected_action, expected_state, write_sample
 
 OLD = "all frames in lists, then np.stack (seed)"
 OURS = "penstock copy"

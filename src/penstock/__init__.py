@@ -10,6 +10,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from penstock.advisor import advise
     from penstock.checkpoints.convert import to_safetensors, to_torch
     from penstock.checkpoints.load import load_checkpoint, load_metadata
     from penstock.checkpoints.model import (
@@ -37,7 +38,6 @@ if TYPE_CHECKING:
     from penstock.rollouts.lerobot import export
     from penstock.rollouts.storage import RolloutStorage
     from penstock.rollouts.transform import CompressedLidarTransform
-    from penstock.tools.advise import advise
     from penstock.ui.monitor import PerformanceMonitor
 
 __version__ = "0.1.0"
@@ -87,7 +87,7 @@ _HOMES = {
     "PrioritySampler": "penstock.replay.torchrl.sampler",
     "PrioritySliceSampler": "penstock.replay.torchrl.sampler",
     "RolloutStorage": "penstock.rollouts.storage",
-    "advise": "penstock.tools.advise",
+    "advise": "penstock.advisor",
     "compress_image": "penstock.replay.images",
     "compress_image_seq": "penstock.replay.images",
     "convert": "penstock.conversion.run",

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from penstock.tools.samples import SampleFacts, write_sample
+from penstock.samples import SampleFacts, write_sample
 
 # name of the file or folder, kind, compression
 CONTAINERS = [

@@ -205,7 +205,7 @@ def test_the_schemas_of_foxglove() -> None:
 
 
 def test_info_tells_the_encodings() -> None:
-    from penstock.tools.inspect_bag import describe, describe_text
+    from penstock.inspect.recording import describe, describe_text
 
     facts = describe(FOXGLOVE)
     assert facts["kind"] == "MCAP file (json, protobuf)"

@@ -17,7 +17,7 @@ from rosbags.typesys import Stores, get_types_from_msg, get_typestore
 from penstock.bags import ImageMessage, Limits, Topic, open_bag
 from penstock.bags.messages import Decoder
 from penstock.errors import DataError, LimitExceeded
-from penstock.tools.samples import (
+from penstock.samples import (
     SampleFacts,
     expected_action,
     expected_arm_traj,

@@ -14,7 +14,7 @@ from rosbags.rosbag2 import Reader as Reader2
 
 from penstock.bags import find_bags, open_bag
 from penstock.errors import CorruptFile, DataError, UnknownFormat, UsageError
-from penstock.tools.samples import SampleFacts
+from penstock.samples import SampleFacts
 
 from .conftest import CONTAINERS, Make
 

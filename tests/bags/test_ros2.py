@@ -13,7 +13,7 @@ from mcap.writer import CompressionType, IndexType, Writer
 
 from penstock.bags import Bag, open_bag
 from penstock.errors import CorruptFile, DataError, LimitExceeded, PenstockError, UnknownFormat
-from penstock.tools.samples import SampleFacts
+from penstock.samples import SampleFacts
 
 from .conftest import Make
 

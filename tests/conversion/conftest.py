@@ -1,6 +1,6 @@
 import pytest
 
-from penstock.tools.samples import write_sample
+from penstock.samples import write_sample
 
 SMALL = {"width": 256, "height": 48, "state_hz": 100, "camera_hz": 30}
 

@@ -20,7 +20,7 @@ from penstock.bags import open_bag
 from penstock.conversion.guess import guess_mapping
 from penstock.conversion.plan import plan_bag
 from penstock.errors import DataError, PenstockError
-from penstock.tools.samples import write_sample
+from penstock.samples import write_sample
 
 MOST_S = 10.0
 MOST_BYTES = 3 * 2**30  # of address space; the libraries map more than a gigabyte by themselves

@@ -26,19 +26,20 @@ from pathlib import Path
 
 import numpy as np
 
+from penstock import samples
 from penstock.cli import main as penstock
+from penstock.commands import convert
 from penstock.conversion import run as conversion
 from penstock.dataset import doctor
 from penstock.dataset.reader import Dataset
 from penstock.dataset.unit import UnitWriter
 from penstock.dataset.writer import DatasetWriter
-from penstock.tools import convert_command, samples
 
 BAGS = 3
 # What a victim says; a capital follows when it is done.
 OPEN, COMMIT, BUILD = b"o", b"c", b"b"
 PHASES = {OPEN: "opening", COMMIT: "commit", BUILD: "build"}
-assert callable(convert_command.run)  # imported here, not in every victim
+assert callable(convert.run)  # imported here, not in every victim
 
 
 @dataclass(frozen=True)
@@ -56,7 +57,7 @@ class Case:
         return f"{self.version}-{self.split_frames}"
 
     def words(self, bags: Path, out: Path, mode: list[str]) -> list[str]:
-        found = ["convert", str(bags), str(out), "--version", self.version, *mode]
+        found = ["convert", str(bags), str(out), "--format", self.version, *mode]
         found += ["--workers", str(self.workers), "--memory", "1GB"]
         return found + ([f"split_frames={self.split_frames}"] if self.split_frames else [])
 

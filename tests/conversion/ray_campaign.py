@@ -20,7 +20,7 @@ from pathlib import Path
 from ray.cluster_utils import Cluster
 
 from conversion.test_convert import same_dataset
-from penstock.tools.samples import write_sample
+from penstock.samples import write_sample
 
 SMALL = {"width": 256, "height": 48, "state_hz": 100, "camera_hz": 30}
 NODES, MOST_KILLS = 3, 6

@@ -17,7 +17,7 @@ from penstock.conversion.run import fingerprint
 from penstock.dataset.reader import Dataset
 from penstock.dataset.writer import DatasetWriter
 from penstock.errors import DataError, LockHeld, UsageError
-from penstock.tools.samples import read_number
+from penstock.samples import read_number
 
 QUIET = {"progress": "quiet", "memory": "1GB"}
 

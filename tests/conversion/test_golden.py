@@ -10,7 +10,7 @@ from penstock.conversion.plan import plan_bag
 from penstock.conversion.settings import from_json
 from penstock.dataset.reader import Dataset
 from penstock.errors import DataError
-from penstock.tools.samples import expected_arm_traj, expected_state, read_number
+from penstock.samples import expected_arm_traj, expected_state, read_number
 
 MAIN = "observation.images.head_cam_h"
 RIGHT = "/cam_r/color/image_raw/compressed"

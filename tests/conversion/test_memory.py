@@ -11,14 +11,14 @@ from pathlib import Path
 import pytest
 
 from penstock.dataset.reader import Dataset
-from penstock.tools.samples import write_sample
+from penstock.samples import write_sample
 
 COMMAND = [sys.executable, "-m", "penstock", "convert"]
 ENVIRONMENT = {**os.environ, "PENSTOCK_PROGRESS": "quiet"}
 CGROUPS = Path("/sys/fs/cgroup/memory")
 SAMPLE = """
 import sys
-from penstock.tools.samples import write_sample
+from penstock.samples import write_sample
 write_sample(sys.argv[1], size_bytes=int(sys.argv[2]), seconds=1e9, numbered=False)
 """
 

@@ -25,12 +25,14 @@ from unittest.mock import patch
 import numpy as np
 from isal import isal_zlib
 
+from penstock import inspect, samples
 from penstock.cli import main as penstock
+from penstock.commands import build, convert
 from penstock.dataset.writer import DatasetWriter
-from penstock.tools import build_command, convert_command, doctor, inspect, samples
+from penstock.inspect import doctor
 
 # Imported here, not in every fork.
-assert build_command and convert_command and doctor and inspect
+assert build and convert and doctor and inspect
 MOST_S = 20
 GROWTH_KB = 64 << 10
 ESCAPE = "\x1b[31mred\x07"
@@ -47,7 +49,7 @@ def words_of(command: str, kind: str, folder: Path, out: Path) -> list[str]:
         return [command, str(out)]
     bags = "bags2" if command == "append" and kind in ("v3.0", "v2.1") else "both"
     words = ["convert", str(folder / bags), str(out), f"--{command}", "--no-check"]
-    return [*words, "--version", kind[-4:]]
+    return [*words, "--format", kind[-4:]]
 
 
 def make(folder: Path) -> None:
@@ -60,7 +62,7 @@ def make(folder: Path) -> None:
         shutil.copy(folder / f"bags{k}" / f"{k}.bag", folder / "both")
     for version in ("v3.0", "v2.1"):
         out, waiting = folder / version, folder / f"waiting-{version}"
-        assert penstock(["convert", str(folder / "both"), str(out), "--version", version]) == 0
+        assert penstock(["convert", str(folder / "both"), str(out), "--format", version]) == 0
         shutil.copytree(out, waiting)
         with patch.object(DatasetWriter, "build", lambda writer: False):
             penstock(words_of("append", version, folder, waiting))

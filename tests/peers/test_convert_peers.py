@@ -22,9 +22,9 @@ from penstock.dataset.layout import QUANTILES
 from penstock.dataset.reader import Dataset
 from penstock.media.depth import DepthCoding
 from penstock.media.images import ImageDecoder, to_rgb
-from penstock.tools.sample_kuavo import Messages
-from penstock.tools.sample_writers import new_writer
-from penstock.tools.samples import expected_action, expected_state, read_number, write_sample
+from penstock.samples import expected_action, expected_state, read_number, write_sample
+from penstock.samples.kuavo import Messages
+from penstock.samples.writers import new_writer
 
 from .peer import lerobot_reads
 

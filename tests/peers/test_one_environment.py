@@ -20,7 +20,7 @@ from .peer import PROJECT, environment
 pytestmark = [pytest.mark.peers, pytest.mark.timeout(600)]
 
 SAMPLE = """
-from penstock.tools.samples import write_sample
+from penstock.samples import write_sample
 write_sample("take.bag", seconds=1, cameras=1, width=64, height=48)
 """
 

@@ -6,10 +6,15 @@ telephone as well as a desktop.
 
 from __future__ import annotations
 
+import os
+import shutil
+import sys
+import textwrap
 from base64 import b64encode
 from collections.abc import Iterable, Sequence
 from html import escape
 from importlib.resources import files
+from itertools import zip_longest
 from os import PathLike
 from pathlib import Path
 from typing import Any
@@ -19,6 +24,14 @@ from penstock.ui.plot import Kind, Series, draw
 from penstock.ui.suggestions import printable
 
 _NARROW = 3  # columns that fit a telephone
+_LABEL = 14
+_LEAST = 12  # columns of a terminal that a column of text keeps
+_HANGING: Any = {
+    "subsequent_indent": " " * _LABEL,
+    "break_long_words": False,
+    "break_on_hyphens": False,
+    "replace_whitespace": False,
+}
 
 
 class Report:
@@ -132,24 +145,65 @@ def _data_url(picture: bytes) -> str:
     return f"data:image/{kind};base64,{b64encode(picture).decode()}"
 
 
+def terminal_width() -> int | None:
+    """Return the columns of the terminal that stdout is, or COLUMNS; None where nothing limits."""
+    if os.environ.get("COLUMNS", "").isdecimal() or (sys.stdout and sys.stdout.isatty()):
+        return max(40, shutil.get_terminal_size().columns)
+    return None
+
+
 def aligned(lines: Iterable[tuple[str, str]]) -> str:
     """Lay out labels and values for the terminal, one below the other."""
-    return "\n".join(f"{label + ':':<14}{text}" for label, text in lines)
+    width = terminal_width()
+    found = []
+    for label, text in lines:
+        line = f"{label + ':':<{_LABEL}}{text}"
+        fits = width is None or len(line) <= width or "\n" in text
+        found.append(line if fits else textwrap.fill(line, width or 80, **_HANGING))
+    return "\n".join(found)
 
 
 def text_table(columns: Sequence[str], rows: Sequence[Sequence[Any]]) -> str:
-    """Lay out a table for the terminal: aligned columns, numbers on the right."""
+    """Lay out a table for the terminal: aligned columns, numbers on the right.
+
+    Where it would be wider than the terminal, words are wrapped and names shortened.
+    """
     texts = [[_text(value) for value in row] for row in rows]
     right = _numeric(columns, texts)
     lines = [list(columns), *texts]
-    widths = [max(len(line[k]) for line in lines) for k in range(len(columns))]
+    widths = _fitted_widths(lines, right)
     return "\n".join(
         "  ".join(
             cell.rjust(width) if flag else cell.ljust(width)
-            for cell, width, flag in zip(line, widths, right, strict=True)
+            for cell, width, flag in zip(part, widths, right, strict=True)
         ).rstrip()
         for line in lines
+        for part in _wrapped(line, widths)
     )
+
+
+def _fitted_widths(lines: Sequence[Sequence[str]], right: Sequence[bool]) -> list[int]:
+    """Return the width of each column; the widest ones of text give way to a narrow terminal."""
+    widths = [max(len(line[k]) for line in lines) for k in range(len(right))]
+    room = terminal_width()
+    while room is not None and sum(widths) + 2 * len(widths) - 2 > room:
+        k = max(range(len(widths)), key=lambda k: 0 if right[k] else widths[k])
+        if right[k] or widths[k] <= _LEAST:
+            break
+        widths[k] -= 1
+    return widths
+
+
+def _wrapped(line: Sequence[str], widths: Sequence[int]) -> Iterable[Sequence[str]]:
+    """Wrap the cells of a row that are too long; one without blanks loses its beginning."""
+    cells = []
+    for cell, width in zip(line, widths, strict=True):
+        if len(cell) <= width:
+            cells.append([cell])
+        else:
+            parts = textwrap.wrap(cell, width, break_long_words=False, break_on_hyphens=False)
+            cells.append([p if len(p) <= width else "…" + p[len(p) - width + 1 :] for p in parts])
+    return zip_longest(*cells, fillvalue="")
 
 
 def _text(value: Any) -> str:

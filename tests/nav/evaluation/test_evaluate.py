@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import json
 import sys
 from collections.abc import Callable
@@ -12,10 +11,11 @@ from typing import Any
 
 import pytest
 
+from penstock.commands.base import Outcome
+from penstock.commands.parser import build_parser
 from penstock.errors import MissingExtra, StorageError, UsageError
 from penstock.nav.evaluation.evaluate import evaluate
 from penstock.nav.simulation.task import Settings
-from penstock.tools import evaluate_command
 
 Save = Callable[..., Path]
 FOUR = ["straight", "straight + shield", "policy", "policy + shield"]
@@ -26,9 +26,10 @@ def _quiet(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PENSTOCK_PROGRESS", "quiet")
 
 
-def arguments(*words: str, **options: Any) -> argparse.Namespace:
-    usual = {"checkpoint": "best", "worlds": 2, "drones": 3, "first_world": 7, "out": None}
-    return argparse.Namespace(words=list(words), **(usual | {"rerun": None} | options))
+def run_command(*words: str) -> Outcome:
+    parser, commands = build_parser()
+    arguments = parser.parse_args(["evaluate", "--worlds", "2", "--drones", "3", *words])
+    return commands["evaluate"].run(arguments)
 
 
 def test_from_end_to_end(save: Save) -> None:
@@ -122,13 +123,12 @@ def test_rerun_is_missed_first(save: Save, monkeypatch: pytest.MonkeyPatch) -> N
 
 def test_the_command(save: Save) -> None:
     run = save()
-    done = evaluate_command.run(
-        arguments(str(run), "env_dyn.num_obstacles=16", "sim.substeps=12", "margins=0.2,0.1")
-    )
-    assert done.ok
-    assert done.to_json()["settings"]["dynamic_obstacles"] == 16
-    assert done.to_json()["margins"] == [0.2, 0.1]
-    text = done.text()
+    words = ["--set", "env_dyn.num_obstacles=16", "--set", "sim.substeps=12"]
+    done = run_command(*words, "--margins", "0.2,0.1", str(run))
+    assert done.code == 0
+    assert done.data["settings"]["dynamic_obstacles"] == 16
+    assert done.data["margins"] == [0.2, 0.1]
+    text = done.text
     assert "best.pt (iteration 12, 3.0 M frames, validation 25.0 %)" in text
     assert "30 boxes, 16 moving obstacles, fast drone, a decision every 192 ms" in text
     assert "Only 2 worlds" in text
@@ -138,9 +138,17 @@ def test_the_command(save: Save) -> None:
 
 
 def test_the_command_without_shield(save: Save) -> None:
-    done = evaluate_command.run(arguments(str(save()), "shield=off", "env.drone=hummingbird"))
-    assert list(done.to_json()["results"]) == ["straight", "policy"]
-    assert done.to_json()["settings"]["drone"] == "hummingbird"
+    done = run_command("--no-shield", "--set", "env.drone=hummingbird", str(save()))
+    assert list(done.data["results"]) == ["straight", "policy"]
+    assert done.data["settings"]["drone"] == "hummingbird"
+
+
+def test_the_old_spelling_works_with_a_note(save: Save, capsys: pytest.CaptureFixture) -> None:
+    done = run_command(str(save()), "shield=off", "env.drone=hummingbird", "margins=0.2,0.1")
+    assert list(done.data["results"]) == ["straight", "policy"]
+    assert done.data["settings"]["drone"] == "hummingbird"
+    said = capsys.readouterr().err
+    assert "--no-shield" in said and "--set env.drone=hummingbird" in said
 
 
 @pytest.mark.parametrize(
@@ -156,4 +164,4 @@ def test_the_command_without_shield(save: Save) -> None:
 )
 def test_wrong_words(words: list[str], said: str) -> None:
     with pytest.raises(UsageError, match=said):
-        evaluate_command.run(arguments(*words))
+        run_command(*words)

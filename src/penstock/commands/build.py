@@ -1,0 +1,90 @@
+"""`penstock build`: the LeRobot files from what is committed."""
+
+from __future__ import annotations
+
+import argparse
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from penstock.commands.base import Command, Outcome
+
+
+@dataclass(frozen=True)
+class BuildReport:
+    """What a dataset holds after a build.
+
+    Attributes:
+        out: The folder.
+        episodes: How many.
+        frames: How many.
+        added: Units that this build put in.
+        missing: Recordings of the plan that have no unit yet.
+        failed: Recordings that could not become one, and why.
+    """
+
+    out: str
+    episodes: int
+    frames: int
+    added: int
+    missing: int
+    failed: dict[str, str]
+
+    def text(self) -> str:
+        """Return the summary for the terminal."""
+        lines = [
+            f"dataset        {self.out}: {self.episodes} episodes, {self.frames} frames",
+            f"units          {self.added} added",
+        ]
+        if self.missing:
+            lines.append(
+                f"missing        {self.missing} recordings: penstock convert BAGS OUT --resume"
+            )
+        lines += [f"FAILED         {name}: {reason}" for name, reason in self.failed.items()]
+        return "\n".join(lines)
+
+
+def build(out: str) -> BuildReport:
+    """Build the LeRobot files of a dataset from what is committed.
+
+    Raises:
+        UsageError: There is nothing of penstock's.
+    """
+    from penstock.dataset.writer import DatasetWriter
+
+    with DatasetWriter.reopen(out) as writer:
+        before = writer.built_units
+        writer.build()
+        known = {source.get("fingerprint") for source in writer.committed}
+        failed = {
+            str(note["source"].get("bag", "?")): str(note["reason"]) for note in writer.failures
+        }
+        writer.clear_units()
+        return BuildReport(
+            str(Path(out)),
+            writer.total_episodes,
+            writer.total_frames,
+            writer.built_units - before,
+            sum(bag not in known for bag in writer.plan.bags),
+            failed,
+        )
+
+
+def _add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("out", metavar="OUT", help="the folder of the dataset")
+
+
+def _run(arguments: argparse.Namespace) -> Outcome:
+    report = build(arguments.out)
+    return Outcome(report.text(), asdict(report), 1 if report.failed else 0, answer=False)
+
+
+COMMAND = Command(
+    "make the LeRobot files of a dataset from what is committed",
+    "convert commits every bag as a unit, and builds the LeRobot files from the units at its end, "
+    "or when it is interrupted. build does so after a kill, a full disk, or when other machines "
+    "have made the units. What is built already is kept as it is.",
+    "penstock build dataset",
+    _add_arguments,
+    _run,
+    interruptible=True,
+)

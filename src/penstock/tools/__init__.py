@@ -1,1 +1,0 @@
-"""What surrounds the data path: benchmarks, the demo, reports."""
