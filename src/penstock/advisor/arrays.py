@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import json
+import importlib.util
 import math
-import struct
 import sys
 import zipfile
 import zlib
@@ -15,22 +14,35 @@ from pathlib import Path
 from typing import IO, Any
 
 import numpy as np
+import psutil
+import safetensors
 from numpy.lib import format as npy
 from numpy.typing import NDArray
 
-from penstock.advisor.sample import Held, Source, Values, batch_group, nbytes, state_group
-from penstock.core.files import storage_error
+from penstock.advisor.sample import (
+    Held,
+    Source,
+    Values,
+    batch_group,
+    joined,
+    nbytes,
+    state_group,
+)
 from penstock.core.pack import DTYPES
-from penstock.errors import CorruptFile, LimitExceeded, UnsupportedValue, UsageError
+from penstock.errors import (
+    CorruptFile,
+    LimitExceeded,
+    MissingExtra,
+    UnsupportedValue,
+    UsageError,
+)
 
 Array = NDArray[Any]
 Leaves = list[tuple[tuple[str, ...], Values]]
 
 _MAX_DEPTH = 100
-_HEADER_BYTES = 100_000_000
 _BULK = 0.9  # of the bytes: what decides how a dict is meant
 _WEIGHTS = ("weight", "bias", "running_mean", "running_var", "exp_avg", "exp_avg_sq")
-_TAGS = {entry.tag: name for name, entry in DTYPES.items() if entry.tag}
 
 # What a damaged archive makes the readers of zip and npy raise.
 _DAMAGE = (zipfile.BadZipFile, zlib.error, EOFError, ValueError, NotImplementedError)
@@ -206,110 +218,60 @@ def _is_tensordict(data: Any) -> bool:
     return module is not None and isinstance(data, module.TensorDictBase)
 
 
+@dataclass
 class NpzMember:
-    """An array in an .npz file; rows are read one after the other, what lies between is skipped."""
+    """An array in an .npz file; numpy reads it whole each time, and rows of it are kept."""
 
-    def __init__(self, path: Path, name: str, shape: tuple[int, ...], dtype: np.dtype[Any]) -> None:
-        self._path, self._name = path, name
-        self.shape = shape
-        self._stored = dtype
-        self.dtype = dtype.newbyteorder("=").name
+    path: Path
+    name: str
+    shape: tuple[int, ...]
+    dtype: str
 
     def take(self, rows: Sequence[slice], axis: int) -> Array:
-        """Read rows of the first axis; along another, all of it is read first."""
-        own = rows if axis == 0 and self.shape else ()
+        """Read rows."""
         try:
-            with zipfile.ZipFile(self._path) as archive, archive.open(self._name) as file:
-                npy_header(file)
-                words = self._read(file, own or [slice(0, self.shape[0] if self.shape else 1)])
+            with np.load(self.path, allow_pickle=False) as archive:
+                array = held(self.name, archive[self.name]).words
         except _DAMAGE as error:
-            raise CorruptFile(f"{self._path} is damaged: {self._name!r}: {error}") from error
-        array = words.reshape(-1, *self.shape[1:]) if self.shape else words.reshape(())
-        array = array.astype(self._stored.newbyteorder("="), copy=False)
-        if rows and axis:
-            places = [(*[slice(None)] * axis, some) for some in rows]
-            array = np.concatenate([array[place] for place in places], axis)
-        return array
-
-    def _read(self, file: IO[bytes], rows: Sequence[slice]) -> Array:
-        row = math.prod(self.shape[1:]) * self._stored.itemsize
-        out = np.empty(sum(some.stop - some.start for some in rows) * row, np.uint8)
-        at, filled = 0, 0
-        for some in rows:
-            _skip(file, some.start * row - at)
-            part = out[filled : filled + (some.stop - some.start) * row]
-            view = part.data
-            while view:
-                count = file.readinto(view)  # type: ignore[attr-defined]
-                if not count:
-                    raise EOFError("it is cut off")
-                view = view[count:]
-            filled += part.size
-            at = some.stop * row
-        return out.view(self._stored)
+            raise CorruptFile(f"{self.path} is damaged: {self.name!r}: {error}") from error
+        return np.array(joined(array, rows, axis))  # a view would keep all of it in memory
 
 
-def _skip(file: IO[bytes], size: int) -> None:
-    while size > 0:
-        chunk = file.read(min(size, 1 << 20))
-        if not chunk:
-            raise EOFError("it is cut off")
-        size -= len(chunk)
-
-
-def npy_header(file: IO[bytes]) -> tuple[tuple[int, ...], bool, np.dtype[Any]]:
-    """Read what the beginning of an .npy file says: shape, column order, type."""
-    version = npy.read_magic(file)
-    read = npy.read_array_header_1_0 if version == (1, 0) else npy.read_array_header_2_0
-    shape, fortran, dtype = read(file)
-    return tuple(shape), bool(fortran), dtype
-
-
-def npz_leaves(path: Path, largest_bytes: int) -> Leaves:
+def npz_leaves(path: Path) -> Leaves:
     """List the arrays of an .npz file; nothing is unpickled.
 
     Raises:
         CorruptFile: It is damaged.
-        UnsupportedValue: An array holds objects.
-        LimitExceeded: An array in column order, which must be read whole, is too large.
+        UnsupportedValue: An array holds something else than numbers.
+        LimitExceeded: An array is larger than the memory that is free.
     """
     found: Leaves = []
+    free = psutil.virtual_memory().available
     try:
         with zipfile.ZipFile(path) as archive:
             for info in archive.infolist():
-                with archive.open(info) as file:
-                    shape, fortran, dtype = npy_header(file)
                 name = info.filename.removesuffix(".npy")
-                _check_npz(path, name, shape, dtype)
-                size = math.prod(shape) * dtype.itemsize
-                if size > info.file_size:
+                with archive.open(info) as file:
+                    shape, dtype = _npy_header(file)
+                    values = held(f"{path}: {name!r}", np.empty(0, dtype))
+                if math.prod(shape) * dtype.itemsize > info.file_size:
                     raise CorruptFile(f"{path} is damaged: {name!r} is shorter than it says")
-                member = NpzMember(path, info.filename, shape, dtype)
-                if fortran and len(shape) > 1:
-                    if size > largest_bytes:
-                        raise LimitExceeded(
-                            f"{path}: {name!r} of {size} bytes is in column order and would be "
-                            "read whole; save it in row order (np.ascontiguousarray)"
-                        )
-                    turned = NpzMember(path, info.filename, shape[::-1], dtype)
-                    found.append(((name,), Held(turned.take((), 0).T, member.dtype)))
-                else:
-                    found.append(((name,), member))
+                if info.file_size > free:
+                    raise LimitExceeded(
+                        f"{path}: {name!r} takes {info.file_size} bytes, {free} are free; save a "
+                        "part of it"
+                    )
+                found.append(((name,), NpzMember(path, name, shape, values.dtype)))
     except _DAMAGE as error:
         raise CorruptFile(f"{path} is damaged: {error}") from error
-    except OSError as error:
-        raise storage_error("read", path, error) from error
     return found
 
 
-def _check_npz(path: Path, name: str, shape: tuple[int, ...], dtype: np.dtype[Any]) -> None:
-    native = dtype.newbyteorder("=")
-    if dtype.hasobject or native.name not in DTYPES or DTYPES[native.name].words != native:
-        raise UnsupportedValue(
-            f"{path}: {name!r} is an array of {dtype}, which cannot be measured; save it as numbers"
-        )
-    if any(n < 0 for n in shape):
-        raise CorruptFile(f"{path} is damaged: {name!r} has the shape {list(shape)}")
+def _npy_header(file: IO[bytes]) -> tuple[tuple[int, ...], np.dtype[Any]]:
+    version = npy.read_magic(file)
+    read = npy.read_array_header_1_0 if version == (1, 0) else npy.read_array_header_2_0
+    shape, _, dtype = read(file)
+    return tuple(shape), dtype
 
 
 def safetensors_leaves(path: Path) -> Leaves:
@@ -318,44 +280,15 @@ def safetensors_leaves(path: Path) -> Leaves:
     Raises:
         CorruptFile: Its header makes no sense.
         UnsupportedValue: A tensor is of a type that penstock does not know.
+        MissingExtra: torch is not installed.
     """
+    if importlib.util.find_spec("torch") is None:
+        raise MissingExtra("torch", "torch")
     try:
-        size = path.stat().st_size
-        with path.open("rb") as file:
-            (length,) = struct.unpack("<Q", file.read(8))
-            if not 2 <= length <= min(_HEADER_BYTES, size - 8):
-                raise ValueError("its header is cut off")
-            header = json.loads(file.read(length))
-    except OSError as error:
-        raise storage_error("read", path, error) from error
-    except (ValueError, struct.error, RecursionError) as error:
+        with safetensors.safe_open(path, "pt") as file:
+            return [((name,), _tensor((name,), file.get_tensor(name))) for name in file.keys()]  # noqa: SIM118
+    except safetensors.SafetensorError as error:
         raise CorruptFile(f"{path} is damaged: {error}") from error
-    found: Leaves = []
-    try:
-        for name, entry in header.items():
-            if name != "__metadata__":
-                found.append(((str(name),), _mapped(path, size - 8 - length, 8 + length, entry)))
-    except (LookupError, TypeError, ValueError, AttributeError) as error:
-        raise CorruptFile(f"{path} is damaged: its header makes no sense ({error!r})") from error
-    return found
-
-
-def _mapped(path: Path, data_bytes: int, at: int, entry: Mapping[str, Any]) -> Values:
-    if entry["dtype"] not in _TAGS:
-        raise UnsupportedValue(f"{path}: tensors of {entry['dtype']} cannot be measured")
-    dtype = _TAGS[entry["dtype"]]
-    shape = tuple(map(int, entry["shape"]))
-    start, stop = entry["data_offsets"]
-    if min(shape, default=0) < 0 or not 0 <= start <= stop <= data_bytes:
-        raise ValueError("a tensor lies outside of the file")
-    if stop - start != nbytes(dtype, shape):
-        raise ValueError("a tensor has another size than its shape says")
-    words = DTYPES[dtype].words
-    if start == stop:
-        return Held(np.empty(shape, words), dtype)
-    if shape == ():
-        return Held(np.fromfile(path, words, 1, offset=at + start).reshape(()), dtype)
-    return Held(np.memmap(path, words, "r", at + start, shape), dtype)
 
 
 def check_some(source: Source) -> Source:

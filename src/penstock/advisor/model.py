@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from decimal import Decimal
 from typing import Any
@@ -127,30 +126,6 @@ class Measurements:
     def to_json(self) -> dict[str, Any]:
         """Return JSON-able values."""
         return asdict(self)
-
-    @classmethod
-    def from_json(cls, record: Mapping[str, Any]) -> Measurements:
-        """Rebuild what `to_json` returned.
-
-        Raises:
-            UsageError: It is not that.
-        """
-        try:
-            keys = tuple(_key(item) for item in record["keys"])
-            rest = {k: v for k, v in record.items() if k not in ("keys", "machine", "notes")}
-            machine = Machine(**record["machine"])
-            return cls(**rest, keys=keys, machine=machine, notes=tuple(record["notes"]))
-        except (TypeError, KeyError, AttributeError) as error:
-            raise UsageError(f"these are no measurements of advise ({error!r})") from error
-
-
-def _key(record: Mapping[str, Any]) -> KeyMeasure:
-    values = dict(record)
-    for name in ("stored", "memory", "batch", "delta"):
-        values[name] = CodecMeasure(**values[name]) if values[name] else None
-    values["compared"] = tuple(CodecMeasure(**item) for item in values["compared"])
-    values["path"], values["shape"] = tuple(values["path"]), tuple(values["shape"])
-    return KeyMeasure(**values)
 
 
 @dataclass(frozen=True)

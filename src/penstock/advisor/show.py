@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict
 from typing import Any
 
 from penstock.advisor.decide import LEAST_RATIO, MEANING, Decision, codec_of, to_json
@@ -12,6 +13,7 @@ from penstock.ui.report import text_table
 
 _ROWS = 10
 _LONG = 400
+_INNER = ("encode_bytes_s", "decode_bytes_s", "limit_bytes", "limit_is_device", "pays")
 _NOTE_DELTAS = (
     "saved often, checkpoints may get smaller as differences (delta_every): give `penstock advise` "
     "a folder of two or more to find out"
@@ -306,27 +308,11 @@ def as_json(
                 "beats_bound": beats_bound(key, codec),
             }
         )
+    data = ("kind", "where", "on_disk", "frames", "environments", "overhead_bytes", "disk_bytes")
     return {
-        "verdict": decision.verdict,
+        **{name: value for name, value in asdict(decision).items() if name not in _INNER},
         "meaning": MEANING[decision.verdict],
-        "reason": decision.reason,
-        "ratio": decision.ratio,
-        "form": decision.form,
-        "fits": decision.fits,
-        "ratio_stored": decision.ratio_stored,
-        "ratio_full": decision.ratio_full,
-        "ratio_delta": decision.ratio_delta,
-        "delta_every": decision.delta_every,
-        "ratio_in_memory": decision.ratio_in_memory,
-        "ratio_batch": decision.ratio_batch,
         "bound": whole_bound(measurements),
-        "raw_bytes": decision.raw_bytes,
-        "stored_bytes": decision.stored_bytes,
-        "memory_bytes": decision.memory_bytes,
-        "compressed_bytes": decision.compressed_bytes,
-        "batch_bytes": decision.batch_bytes,
-        "fitting_frames": decision.fitting_frames,
-        "spill": decision.spill,
         "break_even": to_json(decision.break_even),
         "why": why(measurements, limits, decision),
         "notes": notes(measurements),
@@ -334,16 +320,5 @@ def as_json(
         "keys": keys,
         "machine": found["machine"],
         "limits": limits.to_json(),
-        "data": {
-            name: found[name]
-            for name in (
-                "kind",
-                "where",
-                "on_disk",
-                "frames",
-                "environments",
-                "overhead_bytes",
-                "disk_bytes",
-            )
-        },
+        "data": {name: found[name] for name in data},
     }

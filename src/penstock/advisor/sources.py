@@ -9,8 +9,6 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-import psutil
-
 from penstock.advisor import arrays, show
 from penstock.advisor.decide import Decision, decide
 from penstock.advisor.machine import measure_machine
@@ -165,9 +163,7 @@ def _open_file(where: Path, budget: int) -> Source:
     from penstock.advisor import saved, states
 
     if where.suffix == ".npz":
-        return _arrays_source(
-            "npz file", where, arrays.npz_leaves(where, psutil.virtual_memory().available), budget
-        )
+        return _arrays_source("npz file", where, arrays.npz_leaves(where), budget)
     kind = checkpoint.classify(where)
     if kind == "pack":
         with checkpoint.open_pack(where) as pack:

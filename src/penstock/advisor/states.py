@@ -161,8 +161,9 @@ def _add_alike(source: Source, path: Path, budget: int) -> Group | None:
         return state_group(source, leaves, budget, meta=meta)
 
 
-def _structure(leaves: Iterable[tuple[tuple[str, ...], Key | Values]]) -> list[tuple[Any, ...]]:
-    return [(path, some.dtype, tuple(some.shape)) for path, some in leaves]
+def _structure(leaves: Iterable[tuple[tuple[str, ...], Key | Values]]) -> dict[Any, Any]:
+    """Return type and shape by name: files may hold their tensors in any order."""
+    return {path: (some.dtype, tuple(some.shape)) for path, some in leaves}
 
 
 def _weigh(source: Source, taken: Sequence[tuple[list[Group], int]], count: int) -> None:
@@ -241,7 +242,7 @@ def _pack_header(path: Path) -> list[tuple[int, Path, Any]]:
             return []
         if pack.index.base is not None:
             pack.base()
-        structure = [(e.name, e.dtype, e.shape) for e in pack.index.entries.values()]
+        structure = {e.name: (e.dtype, e.shape) for e in pack.index.entries.values()}
         sequence = pack.index.meta.get("sequence")
         return [(sequence if isinstance(sequence, int) else 0, path, structure)]
 

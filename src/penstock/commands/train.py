@@ -50,6 +50,9 @@ def _run(arguments: argparse.Namespace) -> Outcome:
     with Stop() as stop:
         result = start(words, arguments.config, stop)
     leads = bool(result.summary)  # process 0 speaks for all
+    if leads and result.stopped:
+        go_on = f"penstock train --resume {result.folder}"
+        sys.stderr.write(f"penstock: stopped, the state is saved: {go_on}\n")
     code = 128 + (stop.signal or signal.SIGTERM) if result.stopped else 0
     return Outcome(_text(result) if leads else "", _to_json(result), code, answer=False)
 
@@ -66,10 +69,7 @@ def _text(result: Result) -> str:
         lines = [f"nothing to do: {result.nothing_to_do}"]
     if result.validation is not None:
         lines.append(f"best on validation maps: {result.validation:.1%} of crossings")
-    if result.stopped:
-        go_on = f"penstock train --resume {result.folder}"
-        lines.append(f"stopped, the state is saved: {go_on}")
-    else:
+    if not result.stopped:
         lines.append(f"next: penstock evaluate {result.folder}")
     return "\n".join(lines)
 

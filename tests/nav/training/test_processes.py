@@ -105,7 +105,7 @@ def test_a_signal_saves_the_state_and_the_run_goes_on(tmp_path, processes, numbe
     finally:
         process.kill()
     assert process.returncode == 128 + number, error
-    assert error.strip() == "penstock: stopped, the state is saved: penstock train resume=x"
+    assert error.strip() == "penstock: stopped, the state is saved: penstock train --resume x"
     psutil.wait_procs(children, timeout=5)
     assert not [child for child in children if child.is_running()]
     state = load_checkpoint("x/checkpoints")
