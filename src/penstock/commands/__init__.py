@@ -11,6 +11,7 @@ VERBS = (
     "convert",
     "build",
     "doctor",
+    "view",
     "edit",
     "train",
     "runs",

@@ -19,7 +19,6 @@ OPERATIONS = (
     "delete", "keep", "trim", "split", "relabel", "drop", "rename", "reencode", "merge", "apply",
     "undo",
 )  # fmt: skip
-_LISTS = ("delete", "keep", "trim", "split", "relabel", "drop", "rename", "codec")
 
 
 def run(
@@ -81,40 +80,9 @@ def _edits(operation: str, words: Sequence[str]) -> Edits:
         case _:
             if len(words) > 1:
                 raise UsageError(f"apply takes one file, not {' '.join(words)}")
-            return read_marks(words[0])
+            from penstock.view.marks import read_marks
 
-
-def read_marks(path: str) -> Edits:
-    """Read an edit list: YAML with delete, keep, trim, split, relabel, drop, rename, codec.
-
-    Raises:
-        UsageError: It cannot be read, or is none.
-    """
-    from penstock.conversion.settings import load_yaml
-    from penstock.dataset.edit import Edits
-
-    found = load_yaml(Path(path))
-    if not found:
-        raise UsageError(f"{path} is no edit list: it needs {', '.join(_LISTS)}")
-    for name in found:
-        if name not in _LISTS:
-            raise UsageError(f"{path}: unknown {name!r}: {did_you_mean(str(name), _LISTS)}")
-    try:
-        return Edits(
-            [int(n) for n in found.get("delete") or ()],
-            None if found.get("keep") is None else [int(n) for n in found["keep"]],
-            {int(n): (int(a), int(b)) for n, (a, b) in (found.get("trim") or {}).items()},
-            {int(n): [int(f) for f in at] for n, at in (found.get("split") or {}).items()},
-            {
-                None if n == "all" else int(n): str(task)
-                for n, task in (found.get("relabel") or {}).items()
-            },
-            [str(name) for name in found.get("drop") or ()],
-            {str(old): str(new) for old, new in (found.get("rename") or {}).items()},
-            found.get("codec"),
-        )
-    except (TypeError, ValueError, AttributeError) as error:
-        raise UsageError(f"{path}: a value is of the wrong kind ({error})") from error
+            return read_marks(Path(words[0]))
 
 
 def text(report: EditReport) -> str:

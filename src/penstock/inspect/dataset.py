@@ -36,7 +36,7 @@ def describe(path: Path) -> Facts:
         "frames": sum(lengths),
         "longest_episode": max(lengths, default=0),
         "shortest_episode": min(lengths, default=0),
-        "origin": _origin(path),
+        "origin": origin(path),
         "tasks": sorted({task for episode in dataset.episodes for task in episode.tasks}),
         "features": {
             name: {
@@ -49,7 +49,7 @@ def describe(path: Path) -> Facts:
     }
 
 
-def _origin(path: Path) -> list[Facts]:
+def origin(path: Path) -> list[Facts]:
     """Say which episodes came from where; nothing if penstock did not make the dataset."""
     built = Built.read(path)
     found: list[Facts] = []
@@ -65,6 +65,7 @@ def _origin(path: Path) -> list[Facts]:
                 "frames": unit.frames,
                 "start_ns": start_ns,
                 "end_ns": end_ns,
+                "starts_ns": [episode.start_ns for episode in unit.episodes],
                 **unit.source,
             }
         )

@@ -296,20 +296,23 @@ def grey_from_depth(depth: NDArray[np.uint16], low_mm: float, high_mm: float) ->
     return frame
 
 
-def thumbnail(frame: av.VideoFrame, width: int = 160) -> bytes:
-    """Return a small JPEG of a picture."""
-    width = min(width, frame.width)
-    height = max(2, round(frame.height * width / frame.width / 2) * 2)
+def thumbnail(picture: av.VideoFrame | NDArray[np.uint8], width: int = 160) -> bytes:
+    """Return a JPEG of a picture, at most so wide; an array is RGB."""
+    if isinstance(picture, np.ndarray):
+        picture = av.VideoFrame.from_ndarray(np.ascontiguousarray(picture), "rgb24")
+    width = max(2, min(width, picture.width) // 2 * 2)
+    height = max(2, round(picture.height * width / picture.width / 2) * 2)
     encoder = CodecContext.create("mjpeg", "w")
     encoder.width, encoder.height, encoder.pix_fmt = width, height, "yuvj420p"
     encoder.time_base, encoder.thread_count = Fraction(1, 1), 1
+    encoder.options = {"qmin": "2", "qmax": "5"}
     try:
-        small = Reformatter().reformat(frame, width, height, "rgb24")
+        small = Reformatter().reformat(picture, width, height, "rgb24")
         small = Reformatter().reformat(small, format="yuvj420p", dst_colorspace=Colorspace.ITU601)
         small.pts = 0
         return b"".join(bytes(packet) for packet in [*encoder.encode(small), *encoder.encode()])
     except (av.FFmpegError, ValueError) as error:
-        raise DataError(f"cannot scale a {frame.format.name} picture ({error})") from error
+        raise DataError(f"cannot scale a {picture.format.name} picture ({error})") from error
 
 
 def to_rgb(frame: av.VideoFrame, reformatter: Reformatter | None = None) -> NDArray[np.uint8]:

@@ -1,0 +1,1 @@
+"""Look at recordings and datasets in a browser, offline; mark what to keep and what to reject."""

@@ -1,0 +1,73 @@
+"""Pictures for the page: JPEGs of colours, and of depth in false colours."""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from penstock.errors import CorruptFile
+from penstock.media.images import resize_depth, thumbnail
+from penstock.media.video import open_video
+
+PLAYABLE = ("h264", "av1", "vp9")  # by every current browser, with 8 bits and 4:2:0
+DEPTH_MM = (200, 6000)  # what false colours show where nothing else is known
+
+
+def depth_jpeg(depth_mm: NDArray[Any], range_mm: tuple[int, int], width: int) -> bytes:
+    """Return a depth map as JPEG: near is red, far is blue, black is no measurement."""
+    rows, columns = depth_mm.shape[:2]
+    if columns > width:
+        depth_mm = resize_depth(depth_mm.reshape(rows, columns), width, rows * width // columns)
+    low, high = range_mm
+    share = (np.clip(depth_mm.astype(np.float32), low, high) - low) / max(high - low, 1)
+    codes = 255 - np.rint(share * 254).astype(np.uint8)
+    codes[depth_mm == 0] = 0
+    return thumbnail(_turbo()[codes.reshape(depth_mm.shape[:2])], width)
+
+
+@lru_cache(maxsize=1)
+def _turbo() -> NDArray[np.uint8]:
+    """Return the colours of Google's Turbo, by its polynomial of fifth degree; 0 is black."""
+    powers = np.linspace(0, 1, 256)[:, None] ** np.arange(6)
+    red = powers @ [0.13572138, 4.61539260, -42.66032258, 132.13108234, -152.94239396, 59.28637943]
+    green = powers @ [0.09140261, 2.19418839, 4.84296658, -14.18503333, 4.27729857, 2.82956604]
+    blue = powers @ [0.10667330, 12.64194608, -60.58204836, 110.36276771, -89.90310912, 27.34824973]
+    colours: NDArray[np.uint8] = np.rint(np.stack([red, green, blue], 1).clip(0, 1) * 255).astype(
+        np.uint8
+    )
+    colours[0] = 0
+    return colours
+
+
+def plays(path: Path) -> bool:
+    """Whether a browser may play a video as it is."""
+    with open_video(path) as (_, stream):
+        context = stream.codec_context
+        return context.codec.canonical_name in PLAYABLE and str(context.pix_fmt) in (
+            "yuv420p",
+            "yuvj420p",
+        )
+
+
+def packets(path: Path, first: int, count: int) -> list[tuple[int, int, bytes | None]]:
+    """Return (number, size, bytes of JPEGs) of the packets of some frames; nothing is decoded."""
+    found: list[tuple[int, int, bytes | None]] = []
+    with open_video(path) as (container, stream):
+        rate, base = stream.average_rate, stream.time_base
+        if not rate or base is None:
+            raise CorruptFile(f"{path} is damaged: it has no frame rate")
+        jpeg = stream.codec_context.codec.canonical_name == "mjpeg"
+        container.seek(round(first / rate / base) + (stream.start_time or 0), stream=stream)
+        for packet in container.demux(stream):
+            if packet.pts is None:
+                continue
+            number = round((packet.pts - (stream.start_time or 0)) * base * rate)
+            if first <= number < first + count:
+                found.append((number - first, packet.size, bytes(packet) if jpeg else None))
+            if number >= first + count + 32:  # frames may be stored in another order
+                break
+    return sorted(found, key=lambda item: item[0])

@@ -1,0 +1,105 @@
+"""Open what is there to be looked at; serve the page, or take a picture of it."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import threading
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+
+from penstock.bags.find import to_path
+from penstock.core.objects import is_object
+from penstock.errors import UsageError
+from penstock.inspect.dataset import is_dataset
+from penstock.view.datasets import DatasetSource
+from penstock.view.marks import Marks
+from penstock.view.model import Source
+from penstock.view.recordings import Recordings
+from penstock.view.server import Viewer, ViewServer
+
+_BROWSERS = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable", "chrome")
+_SHOT_S = 60.0
+
+
+def open_source(path: str, recordings: list[str] | None = None) -> Source:
+    """Open a dataset or recordings, or a dataset beside its recordings.
+
+    Raises:
+        UsageError: There is nothing under a name.
+        DataError: It is neither.
+    """
+    if not is_object(path) and not Path(path).exists():
+        raise UsageError(f"there is no file or folder {path}")
+    beside = Recordings([to_path(one) for one in recordings]) if recordings else None
+    if not is_object(path) and is_dataset(Path(path)):
+        return DatasetSource(Path(path), beside)
+    if beside is not None:
+        raise UsageError(f"{path} is no dataset: --with shows recordings beside one")
+    return Recordings([to_path(path)])
+
+
+def open_viewer(path: str, recordings: list[str] | None, marks: str | None) -> Viewer:
+    """Open what is to be served, and the reviewer's marks.
+
+    Raises:
+        UsageError: There is nothing under a name, or the marks are of another dataset.
+    """
+    source = open_source(path, recordings)
+    if not source.can_mark:
+        if marks is not None:
+            raise UsageError(f"{path} is no dataset: only episodes of one can be marked")
+        return Viewer(source, None)
+    root = Path(path).resolve()
+    file = Path(marks) if marks else root.with_name(f"{root.name}.marks.yaml")
+    return Viewer(source, Marks(file, [row.size for row in source.rows]))
+
+
+def serve(viewer: Viewer, port: int, say: Callable[[str], None]) -> None:
+    """Serve the page until Ctrl-C; `say` is told the address."""
+    with ViewServer(viewer, port) as server:
+        say(server.url)
+        with suppress(KeyboardInterrupt):
+            threading.Event().wait()
+
+
+def screenshot(
+    opened: Callable[[], Viewer], target: Path, episode: int, width: int, dark: bool
+) -> None:
+    """Write a PNG of the page when all of it is drawn.
+
+    Args:
+        opened: Opens what to show, once a browser was found.
+        target: The file.
+        episode: Which to show.
+        width: Of the page.
+        dark: In dark colours.
+
+    Raises:
+        UsageError: There is no browser, or it failed.
+    """
+    browser = next(filter(None, map(shutil.which, _BROWSERS)), None)
+    if browser is None:
+        raise UsageError("--screenshot needs Chromium or Chrome, and neither is on the PATH")
+    target.unlink(missing_ok=True)
+    with ViewServer(opened()) as server:
+        words = [
+            browser,
+            "--headless=new",
+            "--disable-gpu",
+            "--no-first-run",
+            "--hide-scrollbars",
+            f"--window-size={width},{max(900, width * 3 // 4)}",
+            f"--screenshot={target.resolve()}",
+            *(["--blink-settings=preferredColorScheme=0"] if dark else []),
+            *(["--no-sandbox"] if os.geteuid() == 0 else []),  # it refuses root otherwise
+            f"{server.url}?shot=1#{episode}",
+        ]
+        try:
+            subprocess.run(words, capture_output=True, timeout=_SHOT_S, check=False)  # noqa: S603
+        except (OSError, subprocess.TimeoutExpired) as error:
+            raise UsageError(f"{browser} did not take the picture: {error}") from error
+    if not target.is_file():
+        raise UsageError(f"{browser} did not write {target}")
