@@ -65,7 +65,7 @@ def origin(path: Path) -> list[Facts]:
                 "frames": unit.frames,
                 "start_ns": start_ns,
                 "end_ns": end_ns,
-                "starts_ns": [episode.start_ns for episode in unit.episodes],
+                "spans_ns": [(episode.start_ns, episode.end_ns) for episode in unit.episodes],
                 **unit.source,
             }
         )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -73,6 +74,14 @@ class DatasetSource(Source):
             view.notes.append(recorded)
             return view
         number, offset_s = recorded
+        if entry is not None and entry["spans_ns"][index - entry["first_episode"]][0] is not None:
+            first, last = entry["spans_ns"][index - entry["first_episode"]]
+            hole_s = (last - first) / 1e9 - (episode.length - 1) / self.dataset.fps
+            if hole_s > 1.5 / self.dataset.fps:
+                view.notes.append(
+                    f"the recording has {hole_s:.1f} s that are not in the episode: behind the "
+                    "first such hole the two are no longer in step"
+                )
         return Both(view, self._recordings.open(number), offset_s)
 
     def close(self) -> None:
@@ -94,7 +103,7 @@ class DatasetSource(Source):
             if wanted not in names:
                 return f"its recording {wanted} is not among those given"
             number = names.index(wanted)
-            start_ns = entry["starts_ns"][index - entry["first_episode"]]
+            start_ns, _ = entry["spans_ns"][index - entry["first_episode"]]
             if start_ns is None:
                 return number, 0.0
             return number, (start_ns - self._recordings.start_ns(number)) / 1e9
@@ -189,9 +198,9 @@ class DatasetEpisode(EpisodeView):
             if chosen.name in self._episode.videos and chosen.depth_mm is None:
                 span = self._episode.videos[chosen.name]
                 first = round(span.from_s * self.fps) + frame
-                for _, _, data in packets(self.video(camera), first, 1):
-                    if data is not None:
-                        return data
+                for packet in packets(self.video(camera), first, 1):
+                    if packet.jpeg is not None:
+                        return packet.jpeg
             pixels = self._episode.image(chosen.name, frame)
             if chosen.depth_mm is not None and pixels.ndim == 2:
                 return depth_jpeg(pixels, chosen.depth_mm, width)
@@ -227,14 +236,11 @@ class DatasetEpisode(EpisodeView):
             stored = packets(self.video(number), round(span.from_s * self.fps), self.frames)
         except DataError as error:
             return [Event(0.0, "late", str(error))]
-        usual = float(np.median([size for _, size, _ in stored])) if stored else 0.0
-        found, before = [], None
-        for frame, size, data in stored:
-            same = data == before if data is not None else size < min(usual / 20, 120)
-            if same and frame:
-                found.append(Event(frame / self.fps, "repeated", f"{camera.name}: shown again"))
-            before = data
-        return found
+        return [
+            Event(packet.number / self.fps, "repeated", f"{camera.name}: shown again")
+            for before, packet in pairwise(stored)
+            if packet.is_still or (packet.jpeg is not None and packet.jpeg == before.jpeg)
+        ]
 
 
 def _labels(feature: Feature) -> tuple[str, ...]:

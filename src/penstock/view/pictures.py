@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from functools import lru_cache
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -14,6 +14,7 @@ from penstock.media.images import resize_depth, thumbnail
 from penstock.media.video import open_video
 
 PLAYABLE = ("h264", "av1", "vp9")  # by every current browser, with 8 bits and 4:2:0
+_STILL_BYTES = 24  # of an H.264 picture of which every block is skipped
 DEPTH_MM = (200, 6000)  # what false colours show where nothing else is known
 
 
@@ -53,21 +54,37 @@ def plays(path: Path) -> bool:
         )
 
 
-def packets(path: Path, first: int, count: int) -> list[tuple[int, int, bytes | None]]:
-    """Return (number, size, bytes of JPEGs) of the packets of some frames; nothing is decoded."""
-    found: list[tuple[int, int, bytes | None]] = []
+class Packet(NamedTuple):
+    """A frame of a video, not decoded.
+
+    Attributes:
+        number: Of the frame.
+        is_still: It says that nothing changed (H.264; the packets of AV1 do not tell).
+        jpeg: The picture, in a video of JPEGs.
+    """
+
+    number: int
+    is_still: bool
+    jpeg: bytes | None
+
+
+def packets(path: Path, first: int, count: int) -> list[Packet]:
+    """Return some frames of a video, numbered from 0; nothing is decoded."""
+    found: list[Packet] = []
     with open_video(path) as (container, stream):
         rate, base = stream.average_rate, stream.time_base
         if not rate or base is None:
             raise CorruptFile(f"{path} is damaged: it has no frame rate")
-        jpeg = stream.codec_context.codec.canonical_name == "mjpeg"
+        codec = stream.codec_context.codec.canonical_name
         container.seek(round(first / rate / base) + (stream.start_time or 0), stream=stream)
         for packet in container.demux(stream):
             if packet.pts is None:
                 continue
             number = round((packet.pts - (stream.start_time or 0)) * base * rate)
             if first <= number < first + count:
-                found.append((number - first, packet.size, bytes(packet) if jpeg else None))
+                still = codec == "h264" and packet.size <= _STILL_BYTES
+                jpeg = bytes(packet) if codec == "mjpeg" else None
+                found.append(Packet(number - first, still, jpeg))
             if number >= first + count + 32:  # frames may be stored in another order
                 break
-    return sorted(found, key=lambda item: item[0])
+    return sorted(found)

@@ -118,7 +118,7 @@ class RecordingEpisode(EpisodeView):
                 if topic.media is None:
                     self._add_fields(bag, topic.name)
                     continue
-                depth = DEPTH_MM if self._is_depth(bag, topic.name) else None
+                depth = self._depth_range(bag, topic.name)
                 self.cameras.append(
                     Camera(topic.name, "frames", "recording", topic.count, None, 0.0, depth)
                 )
@@ -131,7 +131,11 @@ class RecordingEpisode(EpisodeView):
         except DataError as error:
             self.notes.append(str(error))
             return
-        chosen = [f for f in fields if not f.startswith(("header.", "layout."))]
+        chosen = [
+            field
+            for field, kind in fields.items()
+            if not field.startswith(("header.", "layout.")) and not kind.startswith("time")
+        ]
         for field in chosen[:_MOST_FIELDS]:
             self.curves.append(Curve(f"{topic} {field}", "recording"))
             self._fields.append((topic, field))
@@ -143,13 +147,28 @@ class RecordingEpisode(EpisodeView):
             self._decoders[topic] = bag.decoder(topic)
         return self._decoders[topic]
 
-    def _is_depth(self, bag: Bag, topic: str) -> bool:
+    def _depth_range(self, bag: Bag, topic: str) -> tuple[int, int] | None:
+        """Return the range of a depth camera, by its first message; None for one of colours."""
         try:
-            first = bag.first_messages([topic])[topic]
-            return self._decoder(bag, topic).image(first.data).encoding in DEPTH_ENCODINGS
+            message = bag.first_messages([topic])[topic]
+            image = self._decoder(bag, topic).image(message.data)
+            if image.encoding not in DEPTH_ENCODINGS:
+                return None
+            depth = self._depth(image)
         except (DataError, KeyError) as error:
             self.notes.append(str(error))
-            return False
+            return None
+        seen = depth[depth > 0]
+        if not seen.size:
+            return DEPTH_MM
+        low, high = np.percentile(seen, (1, 99))
+        return int(0.8 * low), int(1.2 * high) + 1
+
+    def _depth(self, image: ImageMessage) -> NDArray[np.uint16]:
+        shape = image.width, image.height, image.step, image.is_big_endian
+        return self._images.depth_mm(
+            image.data, image.encoding, *shape, quantization=image.depth_quantization
+        )
 
     def video(self, camera: int) -> Path:
         """Refuse: a recording has no video files."""
@@ -170,12 +189,9 @@ class RecordingEpisode(EpisodeView):
         raise DataError(f"frame {frame} of {chosen.name} cannot be found")
 
     def _jpeg(self, image: ImageMessage, depth_mm: tuple[int, int] | None, width: int) -> bytes:
-        shape = image.width, image.height, image.step, image.is_big_endian
         if depth_mm is not None:
-            depth = self._images.depth_mm(
-                image.data, image.encoding, *shape, quantization=image.depth_quantization
-            )
-            return depth_jpeg(depth, depth_mm, width)
+            return depth_jpeg(self._depth(image), depth_mm, width)
+        shape = image.width, image.height, image.step, image.is_big_endian
         frame = self._images.color(image.data, image.encoding, *shape)
         if image.encoding == "jpeg" and frame.width <= _AS_IT_IS * width:
             return bytes(image.data)

@@ -53,7 +53,7 @@ class Panel {
     head.append(span("", over < 0 ? curve.name : `${curve.name} and ${episode.curves[over].name}`));
     this.hint = span("dim", over < 0 ? "" : "solid and dashed");
     head.append(this.hint);
-    if (curve.origin === "recording") head.append(span("dim", "recording"));
+    if (curve.origin === "recording" && episode.frames) head.append(span("dim", "recording"));
     this.plot = document.createElement("div");
     this.plot.className = "plot";
     this.canvas = document.createElement("canvas");

@@ -29,6 +29,7 @@ export class Player {
     });
     for (const one of old) if (!this.cameras.includes(one)) one.close();
     this.box.replaceChildren(...this.cameras.map((one) => one.element));
+    this.box.classList.toggle("both", new Set(episode.cameras.map((camera) => camera.origin)).size > 1);
     this.seek(0);
     await Promise.all(this.cameras.map((one) => one.first));
   }
@@ -116,9 +117,9 @@ class ShownCamera {
 
   use(index, number, camera) {
     [this.index, this.number, this.camera] = [index, number, camera];
-    this.caption.replaceChildren(span("", camera.name));
+    this.caption.replaceChildren(span("name", camera.name.replace(/^observation\.(images\.)?/, "")));
+    this.element.title = camera.name;
     if (camera.depth_mm) this.caption.append(span("flag", `${camera.depth_mm[0] / 1000}–${camera.depth_mm[1] / 1000} m`));
-    if (camera.origin === "recording") this.caption.append(span("flag", "recording"));
   }
 
   trouble(text) {
