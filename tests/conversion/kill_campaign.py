@@ -30,7 +30,7 @@ from penstock import samples
 from penstock.cli import main as penstock
 from penstock.commands import convert
 from penstock.conversion import run as conversion
-from penstock.dataset import doctor
+from penstock.dataset import check as doctor
 from penstock.dataset.reader import Dataset
 from penstock.dataset.unit import UnitWriter
 from penstock.dataset.writer import DatasetWriter

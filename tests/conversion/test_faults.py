@@ -16,7 +16,7 @@ import pytest
 import penstock
 from harness import remount, small_disk
 from penstock.cli import main
-from penstock.dataset import doctor
+from penstock.dataset import check as doctor
 from penstock.dataset.reader import Dataset
 from penstock.errors import DataError, PenstockError, UsageError
 
@@ -632,9 +632,9 @@ def test_the_second_writer_is_refused_at_once(bags, tmp_path):
 @pytest.mark.parametrize("place", ["rename", "exchange"])
 def test_an_interrupt_in_a_commit_or_a_build_loses_nothing(bags, whole, tmp_path, place):
     """Whatever raises there: what was committed is kept, and the next run goes on."""
-    from penstock.dataset import build
+    from penstock.dataset import swap
 
-    out, rename, exchange = tmp_path / "out", os.rename, build.exchange
+    out, rename, exchange = tmp_path / "out", os.rename, swap.exchange
 
     def renamed(source, target):
         rename(source, target)
@@ -649,7 +649,7 @@ def test_an_interrupt_in_a_commit_or_a_build_loses_nothing(bags, whole, tmp_path
         if place == "rename":
             patch.setattr(os, "rename", renamed)
         else:
-            patch.setattr(build, "exchange", exchanged)
+            patch.setattr(swap, "exchange", exchanged)
         with pytest.raises(KeyboardInterrupt):
             penstock.convert(bags, out, **QUIET)
     assert committed_units(out) >= 1

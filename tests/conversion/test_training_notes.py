@@ -15,7 +15,7 @@ from mcap.writer import Writer
 
 import penstock
 from penstock.conversion.settings import from_json
-from penstock.dataset import doctor
+from penstock.dataset import check as doctor
 
 QUIET = {"progress": "quiet", "memory": "1GB"}
 FRAMES = 200

@@ -140,8 +140,8 @@ def _write_v30(root, rows, stats, files, stats_names) -> None:
     together = {
         name: statistics(name, np.concatenate([one[name] for one in rows])) for name in stats_names
     }
-    (root / layout.STATS_PATH).write_text(json.dumps(together, indent=4))
-    write_table(root / layout.TASKS_PATH, layout.tasks_table(TASKS))
+    (root / layout.V30.stats).write_text(json.dumps(together, indent=4))
+    write_table(root / layout.V30.tasks, layout.tasks_table(TASKS))
     records = []
     for episode in range(len(rows)):
         file = files[episode]
@@ -169,19 +169,19 @@ def _write_v30(root, rows, stats, files, stats_names) -> None:
     write_records(root, records)
     for file in sorted(set(files)):
         members = [one for episode, one in enumerate(rows) if files[episode] == file]
-        write_rows(root / layout.data_path("v3.0", 0, file), members, "v3.0")
+        write_rows(root / layout.V30.data_path(0, file), members, "v3.0")
         for camera in (TOP, SIDE):
             images = [image for one in members for image in one[camera]]
-            write_video(root / layout.video_path("v3.0", camera, 0, file), images)
+            write_video(root / layout.V30.video_path(camera, 0, file), images)
 
 
 def _write_v21(root, rows, stats) -> None:
     def lines(name: str, objects: list[dict]) -> None:
         (root / name).write_text("".join(json.dumps(one) + "\n" for one in objects))
 
-    lines(layout.TASKS_JSONL, [{"task_index": i, "task": t} for i, t in enumerate(TASKS)])
+    lines(layout.V21.tasks, [{"task_index": i, "task": t} for i, t in enumerate(TASKS)])
     lines(
-        layout.EPISODES_JSONL,
+        layout.V21.episodes,
         [
             {"episode_index": e, "tasks": [TASKS[e % 2]], "length": length}
             for e, length in enumerate(LENGTHS)
@@ -189,16 +189,16 @@ def _write_v21(root, rows, stats) -> None:
     )
     basic = ("min", "max", "mean", "std", "count")
     lines(
-        layout.EPISODES_STATS_JSONL,
+        layout.V21.episode_stats,
         [
             {"episode_index": e, "stats": {n: {k: s[k] for k in basic} for n, s in one.items()}}
             for e, one in enumerate(stats)
         ],
     )
     for episode, one in enumerate(rows):
-        write_rows(root / layout.data_path("v2.1", 0, episode), [one], "v2.1")
+        write_rows(root / layout.V21.data_path(0, episode), [one], "v2.1")
         for camera in (TOP, SIDE):
-            write_video(root / layout.video_path("v2.1", camera, 0, episode), list(one[camera]))
+            write_video(root / layout.V21.video_path(camera, 0, episode), list(one[camera]))
 
 
 def write_table(path: Path, table: pa.Table) -> None:

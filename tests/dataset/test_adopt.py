@@ -15,7 +15,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from penstock.dataset import layout
-from penstock.dataset.doctor import check
+from penstock.dataset.check import check
 from penstock.dataset.layout import Feature
 from penstock.dataset.reader import Dataset
 from penstock.dataset.unit import Episode
@@ -171,7 +171,7 @@ def test_going_on_with_a_dataset_of_an_earlier_version(tmp_path: Path, name: str
     with DatasetWriter.reopen(out) as writer:
         assert (writer.total_episodes, writer.build()) == (3, False)
     # What a kill left behind: a file that no record knows. lerobot would read it.
-    stray = out / layout.data_path(version, 0, 3)
+    stray = out / layout.FORMATS[version].data_path(0, 3)
     stray.write_bytes(b"half a file")
     (out / ".penstock/staging/e3").mkdir(parents=True)
     s.write_dataset(out, 5, version=version, mode="resume")
@@ -221,15 +221,15 @@ def add_by_hand(root: Path, number: int) -> None:
     info, mine = info_of(root), Dataset(root)
     total, frames = info["total_episodes"], info["total_frames"]
     length = s.length_of(0)
-    table = pq.read_table(other / layout.data_path("v3.0", 0, 0))
+    table = pq.read_table(other / layout.V30.data_path(0, 0))
     for name, value in (
         ("episode_index", np.full(length, total)),
         ("index", np.arange(length) + frames),
     ):
         table = table.set_column(table.schema.get_field_index(name), name, pa.array(value))
-    pq.write_table(table, root / layout.data_path("v3.0", 0, number))
-    video = layout.video_path("v3.0", s.CAMERA, 0, number)
-    shutil.copy(other / layout.video_path("v3.0", s.CAMERA, 0, 0), root / video)
+    pq.write_table(table, root / layout.V30.data_path(0, number))
+    video = layout.V30.video_path(s.CAMERA, 0, number)
+    shutil.copy(other / layout.V30.video_path(s.CAMERA, 0, 0), root / video)
     record = pq.read_table(other / layout.episodes_path(0, 0)).to_pylist()[0]
     record |= {
         "episode_index": total,

@@ -13,8 +13,8 @@ from types import SimpleNamespace
 import pytest
 
 from penstock.dataset import layout
-from penstock.dataset.doctor import check
-from penstock.dataset.parquet import write_table
+from penstock.dataset.check import check
+from penstock.dataset.tables import write_table
 from penstock.dataset.writer import DatasetWriter
 from penstock.errors import PenstockError
 
@@ -108,7 +108,7 @@ def test_a_changed_info_is_a_warning(built) -> None:
 def test_another_layout_of_the_same_values_is_no_finding(built) -> None:
     edit(built / layout.INFO_PATH, lambda info: None)
     if built.name == "v3.0":
-        edit(built / layout.STATS_PATH, lambda stats: None)
+        edit(built / layout.V30.stats, lambda stats: None)
     assert findings(built) == []
 
 
@@ -118,16 +118,16 @@ def test_a_changed_digit_in_the_statistics_is_found(originals, tmp_path) -> None
     def change(stats) -> None:
         stats[s.CAMERA]["mean"][1][0][0] += 1e-6
 
-    edit(root / layout.STATS_PATH, change)
+    edit(root / layout.V30.stats, change)
     assert findings(root) == ["meta/stats.json: it is not what was written"]
 
 
 def test_changed_tasks_are_found(built) -> None:
     if built.name == "v3.0":
         table = layout.tasks_table(["task 0", "task 1", "task 2", "task 3"])
-        write_table(built / layout.TASKS_PATH, table)
+        write_table(built / layout.V30.tasks, table)
     else:
-        with (built / layout.TASKS_JSONL).open("a") as file:
+        with (built / layout.V21.tasks).open("a") as file:
             file.write('{"task_index": 3, "task": "task 3"}\n')
     assert any("meta/tasks" in text and "not what was written" in text for text in findings(built))
 

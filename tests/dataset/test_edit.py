@@ -18,7 +18,7 @@ import numpy as np
 import pytest
 
 from penstock.cli import main as penstock
-from penstock.dataset import doctor
+from penstock.dataset import check as doctor
 from penstock.dataset.edit import Edits, edit, undo
 from penstock.dataset.layout import AUTO_FEATURES
 from penstock.dataset.plan import Built
@@ -172,6 +172,15 @@ def test_an_edited_dataset_goes_on_and_deleted_episodes_stay_away(dataset):
     assert [len(unit.episodes) for unit in built.units] == [0, 1, 1, 0, 1, 1, 1]
 
 
+def test_merge_a_larger_one_into_a_smaller_one(tmp_path, dataset):
+    small = tmp_path / "small"
+    edit(dataset, Edits(keep=[0]), out=small)
+    both = [*every(small), *every(dataset)]
+    edit(small, Edits(), others=[dataset])
+    assert every(small) == both
+    assert check(small) == []
+
+
 def test_merge_and_out(tmp_path, dataset):
     other, out = tmp_path / "other", tmp_path / "sub" / "out"
     version = Dataset(dataset).version
@@ -269,7 +278,7 @@ def test_a_full_disk_leaves_the_dataset_as_it_was(dataset, monkeypatch):
     def full(*_: object) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr("penstock.dataset.edit.exchange", full)
+    monkeypatch.setattr("penstock.dataset.swap.exchange", full)
     with pytest.raises(PenstockError, match="No space"):
         edit(dataset, Edits(delete=[0]))
     assert s.files_of(dataset) == before

@@ -12,7 +12,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from penstock.dataset import doctor, metadata
+from penstock.dataset import check as doctor
+from penstock.dataset import metadata
 from penstock.dataset.reader import Dataset
 from penstock.errors import DataError, PenstockError
 

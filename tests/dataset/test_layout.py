@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 
 import pyarrow as pa
 import pytest
 
 from penstock.dataset import layout
 from penstock.dataset.layout import Feature, FileLimits
+from penstock.dataset.metadata import read_tasks
+from penstock.dataset.tables import write_table
 from penstock.errors import DataError, UsageError
 
 CAMERA = Feature("video", (3, 480, 640), ["channels", "height", "width"])
@@ -23,10 +26,10 @@ FEATURES = {
 
 
 def test_paths() -> None:
-    assert layout.data_path("v3.0", 1, 2) == "data/chunk-001/file-002.parquet"
-    assert layout.data_path("v2.1", 0, 7) == "data/chunk-000/episode_000007.parquet"
-    assert layout.video_path("v3.0", "a.b", 0, 3) == "videos/a.b/chunk-000/file-003.mp4"
-    assert layout.video_path("v2.1", "a.b", 0, 3) == "videos/chunk-000/a.b/episode_000003.mp4"
+    assert layout.V30.data_path(1, 2) == "data/chunk-001/file-002.parquet"
+    assert layout.V21.data_path(0, 7) == "data/chunk-000/episode_000007.parquet"
+    assert layout.V30.video_path("a.b", 0, 3) == "videos/a.b/chunk-000/file-003.mp4"
+    assert layout.V21.video_path("a.b", 0, 3) == "videos/chunk-000/a.b/episode_000003.mp4"
     assert layout.episodes_path(0, 0) == "meta/episodes/chunk-000/file-000.parquet"
     assert layout.place(1999, 1000) == (1, 999)
 
@@ -112,8 +115,9 @@ def test_info_has_every_key_with_its_type(version: layout.Version) -> None:
         total_tasks=1,
         limits=FileLimits(),
     )
-    assert list(info) == list(layout.INFO_KEYS[version])
-    for key, kinds in layout.INFO_KEYS[version].items():
+    keys = {**layout.INFO_KEYS, **layout.FORMATS[version].info_keys}
+    assert set(info) == set(keys)
+    for key, kinds in keys.items():
         assert isinstance(info[key], kinds), key
     assert info["splits"] == {"train": "0:3"}
     again = layout.read_features(json.loads(json.dumps(info)))
@@ -148,14 +152,18 @@ def test_picture_size_in_both_orders() -> None:
     assert Feature("video", (3, 4, 3)).picture_size == (3, 4, 3)
 
 
-def test_tasks_come_back_under_either_name() -> None:
+def test_tasks_come_back_under_either_name(tmp_path: Path) -> None:
     table = layout.tasks_table(["b", "a", "ü"])
-    assert layout.read_tasks(table) == ["b", "a", "ü"]
-    assert layout.read_tasks(table.rename_columns(["task_index", "task"])) == ["b", "a", "ü"]
+    path = tmp_path / layout.V30.tasks
+    path.parent.mkdir()
+    for names in (table.column_names, ["task_index", "task"]):
+        write_table(path, table.rename_columns(names))
+        assert read_tasks(tmp_path, layout.V30) == ["b", "a", "ü"]
     pandas = json.loads(table.schema.metadata[b"pandas"])
     assert pandas["index_columns"] == ["__index_level_0__"]
+    write_table(path, pa.table({"task_index": [0, 2], "task": ["a", "b"]}))
     with pytest.raises(DataError, match="task numbers"):
-        layout.read_tasks(pa.table({"task_index": [0, 2], "task": ["a", "b"]}))
+        read_tasks(tmp_path, layout.V30)
 
 
 def test_statistics_have_the_types_of_lerobot() -> None:

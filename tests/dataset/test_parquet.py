@@ -7,7 +7,7 @@ from pathlib import Path
 import pyarrow as pa
 
 from penstock.dataset.layout import IMAGE_TYPE
-from penstock.dataset.parquet import new_parquet, open_parquet
+from penstock.dataset.tables import Table, new_parquet
 
 PICTURE_BYTES = 50_000
 
@@ -21,8 +21,6 @@ def test_a_few_pictures_are_read_without_the_whole_row_group(tmp_path: Path) -> 
         writer.write_table(table)
     del column, table
     before = pa.total_allocated_bytes()
-    with open_parquet(path) as file:
-        assert file.num_row_groups == 1
-        batches = file.iter_batches(batch_size=4, use_threads=False)
-        assert next(batches).num_rows == 4
+    with Table(tmp_path, path.name) as read:
+        assert next(read.pieces(None, most=4)).num_rows == 4
         assert pa.total_allocated_bytes() - before < 100 * PICTURE_BYTES

@@ -16,7 +16,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from penstock.dataset import columns, layout
+from penstock.dataset import layout, tables
 from penstock.dataset.layout import Feature
 from penstock.dataset.reader import Dataset
 from penstock.errors import (
@@ -285,7 +285,7 @@ def test_a_damaged_page_is_noticed(root) -> None:
 
 def test_rows_of_another_episode_are_noticed(originals, tmp_path) -> None:
     root = Path(shutil.copytree(originals["v2.1"], tmp_path / "copy"))
-    first, third = (root / layout.data_path("v2.1", 0, i) for i in (0, 2))
+    first, third = (root / layout.V21.data_path(0, i) for i in (0, 2))
     shutil.copy(third, first)
     with pytest.raises(CorruptFile, match="other rows than episode 0"):
         Dataset(root).episode(0).columns()
@@ -344,7 +344,7 @@ def test_rows_across_row_groups(tmp_path) -> None:
     )
     pq.write_table(table, tmp_path / "t.parquet", row_group_size=97)
     rng = random.Random(3)
-    with columns.Table(tmp_path, "t.parquet") as read:
+    with tables.Table(tmp_path, "t.parquet") as read:
         for _ in range(50):
             start, stop = sorted(rng.choices(range(1001), k=2))
             pieces = list(read.batches(features, start, stop))
@@ -374,18 +374,18 @@ def test_rows_across_row_groups(tmp_path) -> None:
 )
 def test_columns_that_break_their_promise(values, feature) -> None:
     with pytest.raises(DataError):
-        columns.to_numpy(values, feature)
+        tables.to_numpy(values, feature)
 
 
 def test_a_slice_of_pictures_is_that_slice() -> None:
     array = pa.array([{"bytes": bytes([i]), "path": ""} for i in range(10)]).slice(4, 3)
-    found = columns.to_numpy(array, Feature("image", (4, 4, 3)))
+    found = tables.to_numpy(array, Feature("image", (4, 4, 3)))
     assert found.tolist() == [b"\x04", b"\x05", b"\x06"]
 
 
 def test_a_row_that_is_too_large_is_refused(tmp_path) -> None:
     pq.write_table(pa.table({"x": pa.array([[1.0]])}), tmp_path / "t.parquet")
-    with columns.Table(tmp_path, "t.parquet") as table, pytest.raises(LimitExceeded):
+    with tables.Table(tmp_path, "t.parquet") as table, pytest.raises(LimitExceeded):
         list(table.batches({"x": Feature("float64", (1 << 20, 1 << 20))}))
 
 

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from harness import small_disk
 from penstock.dataset import build as building
 from penstock.dataset import layout
-from penstock.dataset.doctor import check
+from penstock.dataset.check import check
 from penstock.dataset.episode_stats import counter_stats, counter_totals, episode_stats
 from penstock.dataset.layout import QUANTILES, Feature
 from penstock.dataset.reader import Dataset

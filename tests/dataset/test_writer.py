@@ -18,7 +18,7 @@ import pytest
 
 from penstock.dataset import build as building
 from penstock.dataset import layout, swap
-from penstock.dataset.doctor import check
+from penstock.dataset.check import check
 from penstock.dataset.layout import Feature, FileLimits
 from penstock.dataset.reader import Dataset
 from penstock.dataset.unit import Episode
@@ -59,12 +59,12 @@ def check_v3(out: Path, numbers: int | list[int]) -> None:
     assert [row["episode_index"] for row in records] == list(range(count))
     assert [row["length"] for row in records] == lengths
     starts = np.cumsum([0, *lengths])
-    tasks = layout.read_tasks(pq.read_table(out / layout.TASKS_PATH))
+    tasks = layout.read_tasks(pq.read_table(out / layout.V30.tasks))
     for row, number, length in zip(records, numbers, lengths, strict=True):
         at = row["episode_index"]
         span = (row["dataset_from_index"], row["dataset_to_index"])
         assert span == (starts[at], starts[at + 1])
-        path = out / layout.data_path("v3.0", row["data/chunk_index"], row["data/file_index"])
+        path = out / layout.V30.data_path(row["data/chunk_index"], row["data/file_index"])
         table = pq.read_table(path, filters=[("episode_index", "=", at)])
         assert table["index"].to_pylist() == list(range(*span))
         assert table["frame_index"].to_pylist() == list(range(length))
@@ -80,7 +80,7 @@ def check_v3(out: Path, numbers: int | list[int]) -> None:
         )
         key = f"videos/{s.CAMERA}"
         place = row[f"{key}/chunk_index"], row[f"{key}/file_index"]
-        video = out / layout.video_path("v3.0", s.CAMERA, *place)
+        video = out / layout.V30.video_path(s.CAMERA, *place)
         begin = row[f"{key}/from_timestamp"] * s.FPS
         assert begin == pytest.approx(round(begin), abs=1e-9)
         seconds = row[f"{key}/to_timestamp"] - row[f"{key}/from_timestamp"]
@@ -88,7 +88,7 @@ def check_v3(out: Path, numbers: int | list[int]) -> None:
         frames = read_video(video, round(begin), length)
         shown = [(number * 16 + i) % 256 for i in range(length)]
         assert [s.number_of(frame) for frame in frames] == shown
-    stats = json.loads((out / layout.STATS_PATH).read_bytes())
+    stats = json.loads((out / layout.V30.stats).read_bytes())
     values = np.concatenate(
         [s.rows(i, n)["observation.state"] for i, n in zip(numbers, lengths, strict=True)]
     ).astype(np.float64)
@@ -142,17 +142,17 @@ def test_v2_1(tmp_path: Path) -> None:
     s.write_dataset(out, 4, version="v2.1", limits=FileLimits(files_per_chunk=3))
     info = info_of(out)
     assert (info["total_episodes"], info["total_videos"], info["total_chunks"]) == (4, 4, 2)
-    lines = lines_of(out / layout.EPISODES_JSONL)
+    lines = lines_of(out / layout.V21.episodes)
     assert lines[3] == {"episode_index": 3, "tasks": ["task 0"], "length": LENGTHS[3]}
-    tasks = [line["task"] for line in lines_of(out / layout.TASKS_JSONL)]
+    tasks = [line["task"] for line in lines_of(out / layout.V21.tasks)]
     assert tasks == ["task 0", "task 1", "task 2"]
-    stats = lines_of(out / layout.EPISODES_STATS_JSONL)
+    stats = lines_of(out / layout.V21.episode_stats)
     assert list(stats[2]["stats"]["action"]) == ["min", "max", "mean", "std", "count"]
     for number in range(4):
-        table = pq.read_table(out / layout.data_path("v2.1", number // 3, number))
+        table = pq.read_table(out / layout.V21.data_path(number // 3, number))
         assert table.num_rows == LENGTHS[number]
         assert set(table["episode_index"].to_pylist()) == {number}
-        video = out / layout.video_path("v2.1", s.CAMERA, number // 3, number)
+        video = out / layout.V21.video_path(s.CAMERA, number // 3, number)
         assert probe(video).frames == LENGTHS[number]
     assert check(out).findings == []
 
@@ -543,9 +543,9 @@ def die_at(monkeypatch: pytest.MonkeyPatch, module, name: str, *, after: bool = 
 @pytest.mark.parametrize(
     ("module", "name", "after", "built"),
     [
-        (building, "exchange", False, False),
-        (building, "exchange", True, True),
-        (building, "take_over_units", True, True),
+        (swap, "exchange", False, False),
+        (swap, "exchange", True, True),
+        (swap, "take_over_units", True, True),
         (os, "rename", False, False),
         (os, "rename", True, False),
     ],
@@ -737,7 +737,7 @@ def test_a_picture_feature_goes_into_the_data_file(tmp_path: Path) -> None:
             writer.build()
     assert unlike(tmp_path / "one", tmp_path / "two") == []
     assert info_of(tmp_path / "one")["video_path"] is None
-    table = pq.read_table(tmp_path / "one" / layout.data_path("v3.0", 0, 0))
+    table = pq.read_table(tmp_path / "one" / layout.V30.data_path(0, 0))
     assert table.num_rows == 280
     assert table.schema.equals(layout.arrow_schema(features, "v3.0"))
     pixels = [to_rgb(ImageDecoder().png(row["bytes"])) for row in table["cam"].to_pylist()]

@@ -17,7 +17,7 @@ import pytest
 import penstock
 from penstock.bags import open_bag
 from penstock.conversion.settings import from_json
-from penstock.dataset.doctor import check
+from penstock.dataset.check import check
 from penstock.dataset.layout import QUANTILES
 from penstock.dataset.reader import Dataset
 from penstock.media.depth import DepthCoding

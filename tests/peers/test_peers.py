@@ -10,7 +10,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from penstock.dataset.doctor import check
+from penstock.dataset.check import check
 from penstock.dataset.layout import Feature
 from penstock.dataset.reader import Dataset
 from penstock.dataset.unit import Episode

@@ -9,7 +9,7 @@ import pytest
 import torch
 from tensordict import NonTensorData, TensorDict
 
-from penstock.dataset.doctor import check
+from penstock.dataset.check import check
 from penstock.dataset.reader import Dataset
 from penstock.dataset.unit import UnitWriter
 from penstock.dataset.writer import DatasetWriter

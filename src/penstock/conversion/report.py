@@ -12,7 +12,7 @@ from penstock.conversion.mapping import Mapping
 from penstock.conversion.one_bag import Converted
 from penstock.conversion.request import Shard
 from penstock.core.memory import format_bytes
-from penstock.dataset.findings import Finding
+from penstock.dataset.check import Finding
 from penstock.ui.report import Report as Page
 
 

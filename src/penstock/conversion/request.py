@@ -223,7 +223,7 @@ def _version_of(out: Path) -> Version:
     plan = read_plan(out)
     if plan is not None:
         return plan.spec.version
-    return read_info(out).version if (out / INFO_PATH).is_file() else "v3.0"
+    return read_info(out).format.version if (out / INFO_PATH).is_file() else "v3.0"
 
 
 def _check_outside(bags: Sequence[Path], out: Path) -> None:

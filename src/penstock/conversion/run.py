@@ -28,7 +28,7 @@ from penstock.core.interrupt import check_stop, interruptible
 from penstock.core.memory import format_bytes, give_back_at_once, rss_bytes
 from penstock.core.objects import as_object
 from penstock.core.threads import parallel_map
-from penstock.dataset import doctor
+from penstock.dataset.check import check
 from penstock.dataset.layout import INFO_PATH, Feature
 from penstock.dataset.metadata import read_info
 from penstock.dataset.plan import BUILT, CLAIMS, UNITS, Built, Plan, check_same
@@ -87,7 +87,7 @@ def _carry_out(request: Request) -> Report:
         report.wall_s = time.perf_counter() - start_s
         if request.check and request.shard is None:
             with Progress(_size(request.out), "check", "bytes", request.progress) as progress:
-                checkup = doctor.check(request.out, "sample", progress)
+                checkup = check(request.out, "sample", progress)
             report.findings, report.checked = checkup.findings, checkup.checked
             report.training = checkup.notes
     report.peak_bytes, report.memory = watch.peak_bytes, watch.samples

@@ -17,14 +17,19 @@ import pyarrow as pa
 from numpy.typing import NDArray
 
 from penstock.dataset import layout, metadata
-from penstock.dataset.columns import inside
 from penstock.dataset.episode_stats import to_column
-from penstock.dataset.layout import AUTO_FEATURES, PRIVATE_FOLDER, QUANTILES, Feature, FileLimits
-from penstock.dataset.parquet import open_parquet
+from penstock.dataset.layout import AUTO_FEATURES, PRIVATE_FOLDER, Feature, FileLimits
 from penstock.dataset.plan import Base, Spec, parse_line
 from penstock.dataset.reader import Dataset
-from penstock.dataset.stats import PictureStats, VectorStats, new_stats
-from penstock.dataset.unit import AnyStats, read_stats
+from penstock.dataset.stats import (
+    AnyStats,
+    PictureStats,
+    VectorStats,
+    known_picture_stats,
+    new_stats,
+    read_stats,
+)
+from penstock.dataset.tables import Table, inside
 from penstock.errors import DataError, UsageError
 
 JOURNAL = f"{PRIVATE_FOLDER}/journal.jsonl"  # of format 1
@@ -42,8 +47,9 @@ def spec_of(root: Path) -> Spec:
         UsageError: Its files have other names than lerobot's.
     """
     info = metadata.read_info(root)
-    usual = layout.DATA_TEMPLATES[info.version], layout.VIDEO_TEMPLATES[info.version]
-    if info.data_path != usual[0] or info.video_path not in (usual[1], None):
+    format_ = info.format
+    usual = info.data_path == format_.data_template
+    if not usual or info.video_path not in (format_.video_template, None):
         raise UsageError(f"{root} keeps its files under other names than lerobot's: not supported")
     if type(info.fps) is not int:
         raise UsageError(f"{root} has {info.fps} frames per second: whole numbers can be added to")
@@ -56,7 +62,7 @@ def spec_of(root: Path) -> Spec:
     except UsageError as error:
         raise DataError(f"{root / layout.INFO_PATH} cannot be used ({error})") from error
     own = {name: f for name, f in info.features.items() if name not in AUTO_FEATURES}
-    return Spec(own, info.fps, info.raw.get("robot_type"), info.version, limits)
+    return Spec(own, info.fps, info.raw.get("robot_type"), format_.version, limits)
 
 
 def adopt(root: Path, sources: list[dict[str, Any]]) -> tuple[Base, dict[str, AnyStats]]:
@@ -80,7 +86,7 @@ def adopt(root: Path, sources: list[dict[str, Any]]) -> tuple[Base, dict[str, An
     per_chunk = spec.limits.files_per_chunk
     next_file = {kind: _next_number(names, per_chunk) for kind, names in files.items()}
     base = Base(len(dataset), dataset.total_frames, dataset.tasks, next_file, dataset.info, sources)
-    if spec.version == "v2.1":
+    if spec.format.stats is None:
         return base, {}
     return base, _journal_stats(root, base) or _statistics(dataset, spec)
 
@@ -136,7 +142,7 @@ def _journal_stats(root: Path, base: Base) -> dict[str, AnyStats]:
 
 
 def _statistics(dataset: Dataset, spec: Spec) -> dict[str, AnyStats]:
-    stats = {n: new_stats(f) for n, f in spec.features.items() if layout.has_stats(f)}
+    stats = {n: new_stats(f) for n, f in spec.features.items() if f.has_stats}
     numeric = {n: state for n, state in stats.items() if isinstance(state, VectorStats)}
     if numeric:
         for _, rows in dataset.scan(list(numeric)):
@@ -145,23 +151,12 @@ def _statistics(dataset: Dataset, spec: Spec) -> dict[str, AnyStats]:
     known = dataset.stats()
     for name, state in stats.items():
         if isinstance(state, PictureStats):
-            if name not in known:
-                raise DataError(f"{layout.STATS_PATH} in {dataset.path} has no {name!r}")
-            state.prior = _prior(known[name], state.channels, dataset.path)
+            try:
+                state.prior = known_picture_stats(known[name], spec.features[name])
+            except (LookupError, ValueError) as error:
+                where = f"{layout.V30.stats} in {dataset.path}"
+                raise DataError(f"{where}, {name!r}: it cannot be used ({error!r})") from error
     return stats
-
-
-def _prior(known: Mapping[str, Any], channels: int, root: Path) -> dict[str, list[Any]]:
-    """Read the statistics of pictures; quantiles that are not there are taken for the mean."""
-    found: dict[str, list[Any]] = {}
-    try:
-        for name in ("min", "max", "mean", "std", *QUANTILES):
-            value = known.get(name, known["mean"])
-            found[name] = np.array(value, np.float64).reshape(channels, 1, 1).tolist()
-        found["count"] = [int(np.ravel(known["count"])[0])]
-    except (ValueError, KeyError, IndexError) as error:
-        raise DataError(f"{root / layout.STATS_PATH} cannot be used ({error!r})") from error
-    return found
 
 
 def fitting_table(
@@ -217,5 +212,5 @@ def _folded(feature: Feature, stat: str, episodes: Iterator[NDArray[Any]]) -> pa
 
 def read_schema(root: Path, name: str) -> pa.Schema:
     """Return the schema of a file of records."""
-    with open_parquet(inside(root, name)) as file:
-        return file.schema_arrow.remove_metadata()
+    with Table(root, name) as table:
+        return table.schema.remove_metadata()

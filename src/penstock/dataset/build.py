@@ -14,10 +14,9 @@ import shutil
 from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import cache
-from itertools import accumulate, islice
+from itertools import accumulate, chain, islice
 from pathlib import Path
 from typing import Any
 
@@ -28,23 +27,13 @@ from numpy.typing import NDArray
 from penstock.core.files import (
     NewFile,
     make_folder,
-    names_synced_later,
     publish_bytes,
-    storage_error,
-    sync_folder,
+    write_all,
 )
 from penstock.dataset import layout, metadata
 from penstock.dataset.adopt import fitting_table, read_schema
-from penstock.dataset.columns import inside
 from penstock.dataset.episode_stats import counter_stats, counter_totals, to_column
 from penstock.dataset.layout import AUTO_FEATURES, QUANTILES
-from penstock.dataset.parquet import (
-    RowStream,
-    WholeWriter,
-    new_parquet,
-    read_rows,
-    write_table,
-)
 from penstock.dataset.plan import (
     BUILT,
     PLAN,
@@ -56,27 +45,32 @@ from penstock.dataset.plan import (
     Plan,
     unit_stats,
 )
-from penstock.dataset.swap import exchange, settle, sibling
+from penstock.dataset.stats import AnyStats, read_stats, write_stats
+from penstock.dataset.swap import replacing, settle, sibling
+from penstock.dataset.tables import (
+    RowStream,
+    Table,
+    inside,
+    new_parquet,
+    read_rows,
+    reading,
+    write_table,
+)
 from penstock.dataset.unit import (
     EPISODES,
     ROWS,
     UNIT_STATS,
-    AnyStats,
     Digest,
     Episode,
     Unit,
     UnitRecord,
     file_digest,
-    images_name,
     json_digest,
-    move_units,
-    read_stats,
+    pictures_name,
     remove_unit,
     stats_schema,
-    video_name,
-    write_stats,
 )
-from penstock.errors import CorruptFile, PenstockError, UsageError
+from penstock.errors import CorruptFile, UsageError
 from penstock.media.remux import Clip, join
 
 MB = 1 << 20
@@ -152,41 +146,14 @@ def build(
     """
     for unit in units:
         unit.check()
-    new = sibling(root, "new")
-    try:
-        new.mkdir()
-        shutil.copymode(root, new)
-        base = built.base if built else base or Base()
-        with names_synced_later():
-            result = _UnitBuild(root, new, plan, built, units, base, base_stats or {}).run()
-        sync_tree(new)
-        exchange(new, root)
-    except BaseException as error:
-        with suppress(PenstockError):
-            settle(root, take_over_units)  # what comes after the exchange must not lose the units
-        if isinstance(error, OSError) and not isinstance(error, PenstockError):
-            raise storage_error("build", root, error) from error
-        raise
-    settle(root, take_over_units)
+    base = built.base if built else base or Base()
+    with replacing(root, root) as new:
+        result = _UnitBuild(root, new, plan, built, units, base, base_stats or {}).run()
+    settle(root)
     shutil.rmtree(sibling(root, "undo"), ignore_errors=True)  # of an edit before this
     for unit in units:
         remove_unit(root / UNITS / unit.record.key)
     return result
-
-
-def sync_tree(folder: Path) -> None:
-    """Make the names in a folder durable, and in all below it."""
-    for each, _, _ in os.walk(folder):
-        sync_folder(Path(each))
-
-
-def take_over_units(old: Path, root: Path) -> None:
-    """Move the units from what was the dataset to what is it now; safe to repeat."""
-    try:
-        if (old / UNITS).is_dir():
-            move_units(old / UNITS, root / UNITS)
-    except OSError as error:
-        raise storage_error("move", old / UNITS, error) from error
 
 
 class Build(ABC):
@@ -219,7 +186,7 @@ class Build(ABC):
         self._root, self._new, self._plan, self._spec = root, new, plan, plan.spec
         self._base, self._before, self._digests, self._infos = base, before, digests, infos
         self._records, self._sources = list(records), list(sources)
-        self._v3 = plan.spec.version == "v3.0"
+        self._format = plan.spec.format
         self._lengths = np.array([source.episode.frames for source in sources], np.int64)
         firsts = base.frames + np.cumsum(self._lengths) - self._lengths
         self._firsts: NDArray[np.int64] = firsts
@@ -242,15 +209,14 @@ class Build(ABC):
         self._write_data()
         for camera in self._spec.video_keys:
             self._write_videos(camera)
-        if self._v3:
+        if self._format.shares_files:
             self._write_records()
+            write_table(self._target(self._format.tasks), layout.tasks_table(self._tasks))
+            self._note(self._format.tasks)
         else:
             self._write_lines()
         folded = self._write_stats()
         result = Built(self._base, self._records, self._infos, self._tasks, folded, self._files)
-        if self._v3:
-            write_table(self._target(layout.TASKS_PATH), layout.tasks_table(self._tasks))
-            self._note(layout.TASKS_PATH)
         info = self._info()
         self._files[layout.INFO_PATH] = json_digest(info)
         publish_bytes(self._target(BUILT), result.to_bytes())
@@ -266,20 +232,14 @@ class Build(ABC):
         kept: set[str] = set()
         for record in self._before[: self._base.episodes]:
             kept |= {record.data_file, *(span.file for span in record.videos.values())}
-            kept |= {record.source} if self._v3 else set()
-        ours = ("data", "videos", layout.EPISODES_FOLDER)
-        written = {layout.INFO_PATH, BUILT}
-        if self._v3 or self._plan.replaces:
-            written |= {layout.STATS_PATH, layout.TASKS_PATH}
-        if not self._v3 or self._plan.replaces:
-            written |= {layout.TASKS_JSONL, layout.EPISODES_JSONL, layout.EPISODES_STATS_JSONL}
+            kept |= {record.source} if self._format.shares_files else set()
+        ours = ("data/", "videos/", f"{layout.V30.episodes}/")
+        formats = layout.FORMATS.values() if self._plan.replaces else [self._format]
+        written = {layout.INFO_PATH, BUILT}.union(*(each.meta_files for each in formats))
+        aside = {layout.PRIVATE_FOLDER, STATS_FOLDER}
         for folder, folders, names in os.walk(self._root):
             here = Path(folder).relative_to(self._root)
-            folders[:] = [
-                f
-                for f in folders
-                if (here / f).as_posix() not in (layout.PRIVATE_FOLDER, STATS_FOLDER)
-            ]
+            folders[:] = [name for name in folders if (here / name).as_posix() not in aside]
             links = [name for name in folders if (self._root / here / name).is_symlink()]
             folders[:] = [name for name in folders if name not in links]
             for link in links:
@@ -289,8 +249,7 @@ class Build(ABC):
                     )
             for name in [*names, *links]:
                 path = (here / name).as_posix()
-                own = path.startswith(tuple(f"{part}/" for part in ours))
-                own = own and _NUMBERED.fullmatch(name) is not None
+                own = path.startswith(ours) and _NUMBERED.fullmatch(name) is not None
                 if path in kept or not (own or path in written):
                     place(self._root / path, self._target(path))
 
@@ -301,7 +260,7 @@ class Build(ABC):
         start, total = 0, 0
         for number in range(len(self._sources)):
             more = size(number)
-            full = not self._v3 or total + more >= limit or not fits(start, number)
+            full = not self._format.shares_files or total + more >= limit or not fits(start, number)
             if number > start and full:
                 yield range(start, number)
                 start, total = number, 0
@@ -312,7 +271,7 @@ class Build(ABC):
     def _next(self, kind: str, count: int, first: int) -> tuple[int, int]:
         """Return (chunk, file) of the next file of a kind; v2.1 numbers them by episode."""
         per_chunk = self._spec.limits.files_per_chunk
-        if not self._v3:
+        if not self._format.shares_files:
             episode = self._base.episodes + first
             return episode // per_chunk, episode
         return layout.place(self._base.next_file.get(kind, 0) + count, per_chunk)
@@ -322,7 +281,7 @@ class Build(ABC):
         sizes = [source.episode.size_bytes for source in self._sources]
         for count, group in enumerate(self._groups(limit, sizes.__getitem__, lambda a, b: True)):
             where = self._next("data", count, group[0])
-            path = layout.data_path(self._spec.version, *where)
+            path = self._format.data_path(*where)
             for number in group:
                 self._places[number].data = where
             sources = [self._sources[number] for number in group]
@@ -346,7 +305,7 @@ class Build(ABC):
         groups = self._groups(limit, lambda n: shown[n][0], lambda a, b: shown[a][1] == shown[b][1])
         for count, group in enumerate(groups):
             where = self._next(f"videos/{camera}", count, group[0])
-            path = layout.video_path(self._spec.version, camera, *where)
+            path = self._format.video_path(camera, *where)
             sources = [self._sources[number] for number in group]
             clips = [source.clips[camera] for source in sources]
             firsts = list(accumulate((clip.frames for clip in clips[:-1]), initial=0))
@@ -484,8 +443,7 @@ class Build(ABC):
                 f"videos/{camera}/from_timestamp": where[:, 2] / self._spec.fps,
                 f"videos/{camera}/to_timestamp": (where[:, 2] + lengths) / self._spec.fps,
             }
-        counted = counter_stats(lengths, firsts, numbers, self._task_of[span], self._spec.fps)
-        for name, values in counted.items():
+        for name, values in self._counter_stats(block).items():
             for stat, array in values.items():
                 column = f"stats/{name}/{stat}"
                 found[column] = to_column(array, (1,), schema.field(column).type)
@@ -501,11 +459,7 @@ class Build(ABC):
 
     @abstractmethod
     def _episode_stats(self) -> Iterator[pa.Table]:
-        """Yield the statistics of the episodes in the new order (v3.0)."""
-
-    @abstractmethod
-    def _stats_lines(self) -> Iterator[dict[str, Any]]:
-        """Yield the statistics of every episode as v2.1 has them: without quantiles."""
+        """Yield the statistics of the episodes in the new order."""
 
     @abstractmethod
     def _total_stats(self) -> tuple[dict[str, AnyStats], int]:
@@ -515,7 +469,7 @@ class Build(ABC):
         """Write the lists of tasks, episodes and statistics of v2.1."""
         base = self._base
         tasks = [{"task_index": n, "task": text} for n, text in enumerate(self._tasks)]
-        self._write_jsonl(layout.TASKS_JSONL, iter(tasks))
+        self._write_jsonl(self._format.tasks, iter(tasks))
         listed = (
             {
                 "episode_index": base.episodes + number,
@@ -524,43 +478,45 @@ class Build(ABC):
             }
             for number, source in enumerate(self._sources)
         )
-        self._write_jsonl(layout.EPISODES_JSONL, listed, base.episodes)
-        self._write_jsonl(layout.EPISODES_STATS_JSONL, self._stats_lines(), base.episodes)
+        self._write_jsonl(self._format.episodes, listed, base.episodes)
+        self._write_jsonl(self._format.episode_stats, self._stats_lines(), base.episodes)
 
     def _write_jsonl(self, name: str, values: Iterator[dict[str, Any]], base: int = 0) -> None:
         """Write a list: the lines of the base as they are, and then ours."""
-
-        def lines() -> Iterator[bytes]:
-            if base:
-                for line in islice(metadata.read_lines(self._root, name), base):
-                    yield json.dumps(line, ensure_ascii=False).encode() + b"\n"
-            for value in values:
-                yield json.dumps(value, ensure_ascii=False).encode() + b"\n"
-
+        before = islice(metadata.read_lines(self._root, name), base) if base else ()
+        lines = chain(before, values)
         with NewFile(self._target(name)) as new:
-            buffer = WholeWriter(new.file)
-            for line in lines():
-                buffer.write(line)
-            buffer.flush()
+            while some := list(islice(lines, _RECORDS_AT_ONCE)):
+                text = "".join(json.dumps(line, ensure_ascii=False) + "\n" for line in some)
+                write_all(new.file, text.encode())
         self._note(name)
 
-    def _counter_lines(self, number: int) -> dict[str, Any]:
-        one = slice(number, number + 1)
-        counted = counter_stats(
-            self._lengths[one],
-            self._firsts[one],
-            np.array([number + self._base.episodes]),
-            self._task_of[one],
-            self._spec.fps,
-        )
-        return {
-            name: {stat: v[0].tolist() for stat, v in values.items() if stat not in QUANTILES}
-            for name, values in counted.items()
-        }
+    def _stats_lines(self) -> Iterator[dict[str, Any]]:
+        """Yield the statistics of every episode as v2.1 has them: without quantiles."""
+        stream = RowStream(self._episode_stats())
+        for first in range(0, len(self._sources), _RECORDS_AT_ONCE):
+            stop = min(first + _RECORDS_AT_ONCE, len(self._sources))
+            counted = self._counter_stats(range(first, stop))
+            for number, row in enumerate(stream.take(stop - first).to_pylist()):
+                stats = metadata.nested_stats(row)
+                for name, arrays in counted.items():
+                    stats[name] = {stat: array[number].tolist() for stat, array in arrays.items()}
+                for values in stats.values():
+                    for quantile in QUANTILES:
+                        del values[quantile]
+                yield {"episode_index": self._base.episodes + first + number, "stats": stats}
+
+    def _counter_stats(self, block: range) -> dict[str, Any]:
+        """Return the statistics of the automatic features of some episodes."""
+        span = slice(block.start, block.stop)
+        numbers = np.arange(block.start, block.stop) + self._base.episodes
+        lengths, firsts = self._lengths[span], self._firsts[span]
+        return counter_stats(lengths, firsts, numbers, self._task_of[span], self._spec.fps)
 
     def _write_stats(self) -> int:
         """Write stats.json (v3.0); return how many units are summed up in one file."""
-        if not self._v3:
+        name = self._format.stats
+        if name is None:
             return 0
         make_folder(self._new / STATS_FOLDER)
         total, folded = self._total_stats()
@@ -573,13 +529,13 @@ class Build(ABC):
             lengths, np.concatenate([np.array(old, np.int64), self._task_of]), self._spec.fps
         )
         found = {
-            name: counted[name] if name in counted else total[name].to_json(feature)
-            for name, feature in complete.items()
-            if name in counted or name in total
+            key: counted[key] if key in counted else total[key].to_json(feature)
+            for key, feature in complete.items()
+            if key in counted or key in total
         }
         stats = _json(found)
-        publish_bytes(self._target(layout.STATS_PATH), stats)
-        self._files[layout.STATS_PATH] = json_digest(stats)
+        publish_bytes(self._target(name), stats)
+        self._files[name] = json_digest(stats)
         return folded
 
     def _info(self) -> bytes:
@@ -654,7 +610,6 @@ class _UnitBuild(Build):
         super().__init__(root, new, plan, base, before, records, sources, digests, infos)
 
     def _episode_stats(self) -> Iterator[pa.Table]:
-        """Yield the statistics of the episodes in the new order (v3.0)."""
         schema = stats_schema(self._spec.features)
         if not schema.names:
             yield pa.table({"episode": pa.array(range(len(self._sources)), pa.int64())})
@@ -671,44 +626,20 @@ class _UnitBuild(Build):
 
     def _old_stats(self, schema: pa.Schema) -> Iterator[pa.Table]:
         """Yield the statistics of the episodes that were built before."""
-        ours = self._before[self._base.episodes :]
-        counts = Counter(record.source for record in ours)
+        if not self._format.shares_files:
+            name = self._format.episode_stats
+            lines = islice(metadata.read_lines(self._root, name), self._base.episodes, None)
+            while some := list(islice(lines, _RECORDS_AT_ONCE)):
+                with reading(self._root, name):
+                    rows = [_flat_stats(line["stats"]) for line in some]
+                    yield pa.Table.from_pylist(rows, schema)
+            return
+        counts = Counter(record.source for record in self._before[self._base.episodes :])
         for name, count in counts.items():
-            tables = read_rows(self._root / name, 0, count, schema.names, most=_RECORDS_AT_ONCE)
-            for table in tables:
-                yield _with_schema(table, schema)
-
-    def _stats_lines(self) -> Iterator[dict[str, Any]]:
-        old: Iterator[dict[str, Any]] = iter(())
-        if self._built is not None and self._built.units:
-            old = metadata.read_lines(self._root, layout.EPISODES_STATS_JSONL)
-            for _ in range(self._base.episodes):
-                next(old)
-        number = 0
-        for record in self._records:
-            unit = self._units.get(record.key)
-            if unit is None:
-                own: Iterator[Any] = (next(old)["stats"] for _ in record.episodes)
-            else:
-                own = self._unit_stats(unit)
-            for stats in own:
-                yield {
-                    "episode_index": self._base.episodes + number,
-                    "stats": stats | self._counter_lines(number),
-                }
-                number += 1
-
-    def _unit_stats(self, unit: Unit) -> Iterator[dict[str, Any]]:
-        names = stats_schema(self._spec.features).names
-        count = len(unit.record.episodes)
-        for table in read_rows(unit.folder / EPISODES, 0, count, names or None, most=64):
-            for row in table.to_pylist():
-                nested: dict[str, dict[str, Any]] = {}
-                for column in names:
-                    _, name, stat = column.split("/")
-                    if stat not in QUANTILES:
-                        nested.setdefault(name, {})[stat] = row[column]
-                yield nested
+            with Table(self._root, name) as table:
+                names = [each for each in schema.names if each in table.schema.names]
+                for piece in table.pieces(names, 0, count, _RECORDS_AT_ONCE):
+                    yield _with_schema(pa.Table.from_batches([piece]), schema)
 
     def _total_stats(self) -> tuple[dict[str, AnyStats], int]:
         """Sum the statistics of the units up, in their order.
@@ -719,15 +650,17 @@ class _UnitBuild(Build):
         while folded < len(self._records) and self._records[folded].position == folded:
             folded += 1
         done = self._built.folded if self._built else 0
-        total = self._base_stats if self._built is None else self._read_total()
+        total = self._base_stats
+        if self._built is not None:
+            stored = inside(self._root, TOTAL_STATS)
+            total = read_stats(stored) if stored.exists() else {}
         if folded == done and total:
             write_stats(self._new / TOTAL_STATS, total)
         size, more = 0, list[dict[str, AnyStats]]()
         for number, record in enumerate(self._records[done:], done):
             unit = self._units.get(record.key)
-            path = inside(self._root, unit_stats(record.key))
-            if unit is not None:
-                path = unit.folder / UNIT_STATS
+            kept = unit_stats(record.key)
+            path = unit.folder / UNIT_STATS if unit else inside(self._root, kept)
             more.append(read_stats(path))
             size += sum(stats.nbytes for stats in more[-1].values())
             if number == folded - 1 or size > _STATS_BYTES:
@@ -736,13 +669,9 @@ class _UnitBuild(Build):
             if number == folded - 1:
                 write_stats(self._new / TOTAL_STATS, total)
             elif number >= folded:
-                place(path, self._target(unit_stats(record.key)))
+                place(path, self._target(kept))
         _merge(total, more)
         return total, folded
-
-    def _read_total(self) -> dict[str, AnyStats]:
-        path = inside(self._root, TOTAL_STATS)
-        return read_stats(path) if path.exists() else {}
 
 
 def sources_in(
@@ -770,10 +699,11 @@ def _sources_of(unit: Unit) -> list[Source]:
     for number, episode in enumerate(unit.record.episodes):
         clips, images = {}, {}
         for name, feature in unit.features.items():
+            path = unit.folder / pictures_name(name, feature, number)
             if feature.dtype == "video":
-                clips[name] = Clip(unit.folder / video_name(name, number), 0, episode.frames)
+                clips[name] = Clip(path, 0, episode.frames)
             elif feature.dtype == "image":
-                images[name] = unit.folder / images_name(name, number)
+                images[name] = path
         found.append(Source(episode, unit.folder / ROWS, first, clips, images, None, unit))
         first += episode.frames
     return found
@@ -868,6 +798,11 @@ def place(source: Path, target: Path) -> None:
         if not target.is_symlink():
             with open(target, "rb") as file:
                 os.fsync(file.fileno())
+
+
+def _flat_stats(stats: Mapping[str, Any]) -> dict[str, Any]:
+    """Undo `nested_stats`."""
+    return {f"stats/{n}/{key}": value for n, own in stats.items() for key, value in own.items()}
 
 
 def _with_schema(table: pa.Table, schema: pa.Schema) -> pa.Table:

@@ -16,7 +16,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
-from functools import cache, cached_property
+from functools import cache, cached_property, reduce
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -24,32 +24,37 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
-from penstock.core.files import FolderLock, names_synced_later, storage_error, sync_folder
+from penstock.core.files import FolderLock, storage_error, sync_folder
 from penstock.core.interrupt import check_stop
 from penstock.dataset import layout, metadata
 from penstock.dataset.adopt import spec_of
-from penstock.dataset.build import Build, Source, runs, sources_in, sync_tree, take_over_units
-from penstock.dataset.columns import Table, inside, reading
-from penstock.dataset.episode_stats import to_column
-from penstock.dataset.layout import QUANTILES, STATS, Feature, check_name
+from penstock.dataset.build import Build, Source, runs, sources_in
+from penstock.dataset.layout import Feature, check_name
 from penstock.dataset.plan import LOCK_NAME, TOTAL_STATS, UNITS, Base, Built, Plan, Spec, check_fits
 from penstock.dataset.reader import Dataset
 from penstock.dataset.reader import Episode as DatasetEpisode
 from penstock.dataset.sinks import open_sink
-from penstock.dataset.stats import PictureStats, join_stats, picture_stride, sample_indices
-from penstock.dataset.swap import exchange, settle, sibling
+from penstock.dataset.stats import (
+    AnyStats,
+    PictureStats,
+    join_stats,
+    known_picture_stats,
+    picture_stride,
+    sample_indices,
+    write_stats,
+)
+from penstock.dataset.swap import exchange, replacing, settle, sibling, take_over_units
+from penstock.dataset.tables import Table, inside, reading
 from penstock.dataset.unit import (
     RECORD,
-    AnyStats,
     Episode,
     NumberColumns,
     UnitRecord,
     make_key,
-    stats_schema,
-    write_stats,
+    stats_table,
 )
 from penstock.dataset.writer import read_plan
-from penstock.errors import DataError, PenstockError, UsageError
+from penstock.errors import DataError, UsageError
 from penstock.media.remux import Clip, coding
 from penstock.media.video import VideoSettings, open_video
 
@@ -74,6 +79,11 @@ class Piece:
     start: int
     stop: int
     task: str
+
+    @property
+    def frames(self) -> int:
+        """How many it has."""
+        return self.stop - self.start
 
 
 @dataclass(frozen=True)
@@ -187,43 +197,19 @@ def edit(
     metadata.read_info(root)  # or it is none, and nothing is left there
     if dry_run:
         return _Work(root, others, edits, target).report(None)
-    lock = FolderLock(root, LOCK_NAME)
-    lock.acquire()
-    new = sibling(target, "new")
-    try:
-        settle(root, take_over_units)
+    with FolderLock(root, LOCK_NAME):
+        settle(root)
         if next((root / UNITS).glob(f"*/{RECORD}"), None) and target == root:
             raise UsageError(f"{root} has units that are not built yet: penstock build {root}")
         work = _Work(root, others, edits, target)
-        shutil.rmtree(new, ignore_errors=True)
-        target.parent.mkdir(parents=True, exist_ok=True)
-        new.mkdir()
-        shutil.copymode(root, new)
-        with names_synced_later():
+        with replacing(target, root) as new:
             made = work.build(new)
             made.run()
-        shutil.rmtree(new / _SCRATCH, ignore_errors=True)
-        sync_tree(new)
+            shutil.rmtree(new / _SCRATCH, ignore_errors=True)
         if target == root:
-            exchange(new, root)
             take_over_units(new, root)
             _keep_for_undo(new, root)
-        else:
-            with suppress(FileNotFoundError):
-                target.rmdir()  # empty
-            os.rename(new, target)
-            sync_folder(target.parent)
         return work.report(made)
-    except BaseException as error:
-        with suppress(PenstockError):
-            settle(target, take_over_units)
-        if target != root:
-            shutil.rmtree(new, ignore_errors=True)
-        if isinstance(error, OSError) and not isinstance(error, PenstockError):
-            raise storage_error("edit", root, error) from error
-        raise
-    finally:
-        lock.release()
 
 
 def undo(path: Path | str) -> EditReport:
@@ -253,8 +239,11 @@ def _keep_for_undo(old: Path, root: Path) -> None:
     """Keep what was there before; a kill before this leaves nothing to undo, and no harm."""
     before = sibling(root, "undo")
     shutil.rmtree(before, ignore_errors=True)
-    os.rename(old, before)
-    sync_folder(root.parent)
+    try:
+        os.rename(old, before)
+        sync_folder(root.parent)
+    except OSError as error:
+        raise storage_error("edit", root, error) from error
 
 
 class _Work:
@@ -297,7 +286,7 @@ class _Work:
             sum(len(dataset) for dataset in self.datasets),
             sum(dataset.total_frames for dataset in self.datasets),
             len(self.pieces),
-            sum(piece.stop - piece.start for piece in self.pieces),
+            sum(piece.frames for piece in self.pieces),
             made.files if made else 0,
             made.kept_files if made else 0,
             made.encoded if made else 0,
@@ -329,59 +318,18 @@ class _EditBuild(Build):
         same_tasks = tasks == work.datasets[0].tasks[: len(tasks)]
         same_names = all(new == old for new, old in work.names.items())
         same_names = same_names and len(work.names) == len(work.spec.features)
-        sources, owners = [], []
+        self._inputs = inputs
+        sources = []
         for number, piece in enumerate(work.pieces):
             check_stop()
-            given = inputs[piece.dataset]
-            old = given.sources[piece.episode]
-            whole = piece.stop - piece.start == old.episode.frames
-            share = (piece.stop - piece.start) / old.episode.frames
-            clips = {
-                name: replace(old.clips[was], first=old.clips[was].first + piece.start)
-                for name, was in work.names.items()
-                if was in old.clips
-            }
-            for name, clip in clips.items():
-                spare = _SPARE if not whole or given.has_spare(clip.path) else 0
-                clips[name] = replace(clip, frames=piece.stop - piece.start, spare=spare)
-            shown = {
-                name: (int(old.episode.videos[was][0] * share), old.episode.videos[was][1])
-                for name, was in work.names.items()
-                if was in old.episode.videos
-            }
-            for name in clips:
-                if work.edits.codec or (spec.version == "v2.1" and not _begins_alone(clips[name])):
-                    codec = work.edits.codec or _codec_of(spec.features[name])
-                    clips[name], shown[name], info = self._encode(
-                        number, name, clips[name], codec, spec
-                    )
-                    infos.setdefault(name, info)
-            step = 1_000_000_000 // spec.fps
-            began = old.episode.start_ns
-            episode = Episode(
-                piece.stop - piece.start,
-                piece.task,
-                None if began is None else began + piece.start * step,
-                old.episode.end_ns if whole or began is None else began + (piece.stop - 1) * step,
-                int(old.episode.size_bytes * share),
-                shown,
-            )
-            stays = in_place and whole and not work.edits.codec
-            sources.append(
-                Source(
-                    episode,
-                    old.rows,
-                    old.first_row + piece.start,
-                    clips,
-                    {},
-                    piece.episode if stays else None,
-                    None,
-                    same_names
-                    and same_tasks
-                    and piece.task == work.datasets[0].episode(piece.episode).tasks[0],
-                )
-            )
-            owners.append((piece.dataset, given.owners[piece.episode]))
+            source = self._source(number, piece, spec, infos)
+            was = work.datasets[piece.dataset].episode(piece.episode)
+            stays = in_place and piece.dataset == 0 and piece.frames == was.length
+            if stays and not work.edits.codec:
+                same = same_names and same_tasks and piece.task == was.tasks[0]
+                source = replace(source, index=piece.episode, rows_stay=same)
+            sources.append(source)
+        owners = [(p.dataset, inputs[p.dataset].owners[p.episode]) for p in work.pieces]
         records = _records(inputs, owners, sources)
         stored = work.stored
         bags = [str(r.source.get("fingerprint", f"unit {r.position}")) for r in records]
@@ -403,7 +351,36 @@ class _EditBuild(Build):
             built.files if built and in_place else {},
             infos,
         )
-        self._inputs = inputs
+
+    def _source(
+        self, number: int, piece: Piece, spec: Spec, infos: dict[str, dict[str, Any]]
+    ) -> Source:
+        """Return where an episode of the result lies now; encode its videos if it must be."""
+        work, given = self._work, self._inputs[piece.dataset]
+        old = given.sources[piece.episode]
+        known = old.episode
+        whole, share = piece.frames == known.frames, piece.frames / known.frames
+        clips: dict[str, Clip] = {}
+        shown: dict[str, tuple[int, str]] = {}
+        for name, was in work.names.items():
+            if was not in old.clips:
+                continue
+            clip, (size, how) = old.clips[was], known.videos[was]
+            spare = _SPARE if not whole or given.has_spare(clip.path) else 0
+            clip = Clip(clip.path, clip.first + piece.start, piece.frames, spare)
+            clips[name], shown[name] = clip, (int(size * share), how)
+            whole_file = not spec.format.shares_files
+            if work.edits.codec or (whole_file and not _begins_alone(clip)):
+                codec = work.edits.codec or _codec_of(spec.features[name])
+                clips[name], shown[name], info = self._encode(number, name, clip, codec, spec)
+                infos.setdefault(name, info)
+        step, began, ended = 1_000_000_000 // spec.fps, known.start_ns, known.end_ns
+        if began is not None:
+            ended = ended if whole else began + (piece.stop - 1) * step
+            began += piece.start * step
+        size_bytes = int(known.size_bytes * share)
+        episode = Episode(piece.frames, piece.task, began, ended, size_bytes, shown)
+        return Source(episode, old.rows, old.first_row + piece.start, clips)
 
     @property
     def files(self) -> int:
@@ -452,7 +429,7 @@ class _EditBuild(Build):
     def _count(self) -> tuple[dict[str, AnyStats], pa.Table]:
         """Return the statistics of all frames, and those of every episode; from the rows."""
         features = self._spec.features
-        summed = {n: f for n, f in features.items() if not f.is_picture and layout.has_stats(f)}
+        summed = {n: f for n, f in features.items() if not f.is_picture and f.has_stats}
         numbers = NumberColumns(summed, self._lengths)
         old = {self._work.names[name]: feature for name, feature in summed.items()}
         for first, stop in runs(self._sources) if summed else ():
@@ -463,25 +440,10 @@ class _EditBuild(Build):
         shown = {name: self._picture_stats(name) for name in self._pictures}
         total: dict[str, AnyStats] = dict(numbers.totals)
         for name, episodes in shown.items():
-            channels = features[name].picture_size[0]
-            whole = PictureStats(channels, depth=channels == 1)
-            joined = episodes[0]
-            for one in episodes[1:]:
-                joined = join_stats(one, joined)
-            whole.prior = joined
+            whole = PictureStats.of(features[name])
+            whole.prior = reduce(lambda joined, one: join_stats(one, joined), episodes)
             total[name] = whole
-        arrays = []
-        schema = stats_schema(features)
-        for column in schema:
-            _, name, stat = column.name.split("/")
-            if name in shown:
-                arrays.append(pa.array([one[stat] for one in shown[name]], column.type))
-            else:
-                values = np.concatenate([part[stat] for part in numbers.stats[name]])
-                shape = (1,) if stat == "count" else features[name].shape
-                arrays.append(to_column(values, shape, column.type))
-        count = pa.table({"episode": pa.array(range(len(self._sources)), pa.int64())})
-        return total, pa.table(arrays, schema) if arrays else count
+        return total, stats_table(features, len(self._sources), numbers.stats, shown)
 
     def _picture_stats(self, camera: str) -> list[dict[str, Any]]:
         """Return the statistics of a camera in every episode: as they were, or counted anew."""
@@ -495,7 +457,7 @@ class _EditBuild(Build):
                 continue
             episode = self._work.datasets[piece.dataset].episode(piece.episode)
             stats = known[piece.dataset].get(piece.episode)
-            if stats is None or piece.stop - piece.start != episode.length:
+            if stats is None or piece.frames != episode.length:
                 check_stop()
                 stats = _counted(episode, was, feature, piece.start, piece.stop)
             found.append(stats)
@@ -513,15 +475,6 @@ class _EditBuild(Build):
 
     def _episode_stats(self) -> Iterator[pa.Table]:
         yield self._counted[1]
-
-    def _stats_lines(self) -> Iterator[dict[str, Any]]:
-        for number, row in enumerate(self._counted[1].to_pylist()):
-            nested: dict[str, Any] = {}
-            for column, value in row.items():
-                _, name, stat = column.split("/") if "/" in column else ("", "", "")
-                if name and stat not in QUANTILES:
-                    nested.setdefault(name, {})[stat] = value
-            yield {"episode_index": number, "stats": nested | self._counter_lines(number)}
 
     def _total_stats(self) -> tuple[dict[str, AnyStats], int]:
         total = self._counted[0]
@@ -601,17 +554,11 @@ class _Input:
     def picture_stats(self, camera: str, feature: Feature) -> dict[int, dict[str, Any]]:
         """Return the statistics of a camera by episode, as far as the dataset has them whole."""
         found: dict[int, dict[str, Any]] = {}
-        shape = (feature.picture_size[0], 1, 1)
         with suppress(DataError):
             every = metadata.read_episode_stats(self.dataset.path, self._known, [camera])
             for index, stats in every:
-                own = stats.get(camera, {})
-                own = {stat: own.get(stat, own["mean"]) for stat in STATS if "mean" in own}
-                counted = own.pop("count", None)
-                if counted is None or any(value.size != shape[0] for value in own.values()):
-                    continue
-                found[index] = {n: value.reshape(shape).tolist() for n, value in own.items()}
-                found[index]["count"] = [int(counted.reshape(-1)[0])]
+                with suppress(ValueError):
+                    found[index] = known_picture_stats(stats.get(camera, {}), feature)
         return found
 
 
@@ -667,8 +614,8 @@ def _counted(
     episode: DatasetEpisode, camera: str, feature: Feature, start: int, stop: int
 ) -> dict[str, Any]:
     """Count the pictures of some frames, as a conversion does."""
-    channels, height, width = feature.picture_size
-    stats = PictureStats(channels, depth=channels == 1)
+    _, height, width = feature.picture_size
+    stats = PictureStats.of(feature)
     stride = picture_stride(height, width)
     wanted = set(sample_indices(stop - start).tolist())
     for number, frame in enumerate(episode.frames([camera], start, stop)):

@@ -7,7 +7,6 @@ arrays of episodes they are a few sums and a sort.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -89,17 +88,6 @@ def _quantiles(
         with np.errstate(invalid="ignore"):  # nothing usable: inf - inf
             found[:, episodes] = first + (second - first) * (place - under)
     return {name: found[..., k] for k, name in enumerate(QUANTILES)}
-
-
-def to_json(stats: Mapping[str, EpisodeStats], episode: int, shapes: Mapping[str, Any]) -> Any:
-    """Return the statistics of one episode as the files of v2.1 have them."""
-    described: dict[str, Stats] = {}
-    for name, values in stats.items():
-        described[name] = {
-            stat: array[episode].reshape((1,) if stat == "count" else shapes[name]).tolist()
-            for stat, array in values.items()
-        }
-    return described
 
 
 def to_column(values: NDArray[Any], shape: tuple[int, ...], kind: pa.DataType) -> pa.Array:

@@ -13,6 +13,7 @@ No other file knows these names and schemas.
 from __future__ import annotations
 
 import json
+import math
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -29,25 +30,122 @@ Version = Literal["v3.0", "v2.1"]
 VERSIONS: tuple[Version, ...] = get_args(Version)
 
 INFO_PATH = "meta/info.json"
-STATS_PATH = "meta/stats.json"  # v3.0 only
-TASKS_PATH = "meta/tasks.parquet"  # v3.0 only
-EPISODES_FOLDER = "meta/episodes"  # v3.0 only
-TASKS_JSONL = "meta/tasks.jsonl"  # v2.1 only
-EPISODES_JSONL = "meta/episodes.jsonl"  # v2.1 only
-EPISODES_STATS_JSONL = "meta/episodes_stats.jsonl"  # v2.1 only
-PRIVATE_FOLDER = ".penstock"  # our journal and state; other programs ignore it
-
 EPISODES_TEMPLATE = "meta/episodes/chunk-{chunk_index:03d}/file-{file_index:03d}.parquet"
-DATA_TEMPLATES: Mapping[str, str] = MappingProxyType(
-    {
-        "v3.0": "data/chunk-{chunk_index:03d}/file-{file_index:03d}.parquet",
-        "v2.1": "data/chunk-{episode_chunk:03d}/episode_{episode_index:06d}.parquet",
-    }
+PRIVATE_FOLDER = ".penstock"  # plan and units; other programs ignore it
+_PLACEHOLDER = re.compile(r"\{(\w+)(?::0?(\d{1,2})d)?\}")  # a width of a billion is a bomb
+
+
+def expand(template: str, **values: int | str) -> str:
+    """Fill a path template of info.json; the result never leaves the dataset's folder.
+
+    Only plain `{name}` and `{name:03d}` are understood: templates come from files.
+
+    Raises:
+        DataError: For an unknown placeholder, an absolute path, or one with "..".
+    """
+
+    def fill(match: re.Match[str]) -> str:
+        name, width = match.groups()
+        value = values.get(name)
+        if value is None or (width is not None and not isinstance(value, int)):
+            raise DataError(f"the path template {template!r} asks for an unknown {name!r}")
+        return f"{value:0{int(width)}d}" if width is not None else str(value)
+
+    path = _PLACEHOLDER.sub(fill, template) if len(template) < 4096 else ""
+    parts = PurePosixPath(path).parts
+    if not parts or path.startswith("/") or ".." in parts or re.search(r"[{}\\\x00]", path):
+        raise DataError(f"the path template {template[:200]!r} does not lead into the dataset")
+    return path
+
+
+@dataclass(frozen=True)
+class Format:
+    """One version of LeRobot's format: where its files lie, and what else differs.
+
+    Attributes:
+        version: Its name.
+        data_template: Of info.json.
+        video_template: Of info.json.
+        tasks: The file of the task texts.
+        episodes: The folder of the episodes' records, or their list.
+        episode_stats: Where the statistics of the episodes are.
+        stats: Those of the whole dataset; None where it has none.
+        info_keys: The keys of info.json that only this version has, and their types.
+        hf_list: What the datasets library of its time calls a list.
+        shares_files: Whether a file holds many episodes; otherwise it is numbered by its episode.
+    """
+
+    version: Version
+    data_template: str
+    video_template: str
+    tasks: str
+    episodes: str
+    episode_stats: str
+    stats: str | None
+    info_keys: Mapping[str, tuple[type, ...]]
+    hf_list: str
+    shares_files: bool
+
+    @property
+    def meta_files(self) -> set[str]:
+        """The files of metadata that a build writes, beside info.json."""
+        return {self.tasks, self.episodes, self.episode_stats, *filter(None, [self.stats])}
+
+    def data_path(self, chunk: int, file: int) -> str:
+        """Return the path of a data file; in v2.1 `file` is the number of the episode."""
+        return expand(self.data_template, **self.numbers(chunk, file))
+
+    def video_path(self, key: str, chunk: int, file: int) -> str:
+        """Return the path of a video file; in v2.1 `file` is the number of the episode."""
+        return expand(self.video_template, video_key=key, **self.numbers(chunk, file))
+
+    def numbers(self, chunk: int, file: int) -> dict[str, int]:
+        """Return what its templates call the numbers of a file."""
+        if self.shares_files:
+            return {"chunk_index": chunk, "file_index": file}
+        return {"episode_chunk": chunk, "episode_index": file}
+
+
+_NUMBER = (int, float)
+V30 = Format(
+    "v3.0",
+    "data/chunk-{chunk_index:03d}/file-{file_index:03d}.parquet",
+    "videos/{video_key}/chunk-{chunk_index:03d}/file-{file_index:03d}.mp4",
+    "meta/tasks.parquet",
+    "meta/episodes",
+    "meta/episodes",
+    "meta/stats.json",
+    {"data_files_size_in_mb": _NUMBER, "video_files_size_in_mb": _NUMBER},
+    "List",
+    shares_files=True,
 )
-VIDEO_TEMPLATES: Mapping[str, str] = MappingProxyType(
+V21 = Format(
+    "v2.1",
+    "data/chunk-{episode_chunk:03d}/episode_{episode_index:06d}.parquet",
+    "videos/chunk-{episode_chunk:03d}/{video_key}/episode_{episode_index:06d}.mp4",
+    "meta/tasks.jsonl",
+    "meta/episodes.jsonl",
+    "meta/episodes_stats.jsonl",
+    None,
+    {"total_videos": (int,), "total_chunks": (int,)},
+    "Sequence",  # known before "List" was
+    shares_files=False,
+)
+FORMATS: Mapping[str, Format] = MappingProxyType({"v3.0": V30, "v2.1": V21})
+# The keys of every info.json and the types that their values must have.
+INFO_KEYS: Mapping[str, tuple[type, ...]] = MappingProxyType(
     {
-        "v3.0": "videos/{video_key}/chunk-{chunk_index:03d}/file-{file_index:03d}.mp4",
-        "v2.1": "videos/chunk-{episode_chunk:03d}/{video_key}/episode_{episode_index:06d}.mp4",
+        "codebase_version": (str,),
+        "robot_type": (str, type(None)),
+        "total_episodes": (int,),
+        "total_frames": (int,),
+        "total_tasks": (int,),
+        "chunks_size": (int,),
+        "fps": _NUMBER,
+        "splits": (dict,),
+        "data_path": (str,),
+        "video_path": (str, type(None)),
+        "features": (dict,),
     }
 )
 
@@ -55,62 +153,16 @@ STATS = ("min", "max", "mean", "std", "count", "q01", "q10", "q50", "q90", "q99"
 QUANTILES: Mapping[str, float] = MappingProxyType(
     {"q01": 0.01, "q10": 0.1, "q50": 0.5, "q90": 0.9, "q99": 0.99}
 )
+_NUMERIC = ("float32", "float64", "bool", "int8", "int16", "int32", "int64")
 DTYPES: Mapping[str, pa.DataType] = MappingProxyType(
     {
-        "float32": pa.float32(),
-        "float64": pa.float64(),
-        "int8": pa.int8(),
-        "int16": pa.int16(),
-        "int32": pa.int32(),
-        "int64": pa.int64(),
-        "uint8": pa.uint8(),
-        "uint16": pa.uint16(),
-        "uint32": pa.uint32(),
-        "uint64": pa.uint64(),
-        "bool": pa.bool_(),
-        "string": pa.string(),
+        name: pa.type_for_alias(name)
+        for name in (*_NUMERIC, "uint8", "uint16", "uint32", "uint64", "string")
     }
 )
 IMAGE_TYPE = pa.struct([("bytes", pa.binary()), ("path", pa.string())])
 
-# The keys of info.json and the types that their values must have.
-_NUMBER = (int, float)
-INFO_KEYS: Mapping[str, Mapping[str, tuple[type, ...]]] = MappingProxyType(
-    {
-        "v3.0": {
-            "codebase_version": (str,),
-            "robot_type": (str, type(None)),
-            "total_episodes": (int,),
-            "total_frames": (int,),
-            "total_tasks": (int,),
-            "chunks_size": (int,),
-            "data_files_size_in_mb": _NUMBER,
-            "video_files_size_in_mb": _NUMBER,
-            "fps": _NUMBER,
-            "splits": (dict,),
-            "data_path": (str,),
-            "video_path": (str, type(None)),
-            "features": (dict,),
-        },
-        "v2.1": {
-            "codebase_version": (str,),
-            "robot_type": (str, type(None)),
-            "total_episodes": (int,),
-            "total_frames": (int,),
-            "total_tasks": (int,),
-            "total_videos": (int,),
-            "total_chunks": (int,),
-            "chunks_size": (int,),
-            "fps": _NUMBER,
-            "splits": (dict,),
-            "data_path": (str,),
-            "video_path": (str, type(None)),
-            "features": (dict,),
-        },
-    }
-)
 _MAX_DIMENSIONS = 5
-_PLACEHOLDER = re.compile(r"\{(\w+)(?::0?(\d{1,2})d)?\}")  # a width of a billion is a bomb
 
 
 @dataclass(frozen=True)
@@ -152,16 +204,20 @@ class Feature:
         info = self.info or {}
         return bool(info.get("is_depth_map") or info.get("video.is_depth_map"))
 
+    @property
+    def size(self) -> int:
+        """How many elements a frame has."""
+        return math.prod(self.shape)
+
+    @property
+    def has_stats(self) -> bool:
+        """Whether it has statistics: every feature but text."""
+        return self.dtype != "string"
+
     def to_json(self) -> dict[str, Any]:
         """Return it as info.json holds it."""
-        found: dict[str, Any] = {
-            "dtype": self.dtype,
-            "shape": list(self.shape),
-            "names": self.names,
-        }
-        if self.info is not None:
-            found["info"] = self.info
-        return found
+        found = {"dtype": self.dtype, "shape": list(self.shape), "names": self.names}
+        return found if self.info is None else found | {"info": self.info}
 
     @classmethod
     def from_json(cls, name: str, value: object) -> Self:
@@ -184,14 +240,10 @@ class Feature:
         return cls(dtype, tuple(sizes), names, info)
 
 
+_COUNTER = Feature("int64", (1,))
 AUTO_FEATURES: Mapping[str, Feature] = MappingProxyType(
-    {
-        "timestamp": Feature("float32", (1,)),
-        "frame_index": Feature("int64", (1,)),
-        "episode_index": Feature("int64", (1,)),
-        "index": Feature("int64", (1,)),
-        "task_index": Feature("int64", (1,)),
-    }
+    {"timestamp": Feature("float32", (1,))}
+    | dict.fromkeys(("frame_index", "episode_index", "index", "task_index"), _COUNTER)
 )
 
 
@@ -237,48 +289,9 @@ def read_features(info: Mapping[str, Any]) -> dict[str, Feature]:
     return {name: Feature.from_json(name, value) for name, value in found.items()}
 
 
-def expand(template: str, **values: int | str) -> str:
-    """Fill a path template of info.json; the result never leaves the dataset's folder.
-
-    Only plain `{name}` and `{name:03d}` are understood: templates come from files.
-
-    Raises:
-        DataError: For an unknown placeholder, an absolute path, or one with "..".
-    """
-
-    def fill(match: re.Match[str]) -> str:
-        name, width = match.groups()
-        value = values.get(name)
-        if value is None or (width is not None and not isinstance(value, int)):
-            raise DataError(f"the path template {template!r} asks for an unknown {name!r}")
-        return f"{value:0{int(width)}d}" if width is not None else str(value)
-
-    path = _PLACEHOLDER.sub(fill, template) if len(template) < 4096 else ""
-    parts = PurePosixPath(path).parts
-    if not parts or path.startswith("/") or ".." in parts or re.search(r"[{}\\\x00]", path):
-        raise DataError(f"the path template {template[:200]!r} does not lead into the dataset")
-    return path
-
-
-def data_path(version: Version, chunk: int, file: int) -> str:
-    """Return the path of a data file; in v2.1 `file` is the number of the episode."""
-    return expand(DATA_TEMPLATES[version], **_place_values(version, chunk, file))
-
-
-def video_path(version: Version, key: str, chunk: int, file: int) -> str:
-    """Return the path of a video file; in v2.1 `file` is the number of the episode."""
-    return expand(VIDEO_TEMPLATES[version], video_key=key, **_place_values(version, chunk, file))
-
-
 def episodes_path(chunk: int, file: int) -> str:
     """Return the path of a file of episode records (v3.0)."""
     return expand(EPISODES_TEMPLATE, chunk_index=chunk, file_index=file)
-
-
-def _place_values(version: Version, chunk: int, file: int) -> dict[str, int]:
-    if version == "v3.0":
-        return {"chunk_index": chunk, "file_index": file}
-    return {"episode_chunk": chunk, "episode_index": file}
 
 
 def place(number: int, files_per_chunk: int) -> tuple[int, int]:
@@ -300,27 +313,28 @@ def info_json(
     """Return info.json, with the keys in lerobot's order."""
     complete = all_features(features)
     videos = sum(feature.dtype == "video" for feature in complete.values())
-    info: dict[str, Any] = {
+    format_ = FORMATS[version]
+    own = {
+        "data_files_size_in_mb": limits.data_mb,
+        "video_files_size_in_mb": limits.video_mb,
+        "total_videos": videos * total_episodes,
+        "total_chunks": -(-total_episodes // limits.files_per_chunk),
+    }
+    sizes = {name: own[name] for name in format_.info_keys}
+    chunks = {"chunks_size": limits.files_per_chunk}
+    return {
         "codebase_version": version,
         "robot_type": robot_type,
         "total_episodes": total_episodes,
         "total_frames": total_frames,
         "total_tasks": total_tasks,
+        **(chunks | sizes if format_.shares_files else sizes | chunks),
+        "fps": fps,
+        "splits": {"train": f"0:{total_episodes}"} if total_episodes else {},
+        "data_path": format_.data_template,
+        "video_path": format_.video_template if videos else None,
+        "features": {name: feature.to_json() for name, feature in complete.items()},
     }
-    if version == "v3.0":
-        info["chunks_size"] = limits.files_per_chunk
-        info["data_files_size_in_mb"] = limits.data_mb
-        info["video_files_size_in_mb"] = limits.video_mb
-    else:
-        info["total_videos"] = videos * total_episodes
-        info["total_chunks"] = -(-total_episodes // limits.files_per_chunk)
-        info["chunks_size"] = limits.files_per_chunk
-    info["fps"] = fps
-    info["splits"] = {"train": f"0:{total_episodes}"} if total_episodes else {}
-    info["data_path"] = DATA_TEMPLATES[version]
-    info["video_path"] = VIDEO_TEMPLATES[version] if videos else None
-    info["features"] = {name: feature.to_json() for name, feature in complete.items()}
-    return info
 
 
 def arrow_type(feature: Feature) -> pa.DataType:
@@ -357,42 +371,33 @@ def _hf_feature(feature: Feature, version: Version) -> dict[str, Any]:
     if feature.shape == (1,):
         return value
     if len(feature.shape) == 1:
-        # Libraries of v2.1's time know a list only by its old name.
-        kind = "List" if version == "v3.0" else "Sequence"
+        kind = FORMATS[version].hf_list
         return {"feature": value, "length": feature.shape[0], "_type": kind}
     kind = f"Array{len(feature.shape)}D"
     return {"shape": list(feature.shape), "dtype": feature.dtype, "_type": kind}
 
 
-def has_stats(feature: Feature) -> bool:
-    """Whether a feature has statistics: every one but text."""
-    return feature.dtype != "string"
-
-
 def episodes_schema(features: Mapping[str, Feature]) -> pa.Schema:
     """Return the schema of a file of episode records (v3.0)."""
     complete = all_features(features)
+    whole, real = pa.int64(), pa.float64()
     fields: list[tuple[str, pa.DataType]] = [
-        ("episode_index", pa.int64()),
+        ("episode_index", whole),
         ("tasks", pa.list_(pa.string())),
-        ("length", pa.int64()),
-        ("data/chunk_index", pa.int64()),
-        ("data/file_index", pa.int64()),
-        ("dataset_from_index", pa.int64()),
-        ("dataset_to_index", pa.int64()),
+        ("length", whole),
+        ("data/chunk_index", whole),
+        ("data/file_index", whole),
+        ("dataset_from_index", whole),
+        ("dataset_to_index", whole),
     ]
     for name, feature in complete.items():
         if feature.dtype == "video":
-            fields += [
-                (f"videos/{name}/chunk_index", pa.int64()),
-                (f"videos/{name}/file_index", pa.int64()),
-                (f"videos/{name}/from_timestamp", pa.float64()),
-                (f"videos/{name}/to_timestamp", pa.float64()),
-            ]
+            fields += [(f"videos/{name}/{n}", whole) for n in ("chunk_index", "file_index")]
+            fields += [(f"videos/{name}/{n}_timestamp", real) for n in ("from", "to")]
     for name, feature in complete.items():
-        if has_stats(feature):
+        if feature.has_stats:
             fields += [(f"stats/{name}/{stat}", _stat_type(feature, stat)) for stat in STATS]
-    fields += [("meta/episodes/chunk_index", pa.int64()), ("meta/episodes/file_index", pa.int64())]
+    fields += [("meta/episodes/chunk_index", whole), ("meta/episodes/file_index", whole)]
     return pa.schema(fields)
 
 
@@ -412,19 +417,13 @@ def tasks_table(tasks: Iterable[str]) -> pa.Table:
     texts = list(tasks)
     index = "__index_level_0__"
 
-    def column(name: str | None, field: str | None, kind: str, numpy: str) -> dict[str, Any]:
-        return {
-            "name": name,
-            "field_name": field,
-            "pandas_type": kind,
-            "numpy_type": numpy,
-            "metadata": None,
-        }
+    def column(name: str | None, field: str | None, kind: str, numpy: str, more: Any = None) -> Any:
+        found = {"name": name, "field_name": field, "pandas_type": kind, "numpy_type": numpy}
+        return found | {"metadata": more}
 
-    names = column(None, None, "unicode", "object") | {"metadata": {"encoding": "UTF-8"}}
     pandas = {
         "index_columns": [index],
-        "column_indexes": [names],
+        "column_indexes": [column(None, None, "unicode", "object", {"encoding": "UTF-8"})],
         "columns": [
             column("task_index", "task_index", "int64", "int64"),
             column(None, index, "unicode", "object"),
@@ -437,15 +436,3 @@ def tasks_table(tasks: Iterable[str]) -> pa.Table:
         [("task_index", pa.int64()), (index, pa.string())], {"pandas": json.dumps(pandas)}
     )
     return pa.table([pa.array(range(len(texts)), pa.int64()), pa.array(texts, pa.string())], schema)
-
-
-def read_tasks(table: pa.Table) -> list[str]:
-    """Read tasks.parquet of any lerobot version: the texts, in the order of their numbers."""
-    names = [name for name in ("task", "__index_level_0__") if name in table.column_names]
-    if not names or "task_index" not in table.column_names:
-        raise DataError(f"{TASKS_PATH} has no task and task_index: {table.column_names[:8]}")
-    numbers = table.column("task_index").to_pylist()
-    found = dict(zip(numbers, table.column(names[0]).to_pylist(), strict=True))
-    if sorted(found, key=str) != sorted(range(len(found)), key=str) or len(found) != len(numbers):
-        raise DataError(f"{TASKS_PATH}: its task numbers are not 0 to {len(numbers) - 1}")
-    return [str(found[number]) for number in range(len(found))]

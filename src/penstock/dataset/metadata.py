@@ -15,8 +15,8 @@ from typing import Any
 import numpy as np
 
 from penstock.dataset import layout
-from penstock.dataset.columns import Table, inside, reading
-from penstock.dataset.layout import Feature, Version
+from penstock.dataset.layout import FORMATS, Feature, Format
+from penstock.dataset.tables import Table, inside, reading
 from penstock.errors import CorruptFile, DataError, LimitExceeded, UnknownFormat
 
 _MAX_JSON_BYTES = 64 << 20
@@ -65,7 +65,7 @@ class EpisodeRecord:
 class Info:
     """What info.json says, checked as far as reading needs it."""
 
-    version: Version
+    format: Format
     fps: int | float
     features: dict[str, Feature]
     chunks_size: int
@@ -77,6 +77,15 @@ class Info:
     def video_keys(self) -> list[str]:
         """Return the features that are stored as videos."""
         return [name for name, feature in self.features.items() if feature.dtype == "video"]
+
+    def data_file(self, chunk: int, file: int) -> str:
+        """Return the path of a data file, by the template that the dataset states."""
+        return layout.expand(self.data_path, **self.format.numbers(chunk, file))
+
+    def video_file(self, key: str, chunk: int, file: int) -> str:
+        """Return the path of a video file, by the template that the dataset states."""
+        numbers = self.format.numbers(chunk, file)
+        return layout.expand(self.video_path or "", video_key=key, **numbers)
 
 
 def read_json(root: Path, name: str) -> Any:
@@ -127,11 +136,10 @@ def read_info(root: Path) -> Info:
     where = f"{layout.INFO_PATH} in {root}"
     if not isinstance(raw, dict):
         raise CorruptFile(f"{where} is not an object")
-    version = next((v for v in layout.VERSIONS if v == raw.get("codebase_version")), None)
-    if version is None:
-        found = str(raw.get("codebase_version"))[:40]
+    found = str(raw.get("codebase_version"))[:40]
+    if found not in FORMATS:
         raise UnknownFormat(f"{where} says version {found!r}; v3.0 and v2.1 can be read")
-    for name, kinds in layout.INFO_KEYS[version].items():
+    for name, kinds in {**layout.INFO_KEYS, **FORMATS[found].info_keys}.items():
         value = raw.get(name)
         # robot_type and video_path may be left out, as if they were null.
         if isinstance(value, bool) or not isinstance(value, kinds):
@@ -145,78 +153,73 @@ def read_info(root: Path) -> Info:
     except DataError as error:
         raise DataError(f"{where}: {error}") from error
     for name, feature in layout.AUTO_FEATURES.items():
-        found_feature = features.get(name)
-        if found_feature is None or (found_feature.dtype, found_feature.shape) != (
-            feature.dtype,
-            feature.shape,
-        ):
+        own = features.get(name)
+        if own is None or (own.dtype, own.shape) != (feature.dtype, feature.shape):
             raise DataError(f"{where}: feature {name!r} is missing or not {feature.dtype} (1,)")
     for name, feature in features.items():
         if feature.is_picture and (len(feature.shape) != 3 or min(feature.picture_size) < 1):
             raise DataError(f"{where}: picture {name!r} has the shape {feature.shape}")
     fps = int(raw["fps"]) if raw["fps"] == int(raw["fps"]) else float(raw["fps"])
-    info = Info(
-        version, fps, features, raw["chunks_size"], raw["data_path"], raw["video_path"], raw
-    )
+    paths = raw["data_path"], raw["video_path"]
+    info = Info(FORMATS[found], fps, features, raw["chunks_size"], *paths, raw)
     if info.video_keys and info.video_path is None:
         raise DataError(f"{where}: there are videos, but video_path is null")
     return info
 
 
-def read_tasks(root: Path, version: Version) -> list[str]:
+def read_tasks(root: Path, format_: Format) -> list[str]:
     """Read the task texts, in the order of their numbers."""
-    if version == "v3.0":
-        with Table(root, layout.TASKS_PATH) as table:
-            names = [n for n in table.schema.names if n in ("task_index", "task")]
-            names += [n for n in table.schema.names if n == "__index_level_0__"]
-            found = table.whole(names)
-        with reading(root, layout.TASKS_PATH):
-            return layout.read_tasks(found)
+    name = format_.tasks
+    if format_.shares_files:
+        with Table(root, name) as table:
+            names = ("task_index", "task", "__index_level_0__")  # as lerobot called them in turn
+            read = table.whole([n for n in names if n in table.schema.names])
+        with reading(root, name):
+            lines = read.to_pylist()
+    else:
+        lines = list(read_lines(root, name))
     tasks: dict[int, str] = {}
-    for line in read_lines(root, layout.TASKS_JSONL):
-        number, text = line.get("task_index"), line.get("task")
+    for line in lines:
+        number = line.get("task_index")
+        text = line.get("task", line.get("__index_level_0__"))
         if type(number) is not int or not isinstance(text, str) or number in tasks:
-            raise DataError(f"{layout.TASKS_JSONL} in {root}: a line has no good task and number")
+            raise DataError(f"{name} in {root}: a line has no good task and number")
         tasks[number] = text
     if sorted(tasks) != list(range(len(tasks))):
-        raise DataError(
-            f"{layout.TASKS_JSONL} in {root}: its numbers are not 0 to {len(tasks) - 1}"
-        )
+        raise DataError(f"{name} in {root}: its task numbers are not 0 to {len(tasks) - 1}")
     return [tasks[number] for number in range(len(tasks))]
 
 
 def episode_files(root: Path) -> list[str]:
     """Return the files of episode records (v3.0), in the order in which lerobot reads them."""
-    folder = inside(root, layout.EPISODES_FOLDER)
+    folder = inside(root, layout.V30.episodes)
     paths = sorted(folder.glob("*/*.parquet"))
     return [path.relative_to(root).as_posix() for path in paths]
 
 
 def read_episodes(root: Path, info: Info) -> Iterator[EpisodeRecord]:
     """Read the record of every episode, in the order of the files (v3.0) or numbers (v2.1)."""
-    if info.version == "v3.0":
+    if info.format.shares_files:
         for name in episode_files(root):
             yield from _read_episode_file(root, info, name)
         return
     lines = []
-    for line in read_lines(root, layout.EPISODES_JSONL):
-        name = layout.EPISODES_JSONL
+    name = info.format.episodes
+    for line in read_lines(root, name):
         number, length = (_number(root, name, line.get(k)) for k in ("episode_index", "length"))
         lines.append((number, length, _texts(root, name, line.get("tasks"))))
         if len(lines) > _MAX_EPISODES:
             raise LimitExceeded(f"{root} has more than {_MAX_EPISODES} episodes")
     start = 0
     for number, length, tasks in sorted(lines):
-        values = {"episode_chunk": number // info.chunks_size, "episode_index": number}
+        place = number // info.chunks_size, number
         videos = {
-            key: VideoSpan(_video_file(info, key, values), 0.0, length / info.fps)
+            key: VideoSpan(info.video_file(key, *place), 0.0, length / info.fps)
             for key in info.video_keys
         }
-        data_file = layout.expand(info.data_path, **values)
-        yield EpisodeRecord(
-            number, length, tasks, start, start + length, data_file, videos, layout.EPISODES_JSONL
-        )
-        start += length
+        end, data_file = start + length, info.data_file(*place)
+        yield EpisodeRecord(number, length, tasks, start, end, data_file, videos, name)
+        start = end
 
 
 def _read_episode_file(root: Path, info: Info, name: str) -> Iterator[EpisodeRecord]:
@@ -241,38 +244,27 @@ def _read_episode_file(root: Path, info: Info, name: str) -> Iterator[EpisodeRec
         for column in times:
             if not isinstance(value[column], float) or not 0 <= value[column] < math.inf:
                 raise CorruptFile(f"{name} in {root}: {column} is {value[column]!r} in row {row}")
-        place = {"chunk_index": value["data/chunk_index"], "file_index": value["data/file_index"]}
+        videos = {
+            key: VideoSpan(
+                info.video_file(
+                    key, value[f"videos/{key}/chunk_index"], value[f"videos/{key}/file_index"]
+                ),
+                value[f"videos/{key}/from_timestamp"],
+                value[f"videos/{key}/to_timestamp"],
+            )
+            for key in info.video_keys
+        }
         yield EpisodeRecord(
             value["episode_index"],
             value["length"],
             _texts(root, name, value["tasks"]),
             value["dataset_from_index"],
             value["dataset_to_index"],
-            layout.expand(info.data_path, **place),
-            {
-                key: VideoSpan(
-                    _video_file(
-                        info,
-                        key,
-                        {
-                            "chunk_index": value[f"videos/{key}/chunk_index"],
-                            "file_index": value[f"videos/{key}/file_index"],
-                        },
-                    ),
-                    value[f"videos/{key}/from_timestamp"],
-                    value[f"videos/{key}/to_timestamp"],
-                )
-                for key in info.video_keys
-            },
+            info.data_file(value["data/chunk_index"], value["data/file_index"]),
+            videos,
             name,
             layout.episodes_path(value[own[0]], value[own[1]]) if states_itself else None,
         )
-
-
-def _video_file(info: Info, key: str, values: Mapping[str, int]) -> str:
-    if info.video_path is None:
-        raise DataError(f"the video {key!r} has no path: video_path is null in info.json")
-    return layout.expand(info.video_path, video_key=key, **values)
 
 
 def _number(root: Path, name: str, value: object) -> int:
@@ -289,7 +281,8 @@ def _texts(root: Path, name: str, value: object) -> tuple[str, ...]:
 
 def read_stats(root: Path) -> Stats:
     """Read stats.json (v3.0)."""
-    return parse_stats(read_json(root, layout.STATS_PATH), f"{layout.STATS_PATH} in {root}")
+    name = str(layout.V30.stats)
+    return parse_stats(read_json(root, name), f"{name} in {root}")
 
 
 def read_episode_stats(
@@ -297,21 +290,29 @@ def read_episode_stats(
 ) -> Iterator[tuple[int, Stats]]:
     """Read (episode, statistics) of every episode, a few at a time; of some features, or of all."""
     prefixes = ("stats/",) if names is None else tuple(f"stats/{name}/" for name in names)
-    if info.version == "v2.1":
-        for line in read_lines(root, layout.EPISODES_STATS_JSONL):
-            where = f"{layout.EPISODES_STATS_JSONL} in {root}"
-            number = _number(root, layout.EPISODES_STATS_JSONL, line.get("episode_index"))
-            yield number, parse_stats(line.get("stats"), where)
+    if not info.format.shares_files:
+        name = info.format.episode_stats
+        for line in read_lines(root, name):
+            number = _number(root, name, line.get("episode_index"))
+            yield number, parse_stats(line.get("stats"), f"{name} in {root}")
         return
     for name in episode_files(root):
         with Table(root, name) as table:
-            for row in table.rows_of(["episode_index"], prefixes, rows=_STATS_BATCH):
-                nested: dict[str, dict[str, Any]] = {}
-                for column, value in row.items():
-                    if column.startswith("stats/"):
-                        feature, _, stat = column.removeprefix("stats/").rpartition("/")
-                        nested.setdefault(feature, {})[stat] = value
-                yield row["episode_index"], parse_stats(nested, f"{name} in {root}")
+            chosen = [n for n in table.schema.names if n.startswith(prefixes)]
+            for piece in table.pieces(["episode_index", *chosen], most=_STATS_BATCH):
+                for row in piece.to_pylist():
+                    stats = parse_stats(nested_stats(row), f"{name} in {root}")
+                    yield row["episode_index"], stats
+
+
+def nested_stats(row: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
+    """Turn the columns stats/<feature>/<statistic> of a record into objects in objects."""
+    nested: dict[str, dict[str, Any]] = {}
+    for column, value in row.items():
+        if column.startswith("stats/"):
+            feature, _, stat = column.removeprefix("stats/").rpartition("/")
+            nested.setdefault(feature, {})[stat] = value
+    return nested
 
 
 def parse_stats(value: object, where: str) -> Stats:

@@ -23,8 +23,8 @@ from isal import isal_zlib
 from typing_extensions import Self
 
 from penstock.dataset import layout
-from penstock.dataset.columns import inside
-from penstock.dataset.layout import PRIVATE_FOLDER, Feature, FileLimits, Version
+from penstock.dataset.layout import FORMATS, PRIVATE_FOLDER, Feature, FileLimits, Format, Version
+from penstock.dataset.tables import inside
 from penstock.dataset.unit import MALFORMED, Digest, UnitRecord, parse_json
 from penstock.errors import CorruptFile, DataError, UsageError
 
@@ -58,6 +58,11 @@ class Spec:
     robot_type: str | None
     version: Version
     limits: FileLimits
+
+    @property
+    def format(self) -> Format:
+        """Where its files lie."""
+        return FORMATS[self.version]
 
     @property
     def video_keys(self) -> list[str]:
@@ -106,7 +111,7 @@ class Plan:
         try:
             content = parse_json(path.read_bytes())
             features = {n: Feature.from_json(n, f) for n, f in content["features"].items()}
-            if content["version"] not in layout.VERSIONS or type(content["fps"]) is not int:
+            if content["version"] not in FORMATS or type(content["fps"]) is not int:
                 raise ValueError(f"version {content['version']!r}, fps {content['fps']!r}")
             spec = Spec(
                 features,

@@ -16,9 +16,9 @@ from typing import Any, cast
 import numpy as np
 
 from penstock.dataset import metadata
-from penstock.dataset.columns import Columns, Table, inside
 from penstock.dataset.layout import Feature
-from penstock.dataset.metadata import EpisodeRecord, Stats, VideoSpan
+from penstock.dataset.metadata import EpisodeRecord, Stats
+from penstock.dataset.tables import Columns, Table, inside
 from penstock.errors import CorruptFile, DataError, UsageError
 from penstock.media.depth import DepthCoding
 from penstock.media.images import ImageDecoder, to_rgb
@@ -52,12 +52,12 @@ class Dataset:
         known = metadata.read_info(self.path)
         self._known = known
         self.info: dict[str, Any] = known.raw
-        self.version = known.version
+        self.version = known.format.version
         self.fps = known.fps
         self.features = known.features
         empty = known.raw["total_episodes"] == 0
         # A writer adds tasks and episodes before info.json counts them: those do not exist yet.
-        tasks = [] if empty else metadata.read_tasks(self.path, known.version)
+        tasks = [] if empty else metadata.read_tasks(self.path, known.format)
         self.tasks = tasks[: known.raw["total_tasks"]]
         records = [] if empty else list(metadata.read_episodes(self.path, known))
         records = [record for record in records if record.index < known.raw["total_episodes"]]
@@ -131,8 +131,10 @@ class Dataset:
         Raises:
             UsageError: v2.1 keeps them per episode only; see `episode_stats`.
         """
-        if self.version == "v2.1":
-            raise UsageError(f"{self.path} is v2.1, which has statistics per episode only")
+        if self._known.format.stats is None:
+            raise UsageError(
+                f"{self.path} is {self.version}, which has statistics per episode only"
+            )
         return metadata.read_stats(self.path)
 
     def episode_stats(self) -> Iterator[tuple[int, Stats]]:
@@ -154,53 +156,31 @@ def decode_picture(decoder: ImageDecoder, data: bytes) -> np.ndarray[Any, Any]:
 
 
 class Episode:
-    """One episode of a dataset; made by `Dataset`."""
+    """One episode of a dataset; made by `Dataset`.
+
+    Attributes:
+        index: Its number.
+        length: How many frames it has.
+        tasks: Those that its frames have.
+        from_index: The number of its first frame in the dataset.
+        to_index: One past the number of its last frame in the dataset.
+        data_file: The path of its data file in the dataset.
+        videos: Where it lies in the video files, by feature.
+    """
 
     def __init__(self, dataset: Dataset, record: EpisodeRecord, first_row: int) -> None:
         self._dataset = dataset
         self._record = record
         self._first_row = first_row  # of this episode in its data file
+        self.index, self.length, self.tasks = record.index, record.length, record.tasks
+        self.from_index, self.to_index = record.from_index, record.to_index
+        self.data_file, self.videos = record.data_file, record.videos
 
     def __len__(self) -> int:
         return self.length
 
     def __repr__(self) -> str:
         return f"Episode({self.index}, {self.length} frames, {list(self.tasks)})"
-
-    @property
-    def index(self) -> int:
-        """Return the number of the episode."""
-        return self._record.index
-
-    @property
-    def length(self) -> int:
-        """Return the number of frames."""
-        return self._record.length
-
-    @property
-    def tasks(self) -> tuple[str, ...]:
-        """Return the tasks that its frames have."""
-        return self._record.tasks
-
-    @property
-    def from_index(self) -> int:
-        """Return the number of its first frame in the dataset."""
-        return self._record.from_index
-
-    @property
-    def to_index(self) -> int:
-        """Return one past the number of its last frame in the dataset."""
-        return self._record.to_index
-
-    @property
-    def data_file(self) -> str:
-        """Return the path of its data file in the dataset."""
-        return self._record.data_file
-
-    @property
-    def videos(self) -> dict[str, VideoSpan]:
-        """Return where it lies in the video files, by feature."""
-        return dict(self._record.videos)
 
     def columns(self, names: Sequence[str] | None = None) -> Columns:
         """Read features of all frames into arrays of (frames, *shape).

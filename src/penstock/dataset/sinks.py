@@ -20,8 +20,8 @@ from numpy.typing import NDArray
 
 from penstock.core.files import storage_error
 from penstock.dataset.layout import IMAGE_TYPE, Feature
-from penstock.dataset.parquet import new_parquet
 from penstock.dataset.stats import PictureStats, picture_stride, sample_indices
+from penstock.dataset.tables import new_parquet
 from penstock.errors import DataError, PenstockError, UsageError
 from penstock.media.av_versions import Reformatter
 from penstock.media.images import ImageDecoder, plane_rows, to_rgb
@@ -44,9 +44,9 @@ class PictureSink(ABC):
 
     def __init__(self, path: Path, feature: Feature, frames_expected: int) -> None:
         self.path = path
-        channels, self._height, self._width = feature.picture_size
+        _, self._height, self._width = feature.picture_size
         self.frames = 0
-        self.stats = PictureStats(channels, depth=channels == 1)
+        self.stats = PictureStats.of(feature)
         self.info: dict[str, Any] | None = None
         self._sampled = sample_indices(frames_expected)
         self._next_sample = 0

@@ -10,30 +10,34 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 from typing_extensions import Self
 
-from penstock.dataset.layout import QUANTILES, Feature
+from penstock.core.codecs import Zstd
+from penstock.core.pack import Item, PackReader, PackWriter
+from penstock.dataset.layout import QUANTILES, STATS, Feature
 from penstock.errors import CorruptFile, UsageError
 
 MAX_BINS = 8192
 Stats = dict[str, list[Any]]
+_VALUES = tuple(name for name in STATS if name != "count")
 _TOO_LARGE = 1e140
 _LARGEST = np.float32(np.finfo(np.float32).max)
 
 
-def sample_indices(frames: int) -> NDArray[np.int64]:
-    """Return the frames that picture statistics are taken from: evenly spread, ~frames^0.6.
+def sample_indices(frames: int, power: float = 0.6) -> NDArray[np.int64]:
+    """Return the frames that picture statistics are taken from: evenly spread, ~frames^power.
 
-    At least 100 or all, as lerobot does; it takes frames^0.75, which tells no more about the
+    At least 100 or all, as lerobot does; its power is 0.75, which tells no more about the
     values of a pixel and is most of the work when pictures are copied and not decoded.
     """
     if frames < 1:
         return np.zeros(0, np.int64)
-    count = max(min(100, frames), min(int(frames**0.6), 10_000))
+    count = max(min(100, frames), min(int(frames**power), 10_000))
     return np.unique(np.round(np.linspace(0, frames - 1, count)).astype(np.int64))
 
 
@@ -58,8 +62,8 @@ def as_limit(values: NDArray[np.float64], feature: Feature) -> NDArray[Any]:
     return values
 
 
-class VectorStats:
-    """Of every element of a numeric feature, over all frames; NaN and infinities are left out.
+class Moments:
+    """Count, mean, spread and range of every element; NaN and infinities are left out.
 
     Args:
         dim: Elements per frame.
@@ -70,17 +74,15 @@ class VectorStats:
         self.rows = 0
         self.count = np.zeros(dim, np.int64)
         self.mean = np.zeros(dim)
-        self.m2 = np.zeros(dim)
+        self.m2 = np.zeros(dim)  # the sum of squared distances from the mean
         self.low = np.full(dim, np.inf)
         self.high = np.full(dim, -np.inf)
-        self._shift = np.zeros(dim, np.int64)
-        self._keys = [np.zeros(0, np.uint32) for _ in range(dim)]
-        self._counts = [np.zeros(0, np.int64) for _ in range(dim)]
 
     @property
-    def nbytes(self) -> int:
-        """The memory that the histograms take."""
-        return sum(a.nbytes + b.nbytes for a, b in zip(self._keys, self._counts, strict=True))
+    def std(self) -> NDArray[np.float64]:
+        """The standard deviation of the population."""
+        spread: NDArray[np.float64] = np.sqrt(self.m2 / np.maximum(self.count, 1))
+        return spread
 
     @property
     def non_finite(self) -> int:
@@ -89,30 +91,29 @@ class VectorStats:
 
     def add(self, rows: NDArray[Any]) -> None:
         """Add frames, shape (n, *shape of the feature)."""
-        if not len(rows):
-            return
-        values = np.asarray(rows, np.float64).reshape(len(rows), -1)
-        if values.shape[1] != self.dim:
-            raise UsageError(f"{values.shape[1]} elements per frame were given, not {self.dim}")
-        part = VectorStats(self.dim)
-        part.rows = len(values)
+        if len(rows):
+            values = np.asarray(rows, np.float64).reshape(len(rows), -1)
+            if values.shape[1] != self.dim:
+                raise UsageError(f"{values.shape[1]} elements per frame were given, not {self.dim}")
+            part = type(self)(self.dim)
+            part._take(values)
+            self.merge(part)
+
+    def _take(self, values: NDArray[np.float64]) -> tuple[NDArray[Any], NDArray[np.bool_] | None]:
+        """Count the first frames; return them without what does not count, and what does."""
         good = usable(values)
         whole = bool(good.all())
         clean = values if whole else np.where(good, values, 0.0)
-        part.count = np.full(self.dim, len(values)) if whole else good.sum(0)
-        some = np.maximum(part.count, 1)
-        part.mean = clean.sum(0) / some
-        distance = clean - part.mean
-        part.m2 = ((distance if whole else np.where(good, distance, 0.0)) ** 2).sum(0)
-        part.low = (values if whole else np.where(good, values, np.inf)).min(0)
-        part.high = (values if whole else np.where(good, values, -np.inf)).max(0)
-        keys = _ordered_bits(clean)
-        for i in range(self.dim):
-            column = keys[:, i] if whole else keys[good[:, i], i]
-            part._keys[i], part._counts[i] = np.unique(column, return_counts=True)
-        self.merge(part)
+        self.rows = len(values)
+        self.count = np.full(self.dim, len(values)) if whole else good.sum(0)
+        self.mean = clean.sum(0) / np.maximum(self.count, 1)
+        distance = clean - self.mean
+        self.m2 = ((distance if whole else np.where(good, distance, 0.0)) ** 2).sum(0)
+        self.low = (values if whole else np.where(good, values, np.inf)).min(0)
+        self.high = (values if whole else np.where(good, values, -np.inf)).max(0)
+        return clean, None if whole else good
 
-    def merge(self, *others: VectorStats) -> None:
+    def merge(self, *others: Self) -> None:
         """Add what others have counted: the same at once as one after the other."""
         for other in others:
             if other.dim != self.dim:
@@ -125,6 +126,33 @@ class VectorStats:
             self.count = self.count + other.count
             self.low = np.minimum(self.low, other.low)
             self.high = np.maximum(self.high, other.high)
+
+
+class VectorStats(Moments):
+    """Moments and quantiles of every element of a numeric feature, over all frames."""
+
+    def __init__(self, dim: int) -> None:
+        super().__init__(dim)
+        self._shift = np.zeros(dim, np.int64)
+        self._keys = [np.zeros(0, np.uint32) for _ in range(dim)]
+        self._counts = [np.zeros(0, np.int64) for _ in range(dim)]
+
+    @property
+    def nbytes(self) -> int:
+        """The memory that the histograms take."""
+        return sum(a.nbytes + b.nbytes for a, b in zip(self._keys, self._counts, strict=True))
+
+    def _take(self, values: NDArray[np.float64]) -> tuple[NDArray[Any], NDArray[np.bool_] | None]:
+        clean, good = super()._take(values)
+        keys = _ordered_bits(clean)
+        for i in range(self.dim):
+            column = keys[:, i] if good is None else keys[good[:, i], i]
+            self._keys[i], self._counts[i] = np.unique(column, return_counts=True)
+        return clean, good
+
+    def merge(self, *others: Self) -> None:
+        """Add what others have counted: the same at once as one after the other."""
+        super().merge(*others)
         every = (self, *others)
         for i in range(self.dim):
             shift = max(each._shift[i] for each in every)
@@ -155,9 +183,8 @@ class VectorStats:
         """Return them as stats.json has them; without a single usable value they are 0."""
         empty = self.count == 0
         low, high = (np.where(empty, 0, values) for values in (self.low, self.high))
-        spread = np.sqrt(self.m2 / np.maximum(self.count, 1))
         found = {"min": as_limit(low, feature), "max": as_limit(high, feature)}
-        found |= {"mean": self.mean, "std": spread}
+        found |= {"mean": self.mean, "std": self.std}
         result: Stats = {name: _shaped(value, feature.shape) for name, value in found.items()}
         result["count"] = [self.rows]
         for name, share in QUANTILES.items():
@@ -224,6 +251,12 @@ class PictureStats:
         self.bins = np.zeros((channels, 65536 if depth else 256), np.int64)
         self.prior: Stats | None = None  # of pictures that are only known by their statistics
 
+    @classmethod
+    def of(cls, feature: Feature) -> Self:
+        """Return empty statistics of a camera."""
+        channels = feature.picture_size[0]
+        return cls(channels, depth=channels == 1)
+
     def add(self, picture: NDArray[Any]) -> None:
         """Add the counted pixels of one picture: HxWxC of uint8, or HxW of uint16."""
         pixels = picture.reshape(-1, self.channels)
@@ -268,7 +301,7 @@ class PictureStats:
         result["count"] = [self.pictures]
         if self.prior is not None:
             result = join_stats(result, self.prior)
-        return {name: result[name] for name in ("min", "max", "mean", "std", "count", *QUANTILES)}
+        return {name: result[name] for name in STATS}
 
     def to_arrays(self) -> dict[str, NDArray[Any]]:
         """Return the state as arrays, to be stored."""
@@ -277,8 +310,7 @@ class PictureStats:
             "bins": self.bins,
         }
         if self.prior is not None:
-            names = ("min", "max", "mean", "std", *QUANTILES)
-            arrays["prior"] = np.array([np.ravel(self.prior[name]) for name in names])
+            arrays["prior"] = np.array([np.ravel(self.prior[name]) for name in _VALUES])
             arrays["prior_count"] = np.array(self.prior["count"], np.int64)
         return arrays
 
@@ -293,9 +325,8 @@ class PictureStats:
                 raise ValueError(f"{bins.shape} bins")
             this.bins, this.pictures = bins, pictures
             if "prior" in arrays:
-                names = ("min", "max", "mean", "std", *QUANTILES)
                 shape = (this.channels, 1, 1)
-                rows = zip(names, arrays["prior"], strict=True)
+                rows = zip(_VALUES, arrays["prior"], strict=True)
                 this.prior = {name: _shaped(row, shape) for name, row in rows}
                 this.prior["count"] = arrays["prior_count"].tolist()
         except (KeyError, IndexError, ValueError) as error:
@@ -303,12 +334,60 @@ class PictureStats:
         return this
 
 
-def new_stats(feature: Feature) -> VectorStats | PictureStats:
+AnyStats = VectorStats | PictureStats
+
+
+def new_stats(feature: Feature) -> AnyStats:
     """Return empty statistics that fit a feature."""
     if feature.is_picture:
-        channels = feature.picture_size[0]
-        return PictureStats(channels, depth=channels == 1)
-    return VectorStats(math.prod(feature.shape))
+        return PictureStats.of(feature)
+    return VectorStats(feature.size)
+
+
+def write_stats(path: Path, stats: Mapping[str, AnyStats]) -> None:
+    """Store the state of statistics."""
+    kinds = {n: "pictures" if isinstance(s, PictureStats) else "vector" for n, s in stats.items()}
+    with PackWriter(path, kind="statistics", meta={"kinds": kinds}, workers=1) as pack:
+        items = [
+            Item(f"{name}/{part}", array, codec=Zstd(1) if array.nbytes > 4096 else None)
+            for name, state in stats.items()
+            for part, array in state.to_arrays().items()
+        ]
+        pack.write(items)
+
+
+def read_stats(path: Path) -> dict[str, AnyStats]:
+    """Read the state of statistics."""
+    try:
+        with PackReader(path) as pack:
+            kinds = pack.index.meta.get("kinds", {})
+            parts: dict[str, dict[str, NDArray[Any]]] = {name: {} for name in kinds}
+            for full in pack.names:
+                name, _, part = full.rpartition("/")
+                parts[name][part] = pack.read(full)
+    except FileNotFoundError as error:
+        raise CorruptFile(f"{path} is missing") from error
+    except (OSError, KeyError, AttributeError) as error:
+        raise CorruptFile(f"{path} is damaged ({error})") from error
+    return {
+        name: (PictureStats if kinds[name] == "pictures" else VectorStats).from_arrays(arrays)
+        for name, arrays in parts.items()
+    }
+
+
+def known_picture_stats(known: Mapping[str, Any], feature: Feature) -> Stats:
+    """Read the statistics of a camera; quantiles that are not there are taken for the mean.
+
+    Raises:
+        ValueError: They are not those of such pictures.
+    """
+    shape = (feature.picture_size[0], 1, 1)
+    try:
+        values = {name: np.array(known.get(name, known["mean"]), np.float64) for name in _VALUES}
+        found: Stats = {name: _shaped(value, shape) for name, value in values.items()}
+        return found | {"count": [int(np.ravel(known["count"])[0])]}
+    except LookupError as error:
+        raise ValueError(f"no {error}") from error
 
 
 def join_stats(own: Stats, prior: Stats) -> Stats:

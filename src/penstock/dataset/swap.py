@@ -12,10 +12,14 @@ import ctypes
 import errno
 import os
 import shutil
-from collections.abc import Callable
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from penstock.core.files import storage_error, sync_folder
+from penstock.core.files import names_synced_later, storage_error, sync_folder
+from penstock.dataset.plan import UNITS
+from penstock.dataset.unit import move_units
+from penstock.errors import PenstockError
 
 _AT_FDCWD = -100
 _RENAME_EXCHANGE = 2
@@ -47,13 +51,51 @@ def exchange(new: Path, folder: Path) -> None:
         raise storage_error("replace", folder, error) from error
 
 
-def settle(folder: Path, take_over: Callable[[Path, Path], None]) -> None:
-    """Repair what an interrupted exchange left; safe at any time, by the holder of the lock.
+@contextmanager
+def replacing(folder: Path, like: Path) -> Iterator[Path]:
+    """Yield an empty folder, which at the end takes the place of another at once.
+
+    After an error the other is as before. After the exchange its content is beside it, in the
+    folder that was given, until `settle` removes it.
 
     Args:
-        folder: The dataset.
-        take_over: Moves what must not be lost from a folder that goes to the one that stays.
+        folder: What is replaced, or made if it is not there.
+        like: The folder that has the permissions.
+
+    Raises:
+        StorageError: The disk refuses.
     """
+    new = sibling(folder, "new")
+    made = not folder.is_dir() or not any(folder.iterdir())
+    try:
+        if made:
+            shutil.rmtree(new, ignore_errors=True)
+            folder.parent.mkdir(parents=True, exist_ok=True)
+        new.mkdir()
+        shutil.copymode(like, new)
+        with names_synced_later():
+            yield new
+        for each, _, _ in os.walk(new):
+            sync_folder(Path(each))
+        if made:
+            with suppress(FileNotFoundError):
+                folder.rmdir()
+            os.rename(new, folder)
+            sync_folder(folder.parent)
+        else:
+            exchange(new, folder)
+    except BaseException as error:
+        with suppress(PenstockError):
+            settle(folder)  # what comes after the exchange must not lose the units
+        if made:
+            shutil.rmtree(new, ignore_errors=True)
+        if isinstance(error, OSError) and not isinstance(error, PenstockError):
+            raise storage_error("build", folder, error) from error
+        raise
+
+
+def settle(folder: Path) -> None:
+    """Repair what an interrupted exchange left; safe at any time, by the holder of the lock."""
     new, old = sibling(folder, "new"), sibling(folder, "old")
     try:
         if not folder.exists() and old.is_dir():
@@ -62,10 +104,19 @@ def settle(folder: Path, take_over: Callable[[Path, Path], None]) -> None:
         if folder.exists():
             for left in (new, old):
                 if left.is_dir() and not left.is_symlink():
-                    take_over(left, folder)
+                    take_over_units(left, folder)
                     shutil.rmtree(left)
     except OSError as error:
         raise storage_error("repair", folder, error) from error
+
+
+def take_over_units(old: Path, root: Path) -> None:
+    """Move the units from what was the dataset to what is it now; safe to repeat."""
+    try:
+        if (old / UNITS).is_dir():
+            move_units(old / UNITS, root / UNITS)
+    except OSError as error:
+        raise storage_error("move", old / UNITS, error) from error
 
 
 def _rename_exchange(first: Path, second: Path) -> bool:

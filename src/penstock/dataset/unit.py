@@ -21,7 +21,7 @@ import json
 import os
 import shutil
 import threading
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import asdict, dataclass, field
 from functools import lru_cache
@@ -34,7 +34,6 @@ from isal import isal_zlib
 from numpy.typing import NDArray
 from typing_extensions import Self
 
-from penstock.core.codecs import Zstd
 from penstock.core.files import (
     make_folder,
     names_synced_later,
@@ -43,26 +42,21 @@ from penstock.core.files import (
     sync_folder,
     temporary_path,
 )
-from penstock.core.pack import Item, PackReader, PackWriter
-from penstock.dataset.columns import inside
 from penstock.dataset.episode_stats import EpisodeStats, episode_stats, to_column
 from penstock.dataset.layout import (
     AUTO_FEATURES,
-    STATS,
     Feature,
     arrow_type,
     check_name,
     episodes_schema,
-    has_stats,
 )
-from penstock.dataset.parquet import new_parquet, write_table
 from penstock.dataset.sinks import PictureSink, open_sink
-from penstock.dataset.stats import PictureStats, VectorStats
+from penstock.dataset.stats import AnyStats, PictureStats, VectorStats, read_stats, write_stats
+from penstock.dataset.tables import inside, new_parquet, write_table
 from penstock.errors import CorruptFile, DataError, PenstockError, UsageError
 from penstock.media.remux import coding
 from penstock.media.video import VideoSettings
 
-AnyStats = VectorStats | PictureStats
 Digest = tuple[int, int]  # size and CRC-32 of a file
 _FORMAT = 1
 # What Python raises for JSON that is none, is too deep, or has values of the wrong kind.
@@ -219,8 +213,7 @@ class Unit:
         for number in range(len(self.record.episodes)):
             for name, feature in self.features.items():
                 if feature.is_picture:
-                    images = feature.dtype == "image"
-                    wanted.add((images_name if images else video_name)(name, number))
+                    wanted.add(pictures_name(name, feature, number))
         if wanted != set(self.files):
             odd = min(wanted ^ set(self.files))
             raise CorruptFile(f"{self.folder / RECORD} is damaged ({odd!r}): {_REMOVE}")
@@ -249,14 +242,9 @@ def _parse_infos(text: str) -> dict[str, dict[str, Any]]:
     return {str(name): dict(info) for name, info in json.loads(text).items()}
 
 
-def video_name(camera: str, episode: int) -> str:
-    """Return the name of a camera's video of one episode."""
-    return f"{camera}-{episode:05d}.mp4"
-
-
-def images_name(camera: str, episode: int) -> str:
-    """Return the name of a camera's PNGs of one episode."""
-    return f"{camera}-{episode:05d}.parquet"
+def pictures_name(camera: str, feature: Feature, episode: int) -> str:
+    """Return the name of a camera's video of one episode, or of its PNGs."""
+    return f"{camera}-{episode:05d}.{'mp4' if feature.dtype == 'video' else 'parquet'}"
 
 
 class UnitWriter:
@@ -304,7 +292,8 @@ class UnitWriter:
         self._numbers = NumberColumns(
             {n: f for n, f in self._features.items() if not f.is_picture}, lengths
         )
-        self._pictures = {n: PictureTotals(f) for n, f in self._features.items() if f.is_picture}
+        self._pictures = {n: PictureStats.of(f) for n, f in self._features.items() if f.is_picture}
+        self._picture_stats: dict[tuple[str, int], dict[str, Any]] = {}
         self._sinks: dict[tuple[str, int], PictureSink] = {}
         self._infos: dict[str, dict[str, Any]] = {}
         self._shown: dict[tuple[str, int], tuple[int, str]] = {}
@@ -363,10 +352,9 @@ class UnitWriter:
             raise UsageError(f"{camera!r} is {feature.dtype}, and its codec {settings.codec}")
         with self._lock:
             if (camera, episode) not in self._sinks:
-                images = feature.dtype == "image"
-                name = (images_name if images else video_name)(camera, episode)
+                path = self.folder / pictures_name(camera, feature, episode)
                 frames = self._record.episodes[episode].frames
-                sink = open_sink(self.folder / name, feature, settings, self._fps, frames)
+                sink = open_sink(path, feature, settings, self._fps, frames)
                 self._sinks[camera, episode] = sink
             return self._sinks[camera, episode]
 
@@ -382,7 +370,8 @@ class UnitWriter:
         size = sink.path.stat().st_size
         how = coding(sink.path) if self._features[camera].dtype == "video" else ""
         with self._lock:
-            self._pictures[camera].add(episode, sink.stats)
+            self._pictures[camera].merge(sink.stats)
+            self._picture_stats[camera, episode] = sink.stats.to_json()
             self._infos.setdefault(camera, sink.info or {})
             self._shown[camera, episode] = size, how
             del self._sinks[camera, episode]
@@ -470,9 +459,13 @@ class UnitWriter:
             for e, size, shown in zip(record.episodes, sizes, videos, strict=True)
         ]
         record = UnitRecord(record.key, record.position, record.source, episodes)
-        write_table(self.folder / EPISODES, self._episodes_table(len(episodes)))
-        pictures = {camera: totals.whole for camera, totals in self._pictures.items()}
-        write_stats(self.folder / UNIT_STATS, {**self._numbers.totals, **pictures})
+        pictures = {
+            camera: [self._picture_stats[camera, number] for number in range(len(episodes))]
+            for camera in self._pictures
+        }
+        stats = stats_table(self._features, len(episodes), self._numbers.stats, pictures)
+        write_table(self.folder / EPISODES, stats)
+        write_stats(self.folder / UNIT_STATS, {**self._numbers.totals, **self._pictures})
         files = {path.name: file_digest(path) for path in sorted(self.folder.iterdir())}
         content = {
             "format": _FORMAT,
@@ -485,23 +478,6 @@ class UnitWriter:
         publish_bytes(self.folder / RECORD, json.dumps(content).encode())
         return Unit(target, record, self._fps, self._features, self._infos, files)
 
-    def _episodes_table(self, count: int) -> pa.Table:
-        """Return the statistics of every episode, in the columns of LeRobot's records."""
-        schema = stats_schema(self._features)
-        arrays = []
-        for column in schema:
-            _, name, stat = column.name.split("/")
-            feature = self._features[name]
-            if feature.is_picture:
-                arrays.append(pa.array(self._pictures[name].column(stat), column.type))
-            else:
-                values = np.concatenate([part[stat] for part in self._numbers.stats[name]])
-                shape = (1,) if stat == "count" else feature.shape
-                arrays.append(to_column(values, shape, column.type))
-        if not arrays:
-            return pa.table({"episode": pa.array(range(count), pa.int64())})
-        return pa.table(arrays, schema)
-
     def _check_open(self) -> None:
         if not self._open:
             raise UsageError(f"{self.folder}: this unit was committed or given up already")
@@ -513,6 +489,35 @@ def stats_schema(features: Mapping[str, Feature]) -> pa.Schema:
     return pa.schema([f for f in episodes_schema(features) if f.name.startswith(wanted)])
 
 
+def stats_table(
+    features: Mapping[str, Feature],
+    count: int,
+    numbers: Mapping[str, Sequence[EpisodeStats]],
+    pictures: Mapping[str, Sequence[Mapping[str, Any]]],
+) -> pa.Table:
+    """Return the statistics of episodes, in the columns of LeRobot's records.
+
+    Args:
+        features: Of the dataset.
+        count: How many episodes there are.
+        numbers: Per feature the statistics of some episodes after the other.
+        pictures: Per camera the statistics of every episode.
+    """
+    schema = stats_schema(features)
+    arrays = []
+    for column in schema:
+        _, name, stat = column.name.split("/")
+        if name in pictures:
+            arrays.append(pa.array([one[stat] for one in pictures[name]], column.type))
+        else:
+            values = np.concatenate([part[stat] for part in numbers[name]])
+            shape = (1,) if stat == "count" else features[name].shape
+            arrays.append(to_column(values, shape, column.type))
+    if not arrays:
+        return pa.table({"episode": pa.array(range(count), pa.int64())})
+    return pa.table(arrays, schema)
+
+
 class NumberColumns:
     """Collects rows, cuts them into pieces, and takes the statistics of every episode."""
 
@@ -521,12 +526,12 @@ class NumberColumns:
         self.schema = pa.schema([(n, arrow_type(f)) for n, f in features.items()])
         self.rows = 0
         self.row_bytes = sum(
-            np.dtype(f.dtype).itemsize * int(np.prod(f.shape)) if f.dtype != "string" else 64
+            np.dtype(f.dtype).itemsize * f.size if f.dtype != "string" else 64
             for f in features.values()
         )
-        summed = {n: f for n, f in features.items() if has_stats(f)}
+        summed = {n: f for n, f in features.items() if f.has_stats}
         self.totals: dict[str, AnyStats] = {
-            name: VectorStats(int(np.prod(feature.shape))) for name, feature in summed.items()
+            name: VectorStats(feature.size) for name, feature in summed.items()
         }
         self.stats: dict[str, list[EpisodeStats]] = {name: [] for name in summed}
         self._lengths = lengths
@@ -614,25 +619,6 @@ def _as_arrays(stats: VectorStats, feature: Feature) -> EpisodeStats:
     }
 
 
-class PictureTotals:
-    """The statistics of a camera: of every episode, and of all."""
-
-    def __init__(self, feature: Feature) -> None:
-        channels = feature.picture_size[0]
-        self.whole = PictureStats(channels, depth=channels == 1)
-        self._episodes: dict[int, dict[str, Any]] = {}
-
-    def add(self, episode: int, stats: PictureStats) -> None:
-        """Add an episode."""
-        self._episodes[episode] = stats.to_json()
-        self.whole.merge(stats)
-
-    def column(self, stat: str) -> list[Any]:
-        """Return one statistic of every episode."""
-        assert stat in STATS
-        return [self._episodes[number][stat] for number in sorted(self._episodes)]
-
-
 def remove_unit(folder: Path) -> None:
     """Remove a unit; at no time there is half a unit of that name."""
     away = temporary_path(folder.parent)
@@ -668,39 +654,6 @@ def write_failure_note(units: Path, key: str, source: Mapping[str, Any], reason:
     make_folder(units)
     content = json.dumps({"source": dict(source), "reason": reason})
     publish_bytes(units / failure_name(key), content.encode())
-
-
-def write_stats(path: Path, stats: Mapping[str, AnyStats]) -> None:
-    """Store the state of statistics."""
-    kinds = {n: "pictures" if isinstance(s, PictureStats) else "vector" for n, s in stats.items()}
-    with PackWriter(path, kind="statistics", meta={"kinds": kinds}, workers=1) as pack:
-        items = [
-            Item(f"{name}/{part}", array, codec=Zstd(1) if array.nbytes > 4096 else None)
-            for name, state in stats.items()
-            for part, array in state.to_arrays().items()
-        ]
-        pack.write(items)
-
-
-def read_stats(path: Path) -> dict[str, AnyStats]:
-    """Read the state of statistics."""
-    try:
-        with PackReader(path) as pack:
-            kinds = pack.index.meta.get("kinds", {})
-            parts: dict[str, dict[str, NDArray[Any]]] = {name: {} for name in kinds}
-            for full in pack.names:
-                name, _, part = full.rpartition("/")
-                parts[name][part] = pack.read(full)
-    except FileNotFoundError as error:
-        raise CorruptFile(f"{path} is missing") from error
-    except (OSError, KeyError, AttributeError) as error:
-        raise CorruptFile(f"{path} is damaged ({error})") from error
-    return {
-        name: PictureStats.from_arrays(arrays)
-        if kinds[name] == "pictures"
-        else VectorStats.from_arrays(arrays)
-        for name, arrays in parts.items()
-    }
 
 
 def file_digest(path: Path) -> Digest:

@@ -25,12 +25,9 @@ from penstock.dataset.adopt import (
     journal_sources,
     spec_of,
 )
-from penstock.dataset.build import build, take_over_units
-from penstock.dataset.columns import inside
+from penstock.dataset.build import build
 from penstock.dataset.layout import (
     AUTO_FEATURES,
-    EPISODES_FOLDER,
-    EPISODES_JSONL,
     INFO_PATH,
     PRIVATE_FOLDER,
     VERSIONS,
@@ -54,6 +51,7 @@ from penstock.dataset.plan import (
     check_same,
 )
 from penstock.dataset.swap import settle, sibling
+from penstock.dataset.tables import inside
 from penstock.dataset.unit import (
     MALFORMED,
     RECORD,
@@ -309,7 +307,7 @@ class DatasetWriter:
             StorageError: The disk refuses; the dataset is as before, and the units are kept.
         """
         self._check_open()
-        settle(self.root, take_over_units)  # what an error behind an exchange left
+        settle(self.root)  # what an error behind an exchange left
         units = self._waiting()
         if not units:
             return False
@@ -361,7 +359,7 @@ class DatasetWriter:
     def _prepare(self) -> None:
         """Make the folder if it must be made, take its lock, and settle what a kill left."""
         if not self.root.exists() and sibling(self.root, "old").is_dir():
-            settle(self.root, take_over_units)
+            settle(self.root)
         if self.root.exists() and not self.root.is_dir():
             raise UsageError(f"{self.root} is a file; give a folder")
         # Before the work, not after it: the build makes a folder beside this one.
@@ -376,7 +374,7 @@ class DatasetWriter:
         for name in _FOLDERS:
             inside(self.root, name)  # what is written or removed below them is ours
         self._lock.acquire()
-        settle(self.root, take_over_units)
+        settle(self.root)
 
     def _open(self, given: Plan, mode: Mode) -> Plan:
         root = self.root
@@ -461,7 +459,7 @@ class DatasetWriter:
         info = metadata.read_info(self.root).raw
         same = (info["total_episodes"], info["total_frames"]) == (built.episodes, built.frames)
         for name, digest in built.files.items():
-            if same and name.startswith((EPISODES_FOLDER, EPISODES_JSONL)):
+            if same and name.startswith(self.plan.spec.format.episodes):
                 path = inside(self.root, name)
                 same = path.is_file() and file_digest(path) == digest
         return built if same else None

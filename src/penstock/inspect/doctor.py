@@ -15,7 +15,7 @@ from penstock.checkpoints import folder
 from penstock.core.files import TEMPORARY_PREFIX, owner_is_dead, storage_error
 from penstock.core.memory import format_bytes
 from penstock.core.pack import PackReader
-from penstock.dataset import doctor as lerobot_doctor
+from penstock.dataset.check import check as check_lerobot
 from penstock.errors import PenstockError, UsageError
 from penstock.inspect import checkpoint, dataset, recording, replay, run
 from penstock.ui.progress import Progress
@@ -152,7 +152,7 @@ def _check_dataset(path: Path, result: Examination, quick: bool) -> None:
     """Verify a LeRobot dataset; what can be used all the same becomes a note."""
     size_bytes = sum(file.stat().st_size for file in path.rglob("*") if file.is_file())
     with Progress(size_bytes, "doctor", "bytes") as progress:
-        checkup = lerobot_doctor.check(path, "sample" if quick else "all", progress)
+        checkup = check_lerobot(path, "sample" if quick else "all", progress)
     for found in checkup.findings:
         problem = f"{found.what}; {found.todo}"
         if found.severity == "error":

@@ -13,9 +13,9 @@ from typing import TYPE_CHECKING, Any, cast
 import numpy as np
 from numpy.typing import NDArray
 
-from penstock.dataset.columns import Columns
 from penstock.dataset.layout import AUTO_FEATURES
 from penstock.dataset.reader import Dataset, Episode, Frame
+from penstock.dataset.tables import Columns
 from penstock.errors import DataError, UsageError
 from penstock.replay.episodes.schema import nested
 from penstock.replay.keys import Key, as_path

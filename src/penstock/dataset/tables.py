@@ -1,13 +1,12 @@
-"""Rows of parquet files as arrays, a few at a time, with page checksums verified.
+"""Parquet files: read a few rows at a time with page checksums verified, written whole or not.
 
-Whatever pyarrow raises leaves here as a DataError that names the file.
+Whatever pyarrow raises in reading leaves here as a DataError that names the file.
 """
 
 from __future__ import annotations
 
-import contextlib
-import math
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +14,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from penstock.core.files import NewFile
 from penstock.dataset.layout import Feature
 from penstock.errors import CorruptFile, DataError, LimitExceeded
 
@@ -23,20 +23,20 @@ _MAX_BATCH_BYTES = 8 << 20
 _MAX_BATCH_ROWS = 4096
 _TEXT_BYTES = 4096  # taken for the size of a text: the file does not say it
 _PICTURE_BYTES = 512 << 10  # the same for a picture in a parquet file
+_PICTURES_PER_BATCH = 16
 _BUFFER_BYTES = 1 << 20
 
 Columns = dict[str, np.ndarray[Any, Any]]
 
 
-@contextlib.contextmanager
+@contextmanager
 def reading(path: Path, name: str) -> Iterator[None]:
     """Turn what pyarrow and the operating system raise into a DataError that names the file."""
     try:
         yield
-    except FileNotFoundError as error:
-        raise DataError(f"{name} is missing from {path}; copy the dataset again") from error
-    except IsADirectoryError as error:
-        raise DataError(f"{name} in {path} is a folder; copy the dataset again") from error
+    except (FileNotFoundError, IsADirectoryError) as error:
+        what = "is missing from" if isinstance(error, FileNotFoundError) else "is a folder in"
+        raise CorruptFile(f"{name} {what} {path}; copy the dataset again") from error
     except (pa.ArrowException, OSError, MemoryError, ValueError, KeyError, OverflowError) as error:
         reason = " ".join(str(error).split())[:200] or type(error).__name__
         raise CorruptFile(f"{name} in {path} cannot be read: {reason}") from error
@@ -77,14 +77,13 @@ class Table:
             self._file = pq.ParquetFile(
                 path,
                 page_checksum_verification=True,
-                pre_buffer=False,
+                pre_buffer=False,  # of a whole row group
                 buffer_size=_BUFFER_BYTES,
             )
             self.schema: pa.Schema = self._file.schema_arrow
             groups = (self._file.metadata.row_group(i) for i in range(self._file.num_row_groups))
-            sizes = [group.num_rows for group in groups]
-        self.rows: int = sum(sizes)
-        self._starts = np.cumsum([0, *sizes])
+            self._starts = np.cumsum([0, *(group.num_rows for group in groups)])
+        self.rows = int(self._starts[-1])
 
     def close(self) -> None:
         """Close the file; safe to call twice."""
@@ -98,26 +97,21 @@ class Table:
 
     def whole(self, columns: Sequence[str]) -> pa.Table:
         """Read columns of all rows; only for metadata, which is small."""
-        self._need(columns)
         pieces, size = [], 0
         # What the file says of its sizes is not asked for: pyarrow 26 aborts the whole process
         # when the metadata of a column are damaged.
-        with reading(self.root, self.name):
-            for piece in self._file.iter_batches(columns=list(columns), use_threads=False):
-                pieces.append(piece)
-                size += piece.nbytes
-                if size > MAX_TABLE_BYTES:
-                    raise LimitExceeded(
-                        f"{self.name} in {self.root} takes over {MAX_TABLE_BYTES} bytes"
-                    )
-            kinds = [self.schema.field(name) for name in columns]
-            return pa.Table.from_batches(pieces, pieces[0].schema if pieces else pa.schema(kinds))
+        for piece in self.pieces(columns):
+            pieces.append(piece)
+            size += piece.nbytes
+            if size > MAX_TABLE_BYTES:
+                raise LimitExceeded(
+                    f"{self.name} in {self.root} takes over {MAX_TABLE_BYTES} bytes"
+                )
+        kinds = [self.schema.field(name) for name in columns]
+        return pa.Table.from_batches(pieces, pieces[0].schema if pieces else pa.schema(kinds))
 
     def batches(
-        self,
-        features: Mapping[str, Feature],
-        start: int = 0,
-        stop: int | None = None,
+        self, features: Mapping[str, Feature], start: int = 0, stop: int | None = None
     ) -> Iterator[Columns]:
         """Read rows start to stop in pieces that take little memory.
 
@@ -130,52 +124,41 @@ class Table:
             Per column an array of (rows, *shape); (rows,) where the shape is (1,). Pictures and
             texts are arrays of bytes and str objects.
         """
+        for piece in self.pieces(list(features), start, stop, _batch_rows(features)):
+            yield {n: self._array(piece.column(n), n, f) for n, f in features.items()}
+
+    def pieces(
+        self, columns: Sequence[str] | None, start: int = 0, stop: int | None = None, most: int = 0
+    ) -> Iterator[pa.RecordBatch]:
+        """Read columns (None for all) of rows start to stop, at most so many rows at a time."""
         stop = self.rows if stop is None else stop
         if not 0 <= start <= stop <= self.rows:
             raise CorruptFile(
                 f"{self.name} in {self.root} has {self.rows} rows; {start} to {stop} are needed"
             )
-        self._need(list(features))
-        if start == stop or not features:
+        for name in columns or ():
+            if self.schema.get_field_index(name) < 0:
+                raise DataError(f"{self.name} in {self.root} has no column {name!r}, or two of it")
+        if start == stop or columns == []:
             return
         first = int(np.searchsorted(self._starts, start, "right")) - 1
         last = int(np.searchsorted(self._starts, stop, "left"))
         position = int(self._starts[first])
         with reading(self.root, self.name):
-            pieces = self._file.iter_batches(
-                batch_size=_batch_rows(features),
+            for piece in self._file.iter_batches(
+                most or _MAX_BATCH_ROWS,
                 row_groups=list(range(first, last)),
-                columns=list(features),
+                columns=None if columns is None else list(columns),
                 use_threads=False,
-            )
-            for piece in pieces:
+            ):
                 low, high = max(start - position, 0), min(stop - position, piece.num_rows)
                 position += piece.num_rows
                 if low < high:
-                    part = piece.slice(low, high - low)
-                    yield {
-                        name: self._array(part.column(name), name, feature)
-                        for name, feature in features.items()
-                    }
+                    yield piece.slice(low, high - low)
         if position < stop:
             raise CorruptFile(
                 f"{self.name} in {self.root} ends after {position} rows; {stop} are needed"
             )
-
-    def rows_of(
-        self, columns: Sequence[str], prefixes: tuple[str, ...], rows: int
-    ) -> Iterator[dict[str, Any]]:
-        """Read named columns, and those whose name begins so, as plain values row by row."""
-        self._need(columns)
-        chosen = [*columns, *(name for name in self.schema.names if name.startswith(prefixes))]
-        with reading(self.root, self.name):
-            for piece in self._file.iter_batches(rows, columns=chosen, use_threads=False):
-                yield from piece.to_pylist()
-
-    def _need(self, columns: Sequence[str]) -> None:
-        for name in columns:
-            if self.schema.get_field_index(name) < 0:
-                raise DataError(f"{self.name} in {self.root} has no column {name!r}, or two of it")
 
     def _array(self, array: pa.Array, name: str, feature: Feature) -> np.ndarray[Any, Any]:
         try:
@@ -184,15 +167,79 @@ class Table:
             raise type(error)(f"{self.name} in {self.root}, column {name!r}: {error}") from error
 
 
+def read_rows(
+    path: Path, start: int, stop: int, columns: Sequence[str] | None = None, *, most: int = 0
+) -> Iterator[pa.Table]:
+    """Read rows start to stop of a file, in tables of at most so many rows."""
+    with Table(path.parent, path.name) as table:
+        for piece in table.pieces(columns, start, stop, most):
+            yield pa.Table.from_batches([piece])
+
+
+class RowStream:
+    """Tables one behind the other, handed out in pieces of any size."""
+
+    def __init__(self, tables: Iterator[pa.Table]) -> None:
+        self._tables = tables
+        self._waiting: list[pa.Table] = []
+        self._rows = 0
+
+    def take(self, rows: int) -> pa.Table:
+        """Return exactly so many rows as one piece.
+
+        Raises:
+            CorruptFile: There are not so many left.
+        """
+        while self._rows < rows:
+            table = next(self._tables, None)
+            if table is None:
+                raise CorruptFile(f"{rows} rows were expected, and {self._rows} are left")
+            self._waiting.append(table)
+            self._rows += table.num_rows
+        whole = pa.concat_tables(self._waiting)
+        self._waiting = [whole.slice(rows)] if self._rows > rows else []
+        self._rows -= rows
+        return whole.slice(0, rows).combine_chunks()
+
+
+@contextmanager
+def new_parquet(
+    path: Path, schema: pa.Schema, *, compression: str = "snappy", dictionary: bool = True
+) -> Iterator[pq.ParquetWriter]:
+    """Write a parquet file, published durably at the end of the block."""
+    # A page is measured once per batch, and a reader needs room for two: 1024 pictures are 100 MB.
+    pictures = any(pa.types.is_struct(kind) for kind in schema.types)
+    with NewFile(path) as new:
+        try:
+            with (
+                pa.OSFile(str(new.temporary), "wb") as file,
+                pq.ParquetWriter(
+                    file,
+                    schema,
+                    compression=compression,
+                    use_dictionary=dictionary,
+                    write_page_checksum=True,
+                    write_batch_size=_PICTURES_PER_BATCH if pictures else None,
+                ) as writer,
+            ):
+                yield writer
+        except pa.ArrowException as error:
+            if isinstance(error, OSError):
+                raise
+            raise DataError(f"cannot write {path}: {error}") from error
+
+
+def write_table(path: Path, table: pa.Table) -> None:
+    """Publish a small table as one row group."""
+    with new_parquet(path, table.schema) as writer:
+        writer.write_table(table)
+
+
 def _batch_rows(features: Mapping[str, Feature]) -> int:
     row_bytes = 0
     for feature in features.values():
-        if feature.dtype == "image":
-            row_bytes += _PICTURE_BYTES
-        elif feature.dtype == "string":
-            row_bytes += _TEXT_BYTES * math.prod(feature.shape)
-        else:
-            row_bytes += np.dtype(feature.dtype).itemsize * math.prod(feature.shape)
+        sizes = {"image": _PICTURE_BYTES, "string": _TEXT_BYTES * feature.size}
+        row_bytes += sizes.get(feature.dtype) or np.dtype(feature.dtype).itemsize * feature.size
     if row_bytes > MAX_TABLE_BYTES:
         raise LimitExceeded(f"one row takes {row_bytes} bytes; {MAX_TABLE_BYTES} are allowed")
     return max(1, min(_MAX_BATCH_ROWS, _MAX_BATCH_BYTES // max(1, row_bytes)))
@@ -206,7 +253,7 @@ def to_numpy(array: pa.Array, feature: Feature) -> np.ndarray[Any, Any]:
     if feature.dtype == "image":
         return _pictures(array)
     shape: tuple[int, ...] = feature.shape
-    if shape == (1,) and not _is_list(array.type):
+    if shape == (1,) and not is_list(array.type):
         shape = ()
     for size in shape:
         array = _unnest(array, size)
@@ -219,20 +266,20 @@ def to_numpy(array: pa.Array, feature: Feature) -> np.ndarray[Any, Any]:
     else:
         found = array.to_numpy(zero_copy_only=False)
         wanted = np.dtype(feature.dtype)
-        if found.dtype != wanted:
-            if found.dtype.kind != wanted.kind:
-                raise DataError(f"{array.type} is stored where the dataset promises {wanted}")
-            found = found.astype(wanted)
+        if found.dtype.kind != wanted.kind:
+            raise DataError(f"{array.type} is stored where the dataset promises {wanted}")
+        found = found.astype(wanted, copy=False)
     return found.reshape(rows, *(() if shape == (1,) else shape))
 
 
-def _is_list(kind: pa.DataType) -> bool:
+def is_list(kind: pa.DataType) -> bool:
+    """Whether a type is a list of any flavour."""
     types = pa.types
     return bool(types.is_list(kind) or types.is_large_list(kind) or types.is_fixed_size_list(kind))
 
 
 def _unnest(array: pa.Array, size: int) -> pa.Array:
-    if not _is_list(array.type):
+    if not is_list(array.type):
         raise DataError(f"{array.type} is stored where the dataset promises lists of {size}")
     if array.null_count:
         raise CorruptFile(f"{array.null_count} values are missing")

@@ -1,43 +1,31 @@
-"""Check a LeRobot dataset: every file, every row, every frame; v3.0 and v2.1, ours and lerobot's.
-
-An error means that the data cannot be trusted or that lerobot cannot read them; a warning means
-that they can be used, knowing this. Memory does not grow with the length of the episodes.
-"""
+"""The whole check: info, checksums, records, files, videos, rows, statistics."""
 
 from __future__ import annotations
 
 import contextvars
 import os
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Protocol, get_args
+from typing import Any, Protocol, get_args
 
 from penstock.core.files import TEMPORARY_PREFIX, owner_is_dead
 from penstock.dataset import layout, metadata
-from penstock.dataset.columns import inside
-from penstock.dataset.doctor_digests import check_digests
-from penstock.dataset.doctor_rows import RowCheck, StatsInOrder
-from penstock.dataset.doctor_stats import StatsCheck
-from penstock.dataset.doctor_videos import (
-    Brightness,
-    Decode,
-    VideoJob,
-    check_video,
-    shared_files,
-    video_jobs,
-)
-from penstock.dataset.findings import Checkup, Finding, Report
+from penstock.dataset.adopt import JOURNAL, journal_records
+from penstock.dataset.check.findings import Checkup, Report
+from penstock.dataset.check.rows import RowCheck, StatsInOrder
+from penstock.dataset.check.stats import StatsCheck
+from penstock.dataset.check.videos import Brightness, Decode, VideoJob, check_video, video_jobs
 from penstock.dataset.metadata import EpisodeRecord, Info
-from penstock.dataset.moments import Moments
+from penstock.dataset.plan import BUILT, Built
+from penstock.dataset.stats import Moments
+from penstock.dataset.tables import inside
+from penstock.dataset.unit import Digest, file_digest, json_digest
 from penstock.errors import DataError, UsageError
 
-__all__ = ["Checkup", "Finding", "check"]
-
-_COPY = "copy the dataset again, or convert the recordings again"
-_CONVERT = "convert the recordings again"
 _REMOVE = "remove it"
+_MEANT = "nothing, if it was meant to change; else copy the dataset again"
 
 
 class ProgressLike(Protocol):
@@ -81,7 +69,7 @@ def check(
     try:
         info = metadata.read_info(root)
     except DataError as error:
-        report.error(layout.INFO_PATH, str(error), _COPY)
+        report.error(layout.INFO_PATH, str(error))
         return report.checkup()
     _Examination(root, info, decode, progress, workers, report).run()
     return report.checkup()
@@ -99,75 +87,121 @@ class _Examination:
     ) -> None:
         self.root, self.info, self.decode = root, info, decode
         self.progress, self.workers, self.report = progress, workers, report
-        self.stats = StatsCheck(info.version, info.features, report)
+        self.stats = StatsCheck(info.format, info.features, report)
 
     def run(self) -> None:
         self._check_info()
-        check_digests(self.root, self.report)
+        self._check_digests()
         tasks = self._read_tasks()
         records = self._read_records(tasks)
         if records is None or tasks is None:
             return
         self.report.count("episodes", len(records))
-        jobs = video_jobs(self.info, records)
+        jobs = video_jobs(records)
         self._check_files(records, jobs)
         pictures = self._check_videos(jobs)
         self._check_rows(tasks, records, pictures)
 
     def _check_info(self) -> None:
-        raw, where = self.info.raw, layout.INFO_PATH
+        raw, format_ = self.info.raw, self.info.format
         total = raw["total_episodes"]
-        if total and raw["splits"] != {"train": f"0:{total}"}:
-            self.report.warning(
-                where, f"splits are {str(raw['splits'])[:80]} with {total} episodes", "correct them"
-            )
-        usual = {
-            "data_path": layout.DATA_TEMPLATES[self.info.version],
-            "video_path": layout.VIDEO_TEMPLATES[self.info.version],
+        expected = {
+            "splits": {"train": f"0:{total}"} if total else raw["splits"],
+            "total_chunks": -(-total // self.info.chunks_size),
+            "total_videos": total * len(self.info.video_keys),
         }
+        for name, value in expected.items():
+            if name in {"splits", *format_.info_keys} and raw[name] != value:
+                what = f"{name} is {str(raw[name])[:80]}, not {value}"
+                self.report.warning(layout.INFO_PATH, what, "correct it")
+        usual = {"data_path": format_.data_template, "video_path": format_.video_template}
         for name, template in usual.items():
             if raw[name] not in (None, template):
-                self.report.warning(
-                    where, f"{name} is unusual: lerobot merges datasets by the usual one", "none"
-                )
-        if self.info.version == "v2.1":
-            chunks = -(-total // self.info.chunks_size)
-            videos = total * len(self.info.video_keys)
-            for name, number in (("total_chunks", chunks), ("total_videos", videos)):
-                if raw[name] != number:
-                    self.report.warning(where, f"{name} is {raw[name]}, not {number}", "correct it")
+                what = f"{name} is unusual: lerobot merges datasets by the usual one"
+                self.report.warning(layout.INFO_PATH, what, "none")
         self.report.count("features", len(self.info.features))
 
+    def _check_digests(self) -> None:
+        """Compare the files that penstock wrote with the checksums that it noted.
+
+        A codec hides most of what happens to its bytes: only a checksum tells that a video is
+        what was written.
+        """
+        try:
+            built = Built.read(self.root)
+        except DataError as error:
+            self.report.error(BUILT, str(error))
+            return
+        raw = self.info.raw
+        if built is None:
+            digests, where = dict(_journal_digests(self.root)), JOURNAL
+        elif (raw["total_episodes"], raw["total_frames"]) != (built.episodes, built.frames):
+            self.report.warning(
+                layout.INFO_PATH,
+                f"it counts {raw['total_episodes']} episodes, and penstock built {built.episodes}: "
+                "another program has changed the dataset, and its checksums say nothing",
+                "nothing, if that was meant",
+            )
+            return
+        else:
+            digests, where = built.files, BUILT
+        for name, digest in digests.items():
+            self._check_digest(name, digest, where)
+
+    def _check_digest(self, name: str, digest: Digest, where: str) -> None:
+        try:
+            path = inside(self.root, name)
+        except DataError:
+            self.report.error(where, f"it names {name[:80]!r}, which is not in the dataset")
+            return
+        # Small files that people and other programs change with good reason.
+        small = {layout.INFO_PATH, layout.V30.stats, layout.V30.tasks, layout.V21.tasks}
+        try:
+            is_json = name in small and name.endswith(".json") and where == BUILT
+            found = json_digest(path.read_bytes()) if is_json else file_digest(path)
+        except (OSError, ValueError, RecursionError) as error:
+            missing = isinstance(error, FileNotFoundError)
+            self.report.error(name, "it is missing" if missing else f"it cannot be read: {error}")
+            return
+        self.report.count("checksums")
+        if found == digest:
+            return
+        if name in small:
+            self.report.warning(name, "it is not what was written", _MEANT)
+        elif found[0] != digest[0]:
+            self.report.error(name, f"it has {found[0]} bytes, {digest[0]} were written")
+        else:
+            self.report.error(name, "its bytes are not those that were written")
+
     def _read_tasks(self) -> list[str] | None:
-        name = layout.TASKS_PATH if self.info.version == "v3.0" else layout.TASKS_JSONL
+        name = self.info.format.tasks
         if self.info.raw["total_episodes"] == 0 and not (self.root / name).exists():
             return []
         try:
-            tasks = metadata.read_tasks(self.root, self.info.version)
+            tasks = metadata.read_tasks(self.root, self.info.format)
         except DataError as error:
-            self.report.error(name, str(error), _COPY)
+            self.report.error(name, str(error))
             return None
         if len(set(tasks)) < len(tasks):
-            self.report.error(name, "a task is there twice", _CONVERT)
+            self.report.error(name, "a task is there twice")
         return tasks
 
     def _read_records(self, tasks: Sequence[str] | None) -> list[EpisodeRecord] | None:
-        v3 = self.info.version == "v3.0"
-        name = layout.EPISODES_FOLDER if v3 else layout.EPISODES_JSONL
+        name = self.info.format.episodes
         if self.info.raw["total_episodes"] == 0 and not (self.root / name).exists():
             return []
         try:
             records = list(metadata.read_episodes(self.root, self.info))
         except DataError as error:
-            self.report.error(name, str(error), _COPY)
+            self.report.error(name, str(error))
             return None
         sound = True
         for where, what in metadata.record_problems(self.info, tasks or (), records):
             if tasks is not None:
                 sound = sound and where == layout.INFO_PATH
-                self.report.error(where, what, _CONVERT, "records")
+                self.report.error(where, what, "records")
         for record in records:
-            if v3 and record.stated_source != record.source:
+            if self.info.format.shares_files and record.stated_source != record.source:
                 self.report.warning(
                     record.source,
                     f"episode {record.index} says it lies in {record.stated_source}: lerobot "
@@ -177,17 +211,19 @@ class _Examination:
                 )
         order = list(dict.fromkeys(record.data_file for record in records))
         if order != sorted(order, key=lambda file: Path(file).parts):
-            self.report.error(
-                name, "the data files do not come in the order of their names", _CONVERT
-            )
+            self.report.error(name, "the data files do not come in the order of their names")
         # With records that contradict each other, every row would be reported.
         return records if sound else None
 
     def _check_files(self, records: Sequence[EpisodeRecord], jobs: Sequence[VideoJob]) -> None:
         """Look at every file of the folder: is it referenced, does it belong to the dataset."""
         known = {record.data_file for record in records} | {job.file for job in jobs}
-        for file, keys in shared_files(jobs).items():
-            self.report.error(file, f"it is used by {' and '.join(keys)}", _CONVERT)
+        cameras: dict[str, list[str]] = {}
+        for job in jobs:
+            cameras.setdefault(job.file, []).append(job.key)
+        for file, keys in cameras.items():
+            if len(keys) > 1:
+                self.report.error(file, f"it is used by {' and '.join(keys)}")
         for folder, folders, names in os.walk(self.root):
             here = Path(folder).relative_to(self.root)
             if here == Path():
@@ -205,9 +241,8 @@ class _Examination:
             try:
                 inside(self.root, name)
             except DataError as error:
-                self.report.error(name, str(error), "put the file itself there")
-            return
-        if base.startswith(TEMPORARY_PREFIX):
+                self.report.error(name, str(error), todo="put the file itself there")
+        elif base.startswith(TEMPORARY_PREFIX):
             owner = base.removeprefix(TEMPORARY_PREFIX).rpartition("-")[0]
             dead = owner_is_dead(owner)
             what = "left behind by a process that died" if dead else "it is being written"
@@ -216,7 +251,7 @@ class _Examination:
             return
         elif name.startswith("data/") and name.endswith(".parquet"):
             # lerobot reads whatever lies there, and looks frames up by their position.
-            self.report.error(name, "no episode refers to it, but lerobot reads it", _REMOVE)
+            self.report.error(name, "no episode refers to it, but lerobot reads it", todo=_REMOVE)
         elif name.startswith("images/"):
             self.report.warning("images", f"{name} is a temporary of lerobot", _REMOVE, "images")
         elif name.startswith(("data/", "videos/")):
@@ -234,9 +269,8 @@ class _Examination:
 
         with ThreadPoolExecutor(self.workers, "doctor") as pool:
             contexts = [contextvars.copy_context() for _ in jobs]  # a signal stops those, too
-            for job, seen in zip(
-                jobs, pool.map(lambda job, own: own.run(one, job), jobs, contexts), strict=True
-            ):
+            every = pool.map(lambda job, own: own.run(one, job), jobs, contexts)
+            for job, seen in zip(jobs, every, strict=True):
                 found.setdefault(job.key, {}).update(seen)
         return found
 
@@ -247,11 +281,12 @@ class _Examination:
         pictures: dict[str, dict[int, Brightness]],
     ) -> None:
         rows = RowCheck(self.root, self.info, tasks, self.decode, self.report)
-        if self.info.version == "v3.0" and records:
+        whole = self.info.format.stats
+        if whole is not None and records:
             try:
                 rows.expect(metadata.read_stats(self.root))
             except DataError as error:
-                self.report.error(layout.STATS_PATH, str(error), _COPY)
+                self.report.error(whole, str(error))
         stated = StatsInOrder(self.root, self.info, self.report)
         complete: list[int] = []
 
@@ -260,9 +295,7 @@ class _Examination:
             stats, of = stated.get(record.index), f"episode {record.index}"
             if stats is None:
                 return
-            where = record.source
-            if self.info.version == "v2.1":
-                where = layout.EPISODES_STATS_JSONL
+            where = record.source if self.info.format.shares_files else stated.where
             self.stats.form(where, of, stats, record.length)
             self.stats.values(where, of, stats, moments)
             rows.training.pictures(stats)
@@ -278,16 +311,18 @@ class _Examination:
         for name, inside_it in files.items():
             rows.check_file(name, inside_it, done)
             self._done(name)
-        if rows.global_stats:
+        if whole is not None and rows.global_stats:
             frames = sum(record.length for record in records)
-            self.stats.form(layout.STATS_PATH, "the dataset", rows.global_stats, frames)
+            self.stats.form(whole, "the dataset", rows.global_stats, frames)
             if len(complete) == len(records):
-                self._compare_totals(rows, pictures)
+                self._compare_totals(whole, rows, pictures)
         if records and len(complete) == len(records):
             rows.training.finish(records, rows.totals, rows.global_stats)
 
-    def _compare_totals(self, rows: RowCheck, pictures: dict[str, dict[int, Brightness]]) -> None:
-        where, of = layout.STATS_PATH, "the dataset"
+    def _compare_totals(
+        self, where: str, rows: RowCheck, pictures: dict[str, dict[int, Brightness]]
+    ) -> None:
+        of = "the dataset"
         self.stats.values(where, of, rows.global_stats, rows.totals)
         for key, by_episode in {**pictures, **rows.pictures}.items():
             whole = Brightness()
@@ -312,3 +347,15 @@ class _Examination:
                 self.progress.advance((self.root / name).stat().st_size)
             except OSError:
                 return  # missing: a finding says so
+
+
+def _journal_digests(root: Path) -> Iterator[tuple[str, Digest]]:
+    """Return the checksums of an earlier version's journal."""
+    for record in journal_records(root):
+        files = record.get("files")
+        for name, value in files.items() if isinstance(files, dict) else ():
+            pair: Any = (
+                [value.get("size"), value.get("crc32")] if isinstance(value, dict) else value
+            )
+            if isinstance(pair, list) and len(pair) == 2 and all(type(n) is int for n in pair):
+                yield name, (pair[0], pair[1])

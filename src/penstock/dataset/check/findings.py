@@ -7,6 +7,7 @@ from dataclasses import asdict, dataclass, field, replace
 from typing import Any, Literal
 
 Severity = Literal["error", "warning", "note"]
+AGAIN = "copy it again, or convert the recordings again"
 _MAX_ALIKE = 5  # findings of one kind in one file that are worth reading one by one
 
 
@@ -84,7 +85,7 @@ class Report:
         self._alike: dict[tuple[str, str, str], list[int]] = {}  # [how many, place of the last]
         self._checked: dict[str, int] = {}
 
-    def error(self, where: str, what: str, todo: str, kind: str = "") -> None:
+    def error(self, where: str, what: str, kind: str = "", todo: str = AGAIN) -> None:
         """Add an error; those of one kind in one file are only counted after the first few."""
         self._add(Finding(where, what, todo, "error"), kind, _MAX_ALIKE)
 

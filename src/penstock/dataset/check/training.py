@@ -13,10 +13,10 @@ from typing import Any, Final
 import numpy as np
 
 from penstock.dataset import layout
-from penstock.dataset.findings import Report
+from penstock.dataset.check.findings import Report
 from penstock.dataset.layout import Feature
 from penstock.dataset.metadata import EpisodeRecord, Stats
-from penstock.dataset.moments import Moments
+from penstock.dataset.stats import Moments
 
 Array = np.ndarray[Any, Any]
 

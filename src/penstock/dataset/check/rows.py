@@ -1,4 +1,4 @@
-"""Check the rows of a dataset and the statistics that should describe them."""
+"""Check the rows of a dataset, and count what the statistics should say of them."""
 
 from __future__ import annotations
 
@@ -10,24 +10,21 @@ import numpy as np
 import pyarrow as pa
 
 from penstock.dataset import layout, metadata
-from penstock.dataset.columns import Columns, Table
-from penstock.dataset.doctor_training import TrainingCheck
-from penstock.dataset.doctor_videos import TOLERANCE_S, Brightness, Decode, sample_indices
-from penstock.dataset.findings import Report
+from penstock.dataset.check.findings import Report
+from penstock.dataset.check.stats import RECOMPUTE, Shares
+from penstock.dataset.check.training import TrainingCheck
+from penstock.dataset.check.videos import TOLERANCE_S, Brightness, Decode
 from penstock.dataset.layout import Feature
 from penstock.dataset.metadata import EpisodeRecord, Info, Stats
-from penstock.dataset.moments import Moments, Shares
 from penstock.dataset.reader import decode_picture
+from penstock.dataset.stats import Moments, sample_indices
+from penstock.dataset.tables import Columns, Table, is_list
 from penstock.errors import DataError
 from penstock.media.images import ImageDecoder
 
-_COPY = "copy the file again, or convert the recording again"
-_CONVERT = "convert the recording again"
-_RECOMPUTE = "compute the statistics again"
-
 
 class RowCheck:
-    """Goes through the data files in order, and compares what it counts with the statistics.
+    """Goes through the data files in order, and counts what the statistics are compared with.
 
     Args:
         root: The dataset's folder.
@@ -42,14 +39,10 @@ class RowCheck:
     ) -> None:
         self._root, self._info, self._tasks = root, info, tasks
         self._decode, self._report = decode, report
-        self._numeric = {
-            name: feature
-            for name, feature in info.features.items()
-            if not feature.is_picture and layout.has_stats(feature)
-        }
+        self._numeric = {n: f for n, f in info.features.items() if not f.is_picture and f.has_stats}
         self._decoder = ImageDecoder()
         self.global_stats: Stats = {}
-        self.totals = {name: Moments.of(feature) for name, feature in self._numeric.items()}
+        self.totals: dict[str, Moments] = {}
         self.shares: dict[str, Shares] = {}
         self.pictures: dict[str, dict[int, Brightness]] = {}
         self.training = TrainingCheck(info.features, report)
@@ -59,9 +52,8 @@ class RowCheck:
         self.global_stats = stats
         for name, feature in self._numeric.items():
             points = {q: stats[name][q] for q in layout.QUANTILES if q in stats.get(name, {})}
-            shares = Shares.of(feature, points)
-            if shares is not None:
-                self.shares[name] = shares
+            if points and all(point.shape == feature.shape for point in points.values()):
+                self.shares[name] = Shares(points)
 
     def check_file(
         self,
@@ -82,11 +74,8 @@ class RowCheck:
                 features = self._check_schema(name, table.schema)
                 expected = sum(record.length for record in records)
                 if table.rows != expected:
-                    self._report.error(
-                        name,
-                        f"it has {table.rows} rows, its episodes need {expected}",
-                        _COPY,
-                    )
+                    what = f"it has {table.rows} rows, its episodes need {expected}"
+                    self._report.error(name, what)
                 start = 0
                 for record in records:
                     if start + record.length > table.rows:
@@ -94,28 +83,24 @@ class RowCheck:
                     done(record, self._check_episode(name, table, features, record, start))
                     start += record.length
         except DataError as error:
-            self._report.error(name, str(error), _COPY)
+            self._report.error(name, str(error))
 
     def _check_schema(self, name: str, schema: pa.Schema) -> dict[str, Feature]:
         """Compare the columns with the features; return those that can be read."""
-        wanted = layout.arrow_schema(self._info.features, self._info.version)
+        wanted = layout.arrow_schema(self._info.features, self._info.format.version)
         found: dict[str, Feature] = {}
         for column in wanted:
             place = schema.get_field_index(column.name)
-            if place < 0:
-                self._report.error(name, f"the column {column.name!r} is missing", _CONVERT)
-                continue
-            kind = schema.field(place).type
-            if not same_kind(kind, column.type):
-                self._report.error(
-                    name, f"{column.name!r} is stored as {kind}, not {column.type}", _CONVERT
-                )
-                continue
-            found[column.name] = self._info.features[column.name]
+            kind = schema.field(place).type if place >= 0 else None
+            if kind is None:
+                self._report.error(name, f"the column {column.name!r} is missing")
+            elif not same_kind(kind, column.type):
+                self._report.error(name, f"{column.name!r} is stored as {kind}, not {column.type}")
+            else:
+                found[column.name] = self._info.features[column.name]
         for extra in sorted(set(schema.names) - set(wanted.names)):
-            self._report.warning(
-                name, f"the column {extra!r} is not in info.json", "nothing reads it", "columns"
-            )
+            what = f"the column {extra!r} is not in info.json"
+            self._report.warning(name, what, "nothing reads it", "columns")
         return found
 
     def _check_episode(
@@ -126,9 +111,9 @@ class RowCheck:
         record: EpisodeRecord,
         start: int,
     ) -> dict[str, Moments]:
-        moments = {n: Moments.of(f) for n, f in self._numeric.items() if n in features}
+        moments = {n: Moments(f.size) for n, f in self._numeric.items() if n in features}
         tasks: set[int] = set()
-        sampled = set(sample_indices(record.length).tolist()) if record.length else set()
+        sampled = set(sample_indices(record.length, 0.75).tolist())
         position = 0
         self.training.start()
         for batch in table.batches(features, start, start + record.length):
@@ -139,7 +124,6 @@ class RowCheck:
                 tasks.update(np.unique(batch["task_index"]).tolist())
             for column, one in moments.items():
                 one.add(batch[column])
-                self.totals[column].add(batch[column])
                 if column in self.shares:
                     self.shares[column].add(batch[column])
             for column, feature in features.items():
@@ -148,10 +132,11 @@ class RowCheck:
             position += count
             self._report.count("rows", count)
         for column, one in moments.items():
-            if one.unusable:
+            self.totals.setdefault(column, Moments(one.dim)).merge(one)
+            if one.non_finite:
                 self._report.warning(
                     name,
-                    f"{column!r} has {one.unusable} values that are NaN or infinite in episode "
+                    f"{column!r} has {one.non_finite} values that are NaN or infinite in episode "
                     f"{record.index}",
                     "leave those frames out of training",
                     f"NaN in {column}",
@@ -163,51 +148,40 @@ class RowCheck:
         self, name: str, batch: Columns, record: EpisodeRecord, position: int, count: int
     ) -> None:
         frames = np.arange(position, position + count)
+        times = frames / self._info.fps
         expected = {
             "frame_index": frames,
             "index": record.from_index + frames,
             "episode_index": np.full(count, record.index),
+            "timestamp": times,
         }
         for column, values in expected.items():
-            if column in batch and not np.array_equal(batch[column], values):
-                k = int(np.argmax(batch[column] != values))
-                self._report.error(
-                    name,
-                    f"{column} is {batch[column][k]} in frame {frames[k]} of episode "
-                    f"{record.index}, not {values[k]}",
-                    _CONVERT,
-                    column,
-                )
-        if "timestamp" in batch:
-            times = frames / self._info.fps
-            room = TOLERANCE_S + np.spacing(times.astype(np.float32)).astype(np.float64)
-            bad = ~(np.abs(batch["timestamp"].astype(np.float64) - times) <= room)
+            if column not in batch:
+                continue
+            bad = batch[column] != values
+            if column == "timestamp":
+                room = TOLERANCE_S + np.spacing(times.astype(np.float32)).astype(np.float64)
+                bad = ~(np.abs(batch[column].astype(np.float64) - times) <= room)
             if bad.any():
                 k = int(np.argmax(bad))
                 self._report.error(
                     name,
-                    f"timestamp is {batch['timestamp'][k]} in frame {frames[k]} of episode "
-                    f"{record.index}, not {times[k]:.6f}",
-                    _CONVERT,
-                    "timestamp",
+                    f"{column} is {batch[column][k]} in frame {frames[k]} of episode "
+                    f"{record.index}, not {values[k]:.10g}",
+                    column,
                 )
 
     def _check_tasks(self, name: str, record: EpisodeRecord, numbers: set[int]) -> None:
         texts = {self._tasks[n] for n in numbers if 0 <= n < len(self._tasks)}
         bad = [n for n in numbers if not 0 <= n < len(self._tasks)]
         if bad:
-            self._report.error(
-                name,
-                f"task_index {bad[0]} in episode {record.index}: there are {len(self._tasks)}",
-                _CONVERT,
-                "task_index",
-            )
+            what = f"task_index {bad[0]} in episode {record.index}: there are {len(self._tasks)}"
+            self._report.error(name, what, "task_index")
         elif numbers and texts != set(record.tasks):
             self._report.error(
                 name,
                 f"episode {record.index} has the tasks {sorted(texts)} in its rows, "
                 f"{sorted(record.tasks)} in {record.source}",
-                _CONVERT,
                 "tasks",
             )
 
@@ -220,31 +194,21 @@ class RowCheck:
         position: int,
         sampled: set[int],
     ) -> None:
-        feature = self._info.features[column]
-        _, height, width = feature.picture_size
+        _, height, width = self._info.features[column].picture_size
         few = {0, record.length // 2, record.length - 1}
         for k, data in enumerate(pictures, position):
             if self._decode == "sample" and k not in few:
                 continue
+            here = f"{column!r} in frame {k} of episode {record.index}"
             try:
                 picture = decode_picture(self._decoder, data)
             except DataError as error:
-                self._report.error(
-                    name,
-                    f"{column!r} in frame {k} of episode {record.index}: {error}",
-                    _COPY,
-                    f"pictures of {column}",
-                )
+                self._report.error(name, f"{here}: {error}", f"pictures of {column}")
                 continue
             self._report.count("pictures decoded")
             if picture.shape[:2] != (height, width):
-                self._report.error(
-                    name,
-                    f"{column!r} in frame {k} of episode {record.index} is "
-                    f"{picture.shape[1]}x{picture.shape[0]}, not {width}x{height}",
-                    _CONVERT,
-                    f"picture size of {column}",
-                )
+                what = f"{here} is {picture.shape[1]}x{picture.shape[0]}, not {width}x{height}"
+                self._report.error(name, what, f"picture size of {column}")
             elif self._decode == "all" and k in sampled:
                 by_episode = self.pictures.setdefault(column, {})
                 by_episode.setdefault(record.index, Brightness()).add(picture)
@@ -259,9 +223,8 @@ def same_kind(found: pa.DataType, wanted: pa.DataType) -> bool:
         return bool(types.is_struct(found) and found.get_field_index("bytes") >= 0)
     if types.is_fixed_size_list(wanted) and types.is_fixed_size_list(found):
         return bool(found.list_size == wanted.list_size and found.value_type == wanted.value_type)
-    lists = (types.is_list, types.is_large_list, types.is_fixed_size_list)
-    if any(test(wanted) for test in lists):
-        return any(test(found) for test in lists) and same_kind(found.value_type, wanted.value_type)
+    if is_list(wanted):
+        return is_list(found) and same_kind(found.value_type, wanted.value_type)
     if types.is_string(wanted):
         return bool(types.is_string(found) or types.is_large_string(found))
     return bool(found == wanted)
@@ -274,9 +237,7 @@ class StatsInOrder:
         self._source: Iterator[tuple[int, Stats]] = metadata.read_episode_stats(root, info)
         self._waiting: dict[int, Stats] = {}
         self._report = report
-        self._where = (
-            layout.EPISODES_FOLDER if info.version == "v3.0" else layout.EPISODES_STATS_JSONL
-        )
+        self.where = info.format.episode_stats
 
     def get(self, episode: int) -> Stats | None:
         """Return an episode's statistics; None, and a finding, if there are none."""
@@ -284,18 +245,14 @@ class StatsInOrder:
             try:
                 number, stats = next(self._source)
             except StopIteration:
-                self._report.error(
-                    self._where,
-                    f"episode {episode} has no statistics",
-                    _RECOMPUTE,
-                    "missing statistics",
-                )
+                what = f"episode {episode} has no statistics"
+                self._report.error(self.where, what, "missing statistics", RECOMPUTE)
                 return None
             except DataError as error:
-                self._report.error(self._where, str(error), _COPY, "unreadable statistics")
+                self._report.error(self.where, str(error), "unreadable statistics")
                 self._source = iter(())
                 continue
             if number in self._waiting:
-                self._report.error(self._where, f"episode {number} has statistics twice", _CONVERT)
+                self._report.error(self.where, f"episode {number} has statistics twice")
             self._waiting[number] = stats
         return self._waiting.pop(episode)
