@@ -20,6 +20,7 @@ from penstock.dataset import build as building
 from penstock.dataset import layout, swap
 from penstock.dataset.check import check
 from penstock.dataset.layout import Feature, FileLimits
+from penstock.dataset.metadata import read_tasks
 from penstock.dataset.reader import Dataset
 from penstock.dataset.unit import Episode
 from penstock.dataset.writer import DatasetWriter
@@ -59,7 +60,7 @@ def check_v3(out: Path, numbers: int | list[int]) -> None:
     assert [row["episode_index"] for row in records] == list(range(count))
     assert [row["length"] for row in records] == lengths
     starts = np.cumsum([0, *lengths])
-    tasks = layout.read_tasks(pq.read_table(out / layout.V30.tasks))
+    tasks = read_tasks(out, layout.V30)
     for row, number, length in zip(records, numbers, lengths, strict=True):
         at = row["episode_index"]
         span = (row["dataset_from_index"], row["dataset_to_index"])
