@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from penstock.dataset.columns import inside
+from penstock.dataset.tables import inside
 from penstock.dataset.layout import AUTO_FEATURES, Feature
 from penstock.dataset.reader import Dataset, Episode
 from penstock.errors import DataError, UsageError
