@@ -11,9 +11,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from penstock.dataset.tables import inside
 from penstock.dataset.layout import AUTO_FEATURES, Feature
 from penstock.dataset.reader import Dataset, Episode
+from penstock.dataset.tables import inside
 from penstock.errors import DataError, UsageError
 from penstock.inspect.dataset import origin
 from penstock.media.images import thumbnail
