@@ -2,7 +2,7 @@
 
 A case, one folder each, states the claim it checks and who it is compared with; running it gives
 rows. measure.py times, experience.py makes data, runner.py adds machine and versions, stored.py
-keeps a run, compare.py sets two beside each other, claims.py looks up what the proposal promises.
+keeps a run, compare.py sets two beside each other, figures.py writes them into the documents.
 """
 
 from __future__ import annotations

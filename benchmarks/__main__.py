@@ -7,8 +7,7 @@ import json
 import sys
 from collections.abc import Sequence
 
-from benchmarks import NAMES, claims, runner
-from penstock.core.files import publish_bytes
+from benchmarks import NAMES, figures, runner
 from penstock.errors import PenstockError, UsageError
 
 
@@ -29,7 +28,7 @@ def main(words: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("--compare", metavar="FILE", help="compare with an older run")
     parser.add_argument(
-        "--claims", metavar="FILE", help="also write every claim and its verdict, as Markdown"
+        "--pages", action="store_true", help="also write the figures into README and docs"
     )
     try:
         return _run(parser.parse_args(words))
@@ -57,8 +56,9 @@ def _run(arguments: argparse.Namespace) -> int:
         runner.save(result, arguments.save)
     if arguments.html:
         runner.html_report(result).write(arguments.html)
-    if arguments.claims:
-        publish_bytes(arguments.claims, claims.page(result).encode())
+    if arguments.pages:
+        for page in figures.write_pages(result):
+            print(f"{page}: new figures")
     failed = result.get("failed", {})
     if "interrupted" in failed.values():
         return 130

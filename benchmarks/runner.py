@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import platform
+import subprocess
 import sys
 import tempfile
 import time
@@ -13,7 +14,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
-from benchmarks import NAMES, Case, Row, Settings, claims, find_case
+from benchmarks import NAMES, Case, Row, Settings, find_case
 from benchmarks.compare import compare_text
 from benchmarks.stored import FORMAT, format_number, load, save
 from penstock import __version__
@@ -79,6 +80,7 @@ def run(names: Sequence[str] = (), quick: bool = False, settings: Settings | Non
         "format": FORMAT,
         "penstock": __version__,
         "when": time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime()),
+        "commit": commit(),
         "machine": machine(),
         "versions": versions(),
         "load_before": load_before,
@@ -147,6 +149,16 @@ def machine() -> str:
     return f"{model}, {os.cpu_count()} cores, {memory:.1f} GB memory, {system}"
 
 
+def commit() -> str:
+    """Name the commit that was measured; "unknown" outside of a clone."""
+    words = ["git", "describe", "--always", "--dirty"]
+    try:
+        done = subprocess.run(words, capture_output=True, text=True, check=True)  # noqa: S603
+    except (OSError, subprocess.CalledProcessError):
+        return "unknown"
+    return done.stdout.strip()
+
+
 def versions() -> dict[str, str]:
     """Return the versions of Python and of the packages that matter."""
     found = {"python": platform.python_version()}
@@ -188,12 +200,6 @@ def html_report(result: dict[str, Any]) -> Report:
             if _can_be_drawn(rows):
                 bars = {row["who"]: [row["value"]] for row in rows}
                 report.plot(bars, what, rows[0]["unit"], kind="bars")
-    columns, found = claims.table(result)
-    measured = [row for row in found if not any(claims.ABSENT in cell for cell in row)]
-    if measured:
-        report.heading("What the documents promise")
-        report.text(claims.HOW)
-        report.table(columns, measured)
     return report
 
 
@@ -212,7 +218,7 @@ def _can_be_drawn(rows: Sequence[dict[str, Any]]) -> bool:
 def _head(result: dict[str, Any]) -> str:
     names = ", ".join(f"{name} {number}" for name, number in result["versions"].items())
     quick = " (quick: few repetitions, expect noise)" if result["quick"] else ""
-    when = f", {result['when']}"
+    when = f", {result['when']}, commit {result.get('commit', 'unknown')}"
     return (
         f"penstock {result['penstock']}{when}{quick}\n{result['machine']}\n{names}\n"
         f"load before {result['load_before']:.1f}, after {result['load_after']:.1f}"

@@ -20,7 +20,7 @@ from penstock.nav.training.config import load_config
 from penstock.samples import write_sample
 
 ROOT = Path(__file__).parent.parent
-PAGES = sorted([*ROOT.glob("README*.md"), *(ROOT / "docs").glob("*.md")])
+PAGES = sorted([*ROOT.glob("README*.md"), ROOT / "CONTRIBUTING.md", *(ROOT / "docs").rglob("*.md")])
 TINY = [
     "env.num_envs=16",
     "env.maps=1",

@@ -15,7 +15,7 @@ import psutil
 from numpy.typing import NDArray
 
 from penstock.advisor.arrays import Leaves, add_leaves, leaves_of
-from penstock.advisor.sample import Group, Key, Source, Values, spread, state_group
+from penstock.advisor.sample import Group, Key, Source, Values, nbytes, spread, state_group
 from penstock.checkpoints import folder
 from penstock.core.pack import Entry, PackReader, is_pack
 from penstock.errors import DataError, LimitExceeded, UsageError
@@ -27,6 +27,7 @@ DELTA_EVERY = 10  # of the series that is measured, and advised
 _SERIES, _MEMBERS = 3, 4  # keyframes that are looked at, and differences of each
 _LOADED_BYTES = 1 << 30  # of files that must be loaded to look into them, in a series
 _LZ4_RATIO = 20  # what a compressed file of numbers may become, at most, to be loaded for a look
+_CHANGED = 0.1  # of the bytes of a checkpoint, in tensors whose shape differs from the newest's
 _ALIKE = 2.0  # how far the sizes of such files may be apart to be of one series
 
 
@@ -153,17 +154,31 @@ def add_checkpoints(source: Source, where: Path, budget: int) -> None:
 
 
 def _add_alike(source: Source, path: Path, budget: int) -> Group | None:
-    """Sample a checkpoint, unless its structure is another than that of those before."""
+    """Sample a checkpoint, unless its structure is another than that of those before.
+
+    A tensor that has grown since then (a log, a history) is left out of the sample.
+    """
     known = _structure((k.path, k) for k in source.keys if k.writer == "checkpoint")
     with _opened(path) as (leaves, meta):
-        if known and _structure(leaves) != known:
+        found = _structure(leaves)
+        if known and not _alike(found, known):
             return None
-        return state_group(source, leaves, budget, meta=meta)
+        same = [leaf for leaf in leaves if not known or found[leaf[0]] == known[leaf[0]]]
+        return state_group(source, same, budget, meta=meta)
 
 
 def _structure(leaves: Iterable[tuple[tuple[str, ...], Key | Values]]) -> dict[Any, Any]:
     """Return type and shape by name: files may hold their tensors in any order."""
     return {path: (some.dtype, tuple(some.shape)) for path, some in leaves}
+
+
+def _alike(one: dict[Any, Any], other: dict[Any, Any]) -> bool:
+    """Whether two checkpoints hold the same tensors, by name; a few may differ in their shape."""
+    if one.keys() != other.keys():
+        return False
+    whole = sum(nbytes(*entry) for entry in one.values())
+    changed = sum(nbytes(*one[name]) for name in one if one[name] != other[name])
+    return changed <= _CHANGED * whole
 
 
 def _weigh(source: Source, taken: Sequence[tuple[list[Group], int]], count: int) -> None:
@@ -222,7 +237,7 @@ def _series(where: Path) -> tuple[list[Path], int]:
     if packs:
         packs.sort(key=lambda pack: (pack[0], _natural(pack[1])))
         like = next((pack for pack in packs if pack[1] == newest), packs[-1])
-        alike = [path for _, path, structure in packs if structure == like[2]]
+        alike = [path for _, path, structure in packs if _alike(structure, like[2])]
         return alike, left_out + len(packs) + len(others) - len(alike)
     if not others:
         return [], left_out

@@ -25,6 +25,7 @@ Mode = Literal["rich", "plain", "quiet"]
 
 ENV_MODE: Final = "PENSTOCK_PROGRESS"
 _PERIOD_S: Final = {"rich": 0.25, "plain": 5.0}
+_BAR: Final = 20
 _MEMORY_PERIOD_S: Final = 1.0  # reading the whole process tree takes milliseconds
 
 
@@ -108,7 +109,9 @@ class Progress:
             elapsed_s = now_s - self._start_s
             rate = self.done / elapsed_s if elapsed_s > 0 else 0.0
             words = [self._amount(), self._rate(rate), f"in {clock(elapsed_s)}", self._rss(now_s)]
-            self._put("  ".join([*words, "stopped"] if stopped else words))
+            if self._bar is not None and not stopped:
+                self._bar.finish(self.done)
+            self._put([*words, "stopped"] if stopped else words)
             if self._bar is not None:
                 never_fail(self._bar.stop)
 
@@ -134,15 +137,17 @@ class Progress:
         words.append(self._rss(now_s))
         if self._note:
             words.append(self._note)
-        self._put("  ".join(words))
+        self._put(words)
 
-    def _put(self, status: str) -> None:
+    def _put(self, words: list[str]) -> None:
+        """Show words; on a narrow terminal the speed and the memory are left out first."""
         if self.mode == "plain":
-            line = f"{self.title}: {status}" if self.title else status
+            line = "  ".join(words)
+            line = f"{self.title}: {line}" if self.title else line
             never_fail(lambda: print(line, file=sys.stderr, flush=True))  # noqa: T201
         elif self._bar is not None:
             bar = self._bar
-            never_fail(lambda: bar.show(self.done, status))
+            never_fail(lambda: bar.show(self.done, words))
 
     def _amount(self) -> str:
         scale, digits, unit = (1e6, 1, "MB") if self.unit == "bytes" else (1, 0, self.unit)
@@ -168,11 +173,13 @@ class _RichBar:
         from rich.progress import BarColumn, TextColumn
         from rich.progress import Progress as RichProgress
 
+        self._console = terminal()
+        self._room = max(20, self._console.width - len(title) - _BAR - 3)
         self._progress: Any = RichProgress(
             TextColumn("{task.description}", markup=False),
-            BarColumn(),
+            BarColumn(bar_width=_BAR, complete_style="cyan", finished_style="green"),
             TextColumn("{task.fields[status]}", markup=False),
-            console=terminal(),
+            console=self._console,
             auto_refresh=False,  # no thread of rich's own
             # Redirected prints come out on stderr, so never take them from a pipe or a file.
             redirect_stdout=sys.stdout.isatty(),
@@ -180,11 +187,21 @@ class _RichBar:
         self._task = self._progress.add_task(title, total=total, status="")
         self._started = False
 
-    def show(self, done: int, status: str) -> None:
+    def show(self, done: int, words: list[str]) -> None:
         if not self._started:
             self._started = True
             self._progress.start()
+        for place in (3, 1):  # memory, then speed
+            if len("  ".join(words)) > self._room and len(words) > place:
+                words = words[:place] + words[place + 1 :]
+        status = "  ".join(words)
+        if len(status) > self._room:
+            status = status[: self._room - 1] + "…"
         self._progress.update(self._task, completed=done, status=status, refresh=True)
+
+    def finish(self, done: int) -> None:
+        """Let the bar be full: the job is done, whatever it was thought to be."""
+        self._progress.update(self._task, total=max(1, done))
 
     def stop(self) -> None:
         self._progress.stop()
