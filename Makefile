@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: setup demo test test-versions test-recordings smoke lint bench bench-peers stress test-cluster cluster test-peers peers beside integrations format clean
+.PHONY: setup demo test test-versions test-recordings smoke release-check lint bench bench-peers stress test-cluster cluster test-peers peers beside integrations format clean
 
 setup: $(STAMP)
 
@@ -24,6 +24,10 @@ test: setup
 # The wheel on every Python from 3.10 to 3.13 that is found, and on 3.10 with torch 2.0.1 (4 GB, once).
 test-versions: setup
 	$(BIN)/python .ci/versions.py test
+
+# What is published: the same bytes twice, twine's checks, and the README on every Python (8 GB, not kept).
+release-check: setup
+	$(BIN)/python .ci/versions.py release
 
 smoke: setup
 	$(BIN)/python .ci/versions.py smoke

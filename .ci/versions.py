@@ -3,6 +3,8 @@
     python .ci/versions.py test     # the tests that need no torch; on 3.10 also with the lowest
                                     # version of each dependency, and those of torch 2.0.1
     python .ci/versions.py smoke    # install, convert a sample, doctor: a minute in all
+    python .ci/versions.py release  # build twice, compare, twine check; then, on every Python, an
+                                    # empty environment with the wheel runs the README
     python .ci/versions.py find 3.12    # where an interpreter is
 
 Pythons are looked for as python3.X on PATH and among pyenv's; PENSTOCK_PYTHONS names more, as
@@ -120,6 +122,25 @@ def build_wheel() -> Path:
     return wheel
 
 
+def build_release() -> Path:
+    """Build sdist and wheel twice, compare their bytes, check them, and return the wheel."""
+    when = run("git", "log", "-1", "--format=%ct").strip()
+    os.environ |= {"SOURCE_DATE_EPOCH": when}
+    os.environ.setdefault("PENSTOCK_URL", "https://example.org/penstock")
+    built = []
+    for number in (1, 2):
+        folder = HOME / f"dist{number}"
+        shutil.rmtree(folder, ignore_errors=True)
+        run(sys.executable, "-m", "build", "--outdir", folder, ROOT)
+        built.append({path.name: path.read_bytes() for path in sorted(folder.iterdir())})
+    if built[0] != built[1]:
+        raise Failed(f"two builds differ: {', '.join(built[0])}")
+    run(sys.executable, "-m", "twine", "check", "--strict", *(HOME / "dist1").iterdir())
+    print(f"{', '.join(built[0])}: the same bytes twice, twine finds nothing", flush=True)
+    (wheel,) = (HOME / "dist1").glob("penstock-*.whl")
+    return wheel
+
+
 def make_environment(python: Path, folder: Path, *packages: object) -> Path:
     """Make an environment, or bring one up to date; return its interpreter."""
     inside = folder / "bin" / "python"
@@ -195,10 +216,35 @@ def smoke(version: str, python: Path, wheel: Path) -> Iterator[Outcome]:
             yield Outcome(version, f"FAILED: {error}", good=False)
 
 
+def release(version: str, python: Path, wheel: Path) -> Iterator[Outcome]:
+    """Install the wheel with its extras into an empty environment, and run the README there."""
+    folder = HOME / f"{version}-release"
+    shutil.rmtree(folder, ignore_errors=True)
+    try:
+        run(python, "-m", "venv", folder)
+        inside = folder / "bin" / "python"
+        pip = (inside, "-m", "pip", "install", "--disable-pip-version-check")
+        run(*pip, "-c", ROOT / "constraints.txt", "torch")
+        run(*pip, f"{wheel}[rl,onnx,test]")
+        with tempfile.TemporaryDirectory(prefix="penstock-release-") as name:
+            home = Path(name)
+            (home / "tests").mkdir()
+            shutil.copy(ROOT / "tests" / "test_readme.py", home / "tests")
+            for needed in ("README.md", "README.zh-CN.md", "Makefile"):
+                shutil.copy(ROOT / needed, home)
+            said = run(inside, "-m", "pytest", "-q", "--timeout", "600", "tests", cwd=home)
+        text = f"{said.strip().splitlines()[-1].strip('= ')} ({shown_versions(inside)})"
+        yield Outcome(version, f"the README runs: {text}")
+    except Failed as error:
+        yield Outcome(version, f"FAILED: {error}", good=False)
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
 def main() -> int:
     """Go through the versions; 1 if anything failed, or no Python was found."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("what", choices=["test", "smoke", "find"])
+    parser.add_argument("what", choices=["test", "smoke", "release", "find"])
     parser.add_argument("versions", nargs="*", default=VERSIONS, help="such as 3.10; all if none")
     words = parser.parse_args()
     if words.what == "find":
@@ -206,8 +252,9 @@ def main() -> int:
         print(found or f"python{words.versions[0]}")
         return found is None
     HOME.mkdir(exist_ok=True)
-    wheel = build_wheel()
-    each, done = (test, "tested") if words.what == "test" else (smoke, "smoked")
+    wheel = build_release() if words.what == "release" else build_wheel()
+    kinds = {"test": (test, "tested"), "smoke": (smoke, "smoked"), "release": (release, "tried")}
+    each, done = kinds[words.what]
     outcomes: list[Outcome] = []
     for version in words.versions:
         python = find_python(version)
