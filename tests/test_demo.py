@@ -33,7 +33,7 @@ def test_the_tour(tmp_path, capfd, monkeypatch):
     page = report.read_text()
     assert page.count("<svg") >= 3
     assert "data:image/png" in page
-    for figure in ("peak memory", "held up per checkpoint", "policy + shield", "a bit flipped"):
+    for figure in ("peak memory", "paused per checkpoint", "policy + shield", "a bit flipped"):
         assert figure in page
     # What the tour left is cleared, what somebody else put there is kept.
     (tmp_path / "demo" / "mine.txt").write_text("keep me")

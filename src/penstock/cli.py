@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import io
 import os
+import re
+import shlex
 import signal
 import sys
 import threading
@@ -89,6 +91,7 @@ def _run(words: list[str]) -> int:
         parser.print_help()
         return UsageError.exit_code
     command = commands[arguments.verb]
+    arguments.typed = shlex.join(["penstock", *words])
     with _progress("quiet" if arguments.quiet else None):
         outcome = (
             _until_stopped(lambda: command.run(arguments))
@@ -99,7 +102,7 @@ def _run(words: list[str]) -> int:
         _print_json(outcome.data)
     elif outcome.text and (outcome.answer or outcome.code or not arguments.quiet):
         # Names in it come from files, and may hold what a terminal would obey.
-        print(printable(outcome.text))
+        print(_coloured(printable(outcome.text)))
     return outcome.code
 
 
@@ -146,6 +149,14 @@ def _fail(message: str, code: int, words: list[str]) -> int:
     # One line, whatever the message holds.
     print(printable(f"penstock: {' '.join(message.split())}"), file=sys.stderr)
     return code
+
+
+def _coloured(text: str) -> str:
+    """Colour what is wrong and what is well, where a terminal shows it."""
+    if not sys.stdout.isatty() or os.environ.get("NO_COLOR"):
+        return text
+    text = re.sub(r"(?m)^(FAILED|ERROR|CANNOT|MISSING|finding)(:.*)", "\x1b[31m\\1\x1b[0m\\2", text)
+    return re.sub(r"(?m)^(ok\b|check: +ok)", "\x1b[32m\\1\x1b[0m", text)
 
 
 def _print_json(value: Any) -> None:

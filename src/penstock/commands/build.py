@@ -31,16 +31,17 @@ class BuildReport:
 
     def text(self) -> str:
         """Return the summary for the terminal."""
-        lines = [
-            f"dataset        {self.out}: {self.episodes} episodes, {self.frames} frames",
-            f"units          {self.added} added",
+        from penstock.ui.report import aligned
+
+        lines = [("FAILED", f"{name}: {reason}") for name, reason in self.failed.items()]
+        lines += [
+            ("dataset", f"{self.out}: {self.episodes} episodes, {self.frames} frames"),
+            ("units", f"{self.added} added"),
         ]
         if self.missing:
-            lines.append(
-                f"missing        {self.missing} recordings: penstock convert BAGS OUT --resume"
-            )
-        lines += [f"FAILED         {name}: {reason}" for name, reason in self.failed.items()]
-        return "\n".join(lines)
+            todo = "penstock convert BAGS OUT --resume"
+            lines.append(("missing", f"{self.missing} recordings: {todo}"))
+        return aligned(lines)
 
 
 def build(out: str) -> BuildReport:

@@ -32,7 +32,7 @@ def run(arguments: argparse.Namespace) -> Report | Prediction:
         return report  # a page per shard would be a hundred pages
     page = Path(arguments.report or f"{request.out.absolute()}.html")
     sweep(page.absolute().parent)  # of a command that was killed while it wrote its page
-    report.write_page(page)
+    report.write_page(page, arguments.typed)
     return report
 
 
@@ -132,7 +132,8 @@ def _add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def _run(arguments: argparse.Namespace) -> Outcome:
     report = run(arguments)
-    return Outcome(report.text(), report.to_json(), 0 if report.ok else 1, answer=False)
+    text = report.text(arguments.verbose)
+    return Outcome(text, report.to_json(), 0 if report.ok else 1, answer=False)
 
 
 COMMAND = Command(

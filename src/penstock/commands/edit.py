@@ -87,18 +87,20 @@ def _edits(operation: str, words: Sequence[str]) -> Edits:
 
 def text(report: EditReport) -> str:
     """Lay out what an edit did."""
+    from penstock.ui.report import aligned
+
     lines = [
-        f"dataset        {report.out}",
-        f"episodes       {report.episodes} of {report.episodes_before}",
-        f"frames         {report.frames} of {report.frames_before}",
+        ("dataset", str(report.out)),
+        ("episodes", f"{report.episodes} of {report.episodes_before}"),
+        ("frames", f"{report.frames} of {report.frames_before}"),
     ]
     if report.files:
-        lines.append(f"files          {report.files}, {report.kept_files} of them as they were")
+        lines.append(("files", f"{report.files}, {report.kept_files} of them as they were"))
     if report.encoded:
-        lines.append(f"encoded        {report.encoded} videos of episodes were encoded again")
+        lines.append(("encoded", f"{report.encoded} videos of episodes were encoded again"))
     if report.dry_run:
-        lines.append("dry run        nothing was written")
-    return "\n".join(lines)
+        lines.append(("dry run", "nothing was written"))
+    return aligned(lines)
 
 
 def _numbers(words: Sequence[str]) -> list[int]:

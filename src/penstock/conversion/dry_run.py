@@ -23,6 +23,7 @@ from penstock.conversion.run import queue_bytes
 from penstock.core.memory import format_bytes
 from penstock.dataset.unit import UnitRecord
 from penstock.errors import DataError
+from penstock.ui.report import aligned
 
 _TRIAL_FRAMES = 90
 
@@ -66,20 +67,23 @@ class Prediction:
             "trial_frames": self.trial_frames,
         }
 
-    def text(self) -> str:
-        """Return the prediction for the terminal."""
+    def text(self, verbose: bool = False) -> str:
+        """Return the prediction for the terminal; there are no more details."""
         account = self.account
-        lines = [
-            f"frames         {account.frames_out} in {self.episodes} episodes "
-            f"({account.frames_in} recorded, {account.frames_dropped} dropped)",
-            f"size           about {format_bytes(self.size_bytes)}",
-            f"time           about {self.seconds:.0f} s",
-            f"memory         about {format_bytes(self.memory_bytes)}",
-            f"measured on    {self.trial_frames} frames; nothing was written",
+        lines = [("CANNOT", f"{path}: {reason}") for path, reason in self.failed.items()]
+        lines += [
+            (
+                "frames",
+                f"{account.frames_out} in {self.episodes} episodes "
+                f"({account.frames_in} recorded, {account.frames_dropped} dropped)",
+            ),
+            ("size", f"about {format_bytes(self.size_bytes)}"),
+            ("time", f"about {self.seconds:.0f} s"),
+            ("memory", f"about {format_bytes(self.memory_bytes)}"),
+            ("measured on", f"{self.trial_frames} frames; nothing was written"),
         ]
-        lines += [f"dropped        {n} x {why}" for why, n in account.dropped.most_common()]
-        lines += [f"CANNOT         {path}: {reason}" for path, reason in self.failed.items()]
-        return "\n".join(lines)
+        lines += [("dropped", f"{n} x {why}") for why, n in account.dropped.most_common()]
+        return aligned(lines)
 
 
 def predict(request: Request) -> Prediction:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import os
 import shlex
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -14,6 +16,7 @@ from penstock.conversion.request import Shard
 from penstock.core.memory import format_bytes
 from penstock.dataset.check import Finding
 from penstock.ui.report import Report as Page
+from penstock.ui.report import aligned
 
 
 @dataclass(slots=True)
@@ -142,53 +145,65 @@ class Report:
             "report": None if self.page is None else str(self.page),
         }
 
-    def text(self) -> str:
-        """Return the summary for the terminal."""
+    def text(self, verbose: bool = False) -> str:
+        """Return the summary for the terminal: what failed first, then what was done.
+
+        Args:
+            verbose: Say in detail what the check looked at.
+        """
         size_bytes = sum(bag.size_bytes for bag in self.bags)
         speed = size_bytes / self.wall_s if self.wall_s else 0.0
         rate = self.frames_out / self.wall_s if self.wall_s else 0.0
-        lines = [
-            f"dataset        {self.out}: {self.total_episodes} episodes, "
-            f"{self.total_frames} frames at {self.mapping.fps} fps"
+        lines = [("FAILED", f"{path}: {reason}") for path, reason in self.failed.items()]
+        for finding in self.findings or ():
+            lines.append((finding.severity.upper(), f"{finding.where}: {finding.what}"))
+        made = f"{self.total_episodes} episodes, {self.total_frames} frames at "
+        lines += [
+            ("dataset", f"{self.out}: {made}{self.mapping.fps} fps")
             if self.shard is None
-            else f"shard          {self.shard} of {self.out}: its units are committed; when all "
-            "shards are done, penstock build makes the dataset",
-            f"bags           {len(self.bags)} converted, {len(self.skipped)} done before, "
-            f"{len(self.failed)} failed",
-            f"frames         {self._balance()}",
-            f"memory         peak {format_bytes(self.peak_bytes)} of "
-            f"{format_bytes(self.memory_limit_bytes)}",
-            f"time           {self.wall_s:.1f} s, {format_bytes(speed)}/s, {rate:.0f} frames/s",
+            else (
+                "shard",
+                f"{self.shard} of {self.out}: its units are committed; when all shards are done, "
+                "penstock build makes the dataset",
+            ),
+            (
+                "bags",
+                f"{len(self.bags)} converted, {len(self.skipped)} done before, "
+                f"{len(self.failed)} failed",
+            ),
+            ("frames", self._balance()),
+            (
+                "memory",
+                f"peak {format_bytes(self.peak_bytes)} of {format_bytes(self.memory_limit_bytes)}",
+            ),
+            ("time", f"{self.wall_s:.1f} s, {format_bytes(speed)}/s, {rate:.0f} frames/s"),
         ]
         if self.findings is not None:
-            lines.append(f"check          {self._check_text()}")
+            lines.append(("check", self._check_text(verbose)))
         if self.page is not None:
-            lines.append(f"report         {self.page}")
-        lines += [f"dropped        {n} x {why}" for why, n in self.account.dropped.most_common()]
-        lines += [f"note           {n} x {what}" for what, n in self.account.notes.most_common()]
+            lines.append(("report", str(self.page)))
+        lines += [("dropped", f"{n} x {why}") for why, n in self.account.dropped.most_common()]
+        lines += [("note", f"{n} x {what}") for what, n in self.account.notes.most_common()]
         lines += [
-            f"salvaged       {bag.path.name}: {bag.salvage}" for bag in self.bags if bag.salvage
+            ("salvaged", f"{bag.path.name}: {bag.salvage}") for bag in self.bags if bag.salvage
         ]
         lines += [
-            f"copy           {path.name} is the same recording as {other.name}: taken once"
+            ("copy", f"{path.name} is the same recording as {other.name}: taken once")
             for path, other in self.copies.items()
         ]
         if self.unused:
-            lines.append(f"left out       {self.unused} bags, by the setting rosbag.num_used")
-        lines += [f"FAILED         {path}: {reason}" for path, reason in self.failed.items()]
-        for finding in self.findings or ():
-            lines.append(f"{finding.severity.upper():<14} {finding.where}: {finding.what}")
-        lines += [f"look           {note.what}; {note.todo}" for note in self.training]
+            lines.append(("left out", f"{self.unused} bags, by the setting rosbag.num_used"))
+        lines += [("look", f"{note.what}; {note.todo}") for note in self.training]
         if self.ok and self.total_frames:
-            lines += [f"next           {command}" for command in self.next_steps()]
-        return "\n".join(lines)
+            lines += [("next", command) for command in self.next_steps()]
+        return aligned(lines)
 
     def next_steps(self) -> list[str]:
         """Return what to type next."""
         out = shlex.quote(str(self.out))
         name = shlex.quote(f"local/{self.out.name}")
         return [
-            f"lerobot-dataset-viz --repo-id {name} --root {out} --episode-index 0",
+            f"penstock view {out}",
             f"lerobot-train --dataset.repo_id={name} --dataset.root={out} --policy.type=act "
             "--policy.push_to_hub=false",
         ]
@@ -201,22 +216,38 @@ class Report:
             f"{account.frames_dropped} dropped"
         )
 
-    def _check_text(self) -> str:
+    def _check_text(self, verbose: bool = True) -> str:
         findings = self.findings or []
         if not findings:
             counts = ", ".join(f"{n} {what}" for what, n in self.checked.items())
-            return f"ok ({counts})" if counts else "ok"
+            return f"ok ({counts})" if counts and verbose else "ok"
         return f"{len(findings)} findings"
 
-    def write_page(self, path: Path) -> Path:
-        """Write the report as one HTML file."""
+    def write_page(self, path: Path, command: str = "") -> Path:
+        """Write the report as one HTML file.
+
+        Args:
+            path: The file.
+            command: What was typed.
+        """
         page = Page(f"Conversion into {self.out.name}")
+        if self.failed:
+            page.heading("Bags that failed")
+            page.table(("bag", "reason"), [(str(p), why) for p, why in self.failed.items()])
+        if self.findings:
+            page.heading("Findings of the check")
+            rows = [(f.severity, f.where, f.what, f.todo) for f in self.findings]
+            page.table(("severity", "where", "what", "what to do"), rows)
         page.figures(
             [
                 ("episodes", str(self.total_episodes), f"{self.total_frames} frames"),
                 ("frames in", str(self.account.frames_in), self.mapping_text()),
                 ("frames out", str(self.account.frames_out), f"{self.mapping.fps} fps"),
-                ("dropped", str(self.account.frames_dropped), "each with its reason"),
+                (
+                    "dropped",
+                    str(self.account.frames_dropped),
+                    "reasons are below" if self.account.dropped else "no frame",
+                ),
                 (
                     "peak memory",
                     format_bytes(self.peak_bytes),
@@ -234,19 +265,14 @@ class Report:
         if self.account.notes:
             page.heading("Notes")
             page.table(("what", "count"), self.account.notes.most_common())
-        if self.failed:
-            page.heading("Bags that failed")
-            page.table(("bag", "reason"), [(str(p), why) for p, why in self.failed.items()])
         self._bags_part(page)
         self._pictures_part(page)
+        self._videos_part(page, path)
         self._skew_part(page)
         if len(self.memory) > 1:
             page.heading("Memory over time")
             page.plot({"resident": [(s, size / 1e6) for s, size in self.memory]}, "s", "MB")
-        if self.findings:
-            page.heading("Findings of the check")
-            rows = [(f.severity, f.where, f.what, f.todo) for f in self.findings]
-            page.table(("severity", "where", "what", "what to do"), rows)
+        self._settings_part(page, command)
         if self.training:
             page.heading("Before you train")
             page.table(("what", "what to do"), [(note.what, note.todo) for note in self.training])
@@ -289,6 +315,28 @@ class Report:
         page.heading("First pictures")
         for bag, previews in shown:
             page.pictures([(data, f"{bag.path.name}: {key}") for key, data in previews.items()])
+
+    def _videos_part(self, page: Page, path: Path) -> None:
+        """Show the first video of each camera, from the dataset itself: the page stays small."""
+        videos = sorted(self.out.glob("videos/**/*.mp4"))
+        cameras: dict[str, Path] = {}
+        for video in videos:
+            name = next((p for p in video.parts if p.startswith("observation.")), video.stem)
+            cameras.setdefault(name, video)
+        if cameras:
+            page.heading("Videos of the dataset")
+            home = path.absolute().parent
+            page.videos(
+                [(os.path.relpath(video.absolute(), home), key) for key, video in cameras.items()]
+            )
+
+    def _settings_part(self, page: Page, command: str) -> None:
+        page.heading("Settings")
+        if command:
+            page.code(command)
+        page.code(json.dumps(self.mapping.to_json(), indent=1, ensure_ascii=False, default=str))
+        if self.skipped:
+            page.text(f"Converted before, and skipped: {', '.join(p.name for p in self.skipped)}.")
 
     def _skew_part(self, page: Page) -> None:
         if not self.bags:

@@ -103,8 +103,7 @@ class Figures:
             (
                 "recording to dataset",
                 f"{found['frames_out']} frames",
-                f"of {found['frames_in']}, {sum(found['dropped'].values())} dropped, each with its "
-                "reason",
+                f"of {found['frames_in']} recorded, {sum(found['dropped'].values())} dropped",
             ),
             (
                 "peak memory of it",
@@ -117,7 +116,7 @@ class Figures:
                 f"{rows[-1]['env_frames'] / 1e6:.2f} M frames, {len(rows)} iterations",
             ),
             (
-                "held up per checkpoint",
+                "paused per checkpoint",
                 f"{statistics.median(stalls):.2f} ms",
                 f"median of {len(stalls)}, longest {max(stalls):.1f} ms",
             ),
@@ -138,7 +137,11 @@ class Figures:
                 f"{raw / stored:.1f}x smaller",
                 f"{format_bytes(raw)} in {format_bytes(stored)}, lossless",
             ),
-            ("one key, one drone of it", f"{one / whole:.1%}, {drone / whole:.1%}", "of its time"),
+            (
+                "reading one key of it",
+                f"{one / whole:.0%} of the time",
+                f"one drone {drone / whole:.0%}",
+            ),
             (
                 "replay buffer",
                 f"{held['raw_bytes'] / held['held_bytes']:.1f}x smaller",

@@ -41,6 +41,7 @@ from penstock.rollouts.structure import Key, Picked
 from penstock.rollouts.tensordicts import TensorDict
 from penstock.tensors import DTYPE_NAMES
 from penstock.ui.progress import Mode, Progress
+from penstock.ui.report import aligned
 from penstock.ui.suggestions import did_you_mean
 
 DONE = "next.done"
@@ -656,17 +657,24 @@ class ExportReport:
         before = f", {self.skipped_frames} were there already" if self.skipped_frames else ""
         cut = ", ".join(self.cut_by) or "nothing: the row of each environment is one episode"
         lines = [
-            f"dataset    {self.out}: {self.total_episodes} episodes, {self.total_frames} frames at "
-            f"{self.fps} fps, {format_bytes(self.bytes)}",
-            f"rollouts   {self.rollouts} read: {self.frames} frames in, {self.frames} frames out"
-            f"{before}",
-            f"episodes   {self.episodes} in {self.seconds:.1f} s ({rate:.0f} per second), cut by "
-            f"{cut}",
-            f"features   {', '.join(self.features)}",
+            (
+                "dataset",
+                f"{self.out}: {self.total_episodes} episodes, {self.total_frames} frames at "
+                f"{self.fps} fps, {format_bytes(self.bytes)}",
+            ),
+            (
+                "rollouts",
+                f"{self.rollouts} read: {self.frames} frames in, {self.frames} frames out{before}",
+            ),
+            (
+                "episodes",
+                f"{self.episodes} in {self.seconds:.1f} s ({rate:.0f} per second), cut by {cut}",
+            ),
+            ("features", ", ".join(self.features)),
         ]
         lines += [
-            f"widened    {name}: {dtype} is float32 now, exactly"
+            ("widened", f"{name}: {dtype} is float32 now, exactly")
             for name, dtype in self.widened.items()
         ]
-        lines += [f"left out   {name}: {why}" for name, why in self.left_out.items()]
-        return "\n".join(lines)
+        lines += [("left out", f"{name}: {why}") for name, why in self.left_out.items()]
+        return aligned(lines)

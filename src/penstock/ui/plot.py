@@ -16,9 +16,9 @@ Kind = Literal["line", "bars", "histogram"]
 Point = tuple[float, float]
 Series = Mapping[str, Sequence[float] | Sequence[Point]]
 
-_WIDTH, _HEIGHT = 480, 270
-_LEFT, _RIGHT, _TOP, _BOTTOM = 56, 12, 28, 44
-_COLOURS = 5
+_WIDTH, _HEIGHT = 960, 300
+_LEFT, _RIGHT, _TOP, _BOTTOM = 64, 12, 28, 44
+_COLOURS = 10
 _BINS = 30
 _FEW = 12  # points that are marked: one alone would not be seen
 

@@ -121,6 +121,15 @@ class Report:
         )
         self._parts.append(f'<div class="pictures">{"".join(cells)}</div>')
 
+    def videos(self, items: Sequence[tuple[str, str]]) -> None:
+        """Add videos that can be played: (path from the page on, caption)."""
+        cells = (
+            f'<figure><video controls muted preload="metadata" src="{escape(path)}"></video>'
+            f"<figcaption>{escape(caption)}</figcaption></figure>"
+            for path, caption in items
+        )
+        self._parts.append(f'<div class="pictures">{"".join(cells)}</div>')
+
     def html(self) -> str:
         """Return the page."""
         title = escape(self._title)
@@ -195,15 +204,22 @@ def _fitted_widths(lines: Sequence[Sequence[str]], right: Sequence[bool]) -> lis
 
 
 def _wrapped(line: Sequence[str], widths: Sequence[int]) -> Iterable[Sequence[str]]:
-    """Wrap the cells of a row that are too long; one without blanks loses its beginning."""
+    """Wrap the cells of a row that are too long; one without blanks loses its middle."""
     cells = []
     for cell, width in zip(line, widths, strict=True):
         if len(cell) <= width:
             cells.append([cell])
         else:
             parts = textwrap.wrap(cell, width, break_long_words=False, break_on_hyphens=False)
-            cells.append([p if len(p) <= width else "…" + p[len(p) - width + 1 :] for p in parts])
+            cells.append([_shortened(part, width) for part in parts])
     return zip_longest(*cells, fillvalue="")
+
+
+def _shortened(text: str, width: int) -> str:
+    if len(text) <= width:
+        return text
+    head = (width - 1) // 3
+    return f"{text[:head]}…{text[len(text) - (width - 1 - head) :]}"
 
 
 def _text(value: Any) -> str:
