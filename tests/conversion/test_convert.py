@@ -408,5 +408,5 @@ def test_bags_that_a_setting_leaves_out_are_counted(samples, tmp_path):
     config.write_text("rosbag:\n  num_used: 1\ndataset:\n  eef_type: leju_claw\n")
     report = penstock.convert(paths, tmp_path / "out", config=config, check=False, progress="quiet")
     assert (report.unused, len(report.bags)) == (2, 1)
-    assert "left out       2 bags, by the setting rosbag.num_used" in report.text()
+    assert "2 bags, by the setting rosbag.num_used" in report.text()
     assert report.to_json()["unused"] == 2
