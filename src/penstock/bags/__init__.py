@@ -2,8 +2,9 @@
 
 from penstock.bags.find import find_bags, open_bag, to_path
 from penstock.bags.limits import Limits
-from penstock.bags.messages import Decoder, ImageMessage
+from penstock.bags.messages import Decoder
 from penstock.bags.reader import Bag, Message, SalvageReport, Topic
+from penstock.media.encodings import ImageMessage
 
 __all__ = [
     "Bag",

@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
-from dataclasses import dataclass
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
+from penstock.bags.layout import NUMBERS, Node
 from penstock.bags.limits import Limits
 from penstock.errors import DataError, LimitExceeded
 
@@ -27,27 +27,15 @@ _LONGEST_NAME: Final = 255
 _MOST_LEAVES: Final = 20_000
 _MOST_ARRAY: Final = 2**31
 
-NUMBERS: Final = {
-    "bool": "u1",
-    "byte": "u1",
-    "octet": "u1",
-    "char": "u1",
-    "int8": "i1",
-    "uint8": "u1",
-    "int16": "i2",
-    "uint16": "u2",
-    "int32": "i4",
-    "uint32": "u4",
-    "int64": "i8",
-    "uint64": "u8",
-    "float32": "f4",
-    "float64": "f8",
-}
 _OTHERS: Final = {"string", "wstring", "wchar", "float128", "fixed"}
 _SHORT: Final = {
     "Header": "std_msgs/msg/Header",
     "time": "builtin_interfaces/msg/Time",
     "duration": "builtin_interfaces/msg/Duration",
+}
+_TIMES: Final = {
+    "builtin_interfaces/msg/Time": "time",
+    "builtin_interfaces/msg/Duration": "duration",
 }
 
 
@@ -87,8 +75,7 @@ def _without_comment(line: str) -> str:
     return line.partition("#")[0]
 
 
-@dataclass(frozen=True, slots=True)
-class Field:
+class Field(NamedTuple):
     """A field of a message type.
 
     Attributes:
@@ -101,23 +88,12 @@ class Field:
     type: str
     size: int | None = None
 
-    @property
-    def is_base(self) -> bool:
-        """Whether it holds no message."""
-        return self.type in NUMBERS or self.type in _OTHERS
-
-    @property
-    def text(self) -> str:
-        """The type as people write it."""
-        suffix = "" if self.size is None else "[]" if self.size < 0 else f"[{self.size}]"
-        return self.type + suffix
-
 
 Types = dict[str, tuple[Field, ...]]
 
 
-def load_types(type_name: str, definition: str, encoding: str, limits: Limits) -> Types:
-    """Return a message type and all that it contains.
+def load_type(type_name: str, definition: str, encoding: str, limits: Limits) -> Node:
+    """Return a message type with all that it contains.
 
     Args:
         type_name: In ROS 2 spelling.
@@ -141,9 +117,7 @@ def load_types(type_name: str, definition: str, encoding: str, limits: Limits) -
         found = _parse_idl(definition)
     else:
         found = _parse_msg(definition, type_name)
-    types = _Collector(found, encoding, limits).collect(type_name)
-    _count_leaves(type_name, types, {})
-    return types
+    return _Collector(found, encoding, limits).node(type_name, ())
 
 
 def _parse_msg(text: str, type_name: str) -> Types:
@@ -254,34 +228,38 @@ class _Collector:
     def __init__(self, found: Types, encoding: str, limits: Limits) -> None:
         self._found, self._encoding, self._limits = found, encoding, limits
         self._common: Types | None = None
-        self._types: Types = {}
+        self._nodes: dict[str, Node] = {}
+        self._leaves: dict[str, int] = {}  # the values of a type laid out
 
-    def collect(self, name: str) -> Types:
-        """Return the types; none may contain itself."""
-        self._visit(name, ())
-        return self._types
-
-    def _visit(self, name: str, above: tuple[str, ...]) -> None:
+    def node(self, name: str, above: tuple[str, ...]) -> Node:
+        """Return a type; none may contain itself."""
         if name in above:
             raise DataError(f"the message type {name} contains itself")
         if len(above) >= self._limits.nesting:
             raise LimitExceeded(
                 f"the message type {above[0]} is nested deeper than {self._limits.nesting}"
             )
-        if name in self._types:
-            return
-        if len(self._types) > _MOST_LEAVES:
-            raise LimitExceeded(f"the message type {above[0]} contains too many others")
-        fields = self._fields(name)
-        seen: set[str] = set()
-        for field in fields:
-            if not re.fullmatch(_NAME, field.name) or field.name in seen:
+        if name in self._nodes:
+            return self._nodes[name]
+        found = Node("message", name=name)
+        leaves = 1
+        for field in self._fields(name):
+            if not re.fullmatch(_NAME, field.name) or field.name in found.fields:
                 raise DataError(f"the message type {name} has a bad field name {field.name[:80]!r}")
-            seen.add(field.name)
-            if not field.is_base:
+            if field.type in NUMBERS or field.type in _OTHERS:
+                inner, each = Node(field.type, field.size), 1
+            else:
                 _check_type_name(field.type)
-                self._visit(field.type, (*above, name))
-        self._types[name] = fields
+                known = self.node(field.type, (*above, name))
+                kind, each = _TIMES.get(field.type, "message"), self._leaves[field.type]
+                inner = Node(kind, field.size, fields=known.fields, name=field.type)
+            single = field.type in NUMBERS or field.size is None
+            leaves += each * (1 if single else max(field.size or 0, 1))
+            if max(leaves, len(self._nodes)) > _MOST_LEAVES:
+                raise LimitExceeded(f"the message type {name} has more than {_MOST_LEAVES} fields")
+            found.fields[field.name] = inner
+        self._nodes[name], self._leaves[name] = found, leaves
+        return found
 
     def _fields(self, name: str) -> tuple[Field, ...]:
         if name in self._found:
@@ -294,20 +272,6 @@ class _Collector:
                 "messages can be copied, but not decoded"
             )
         return self._common[name]
-
-
-def _count_leaves(name: str, types: Types, known: dict[str, int]) -> int:
-    """Count the values of a type laid out; the codes made from it grow with them."""
-    if name not in known:
-        total = 1
-        for field in types[name]:
-            each = 1 if field.is_base else _count_leaves(field.type, types, known)
-            numeric = field.type in NUMBERS
-            total += each * (1 if numeric or field.size is None else max(field.size, 1))
-            if total > _MOST_LEAVES:
-                raise LimitExceeded(f"the message type {name} has more than {_MOST_LEAVES} fields")
-        known[name] = total
-    return known[name]
 
 
 def _check_type_name(name: str) -> None:

@@ -5,11 +5,13 @@ from __future__ import annotations
 import base64
 import binascii
 import json
+from collections.abc import Callable
+from dataclasses import replace
 from typing import Any, Final
 
+from penstock.bags.layout import MOST_VALUES, STEP, Data, Layout, Node, Tree, Wants
 from penstock.bags.limits import Limits
 from penstock.bags.reader import Topic
-from penstock.bags.tree import MOST_VALUES, STEP, Data, Node, Tree, TreeLayout
 from penstock.errors import DataError, LimitExceeded
 
 _MOST_FIELDS: Final = 2000
@@ -18,7 +20,7 @@ _NANOSECONDS: Final = {"nsec", "nsecs", "nanosec", "nanos", "nanoseconds"}
 _NUMBERS: Final = {"number": "float64", "integer": "int64", "boolean": "bool"}
 
 
-class JsonLayout(TreeLayout):
+class JsonLayout(Layout):
     """Messages of one topic in JSON.
 
     Args:
@@ -31,6 +33,7 @@ class JsonLayout(TreeLayout):
     """
 
     def __init__(self, topic: Topic, limits: Limits, sample: Data | None = None) -> None:
+        super().__init__()
         self._limits, self._fields = limits, 0
         definition = str(topic.definition)
         if len(definition) > limits.definition_bytes:
@@ -40,21 +43,25 @@ class JsonLayout(TreeLayout):
             self.root = self._node(self._schema, 0) or Node("message")
         else:
             self.root = self._like({} if sample is None else _load(sample, "its first message"), 0)
-        if self.root.type != "message" or self.root.repeated:
+        if self.root.type != "message" or self.root.size is not None:
             raise DataError(f"the JSON schema of {topic.type[:80]!r} describes no object")
 
-    def parse(self, data: Data, wanted: frozenset[str]) -> Tree:
-        """Return a message as nested dicts."""
-        tree = _load(data, "the message")
-        _decode_bytes(self.root, tree, 0)
-        return tree
+    def parser(self, wants: Wants) -> Callable[[Data], Tree]:
+        """Return a function from a message to nested dicts of all its fields."""
+
+        def parse(data: Data) -> Tree:
+            tree = _load(data, "the message")
+            _decode_bytes(self.root, tree)
+            return tree
+
+        return parse
 
     def _node(self, schema: Any, depth: int) -> Node | None:
         """Return the node of a schema; None for what has no numbers, texts or objects."""
         for _ in range(8):
             if not isinstance(schema, dict) or "$ref" not in schema:
                 break
-            schema = self._resolve(schema["$ref"])
+            schema = self._referenced(schema["$ref"])
         self._fields += 1
         if not isinstance(schema, dict) or depth > self._limits.nesting:
             return None
@@ -70,7 +77,9 @@ class JsonLayout(TreeLayout):
             return Node("bytes" if encoded else "string", optional=True)
         if kind == "array":
             item = self._node(schema.get("items"), depth + 1)
-            return None if item is None or item.repeated else _repeated(item)
+            if item is None or item.size is not None:
+                return None
+            return replace(item, size=-1, optional=False)
         if kind != "object" or not isinstance(schema.get("properties", {}), dict):
             return None
         node = Node("message", name=str(schema.get("title", "object"))[:80])
@@ -80,7 +89,7 @@ class JsonLayout(TreeLayout):
                 node.fields[name] = made
         return _as_time(node, str(schema.get("title", "")))
 
-    def _resolve(self, reference: Any) -> Any:
+    def _referenced(self, reference: Any) -> Any:
         """Return the part of the schema that a reference such as "#/$defs/Pose" names."""
         found: Any = self._schema
         for part in str(reference).removeprefix("#/").split("/"):
@@ -100,16 +109,12 @@ class JsonLayout(TreeLayout):
             return _as_time(node, "")
         if isinstance(value, list):
             item = self._like(value[0], depth + 1) if value else Node("float64")
-            return _repeated(item)
+            return replace(item, size=-1, optional=False)
         if isinstance(value, bool):
             return Node("bool", default=float("nan"))
         if isinstance(value, int | float):
             return Node("float64", optional=True, default=float("nan"))
         return Node("string")
-
-
-def _repeated(item: Node) -> Node:
-    return Node(item.type, True, False, item.fields, item.default, item.name)
 
 
 def _as_time(node: Node, title: str) -> Node:
@@ -134,7 +139,7 @@ def _load(data: Data, what: str) -> Tree:
     return tree
 
 
-def _decode_bytes(node: Node, tree: Any, depth: int) -> None:
+def _decode_bytes(node: Node, tree: Any) -> None:
     """Decode the texts that stand for bytes, in place."""
     if not isinstance(tree, dict):
         return
@@ -147,4 +152,4 @@ def _decode_bytes(node: Node, tree: Any, depth: int) -> None:
                 raise DataError(f"{name} is no base64") from None
         elif inner.type == "message":
             for item in value if isinstance(value, list) else [value]:
-                _decode_bytes(inner, item, depth + 1)
+                _decode_bytes(inner, item)

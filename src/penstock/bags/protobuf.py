@@ -8,116 +8,103 @@ from __future__ import annotations
 
 import struct
 from array import array
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from typing import Any, Final
 
 import numpy as np
 from numpy.typing import NDArray
 
+from penstock.bags.layout import CUT, MOST_VALUES, STEP, Data, Layout, Node, Tree, Wants
 from penstock.bags.limits import Limits
 from penstock.bags.reader import Topic
-from penstock.bags.tree import MOST_VALUES, STEP, Data, Node, Tree, TreeLayout
 from penstock.errors import DataError, LimitExceeded
 
 _VARINT, _FIXED64, _LENGTH, _FIXED32 = 0, 1, 2, 5
 # By the number of a type in a descriptor: as it is called here, and for `struct` if it is fixed.
 _FIXED: Final = {
-    1: ("float64", "<d"),
-    2: ("float32", "<f"),
-    6: ("uint64", "<Q"),
-    7: ("uint32", "<I"),
-    15: ("int32", "<i"),
-    16: ("int64", "<q"),
+    **{1: ("float64", "<d"), 2: ("float32", "<f"), 6: ("uint64", "<Q")},
+    **{7: ("uint32", "<I"), 15: ("int32", "<i"), 16: ("int64", "<q")},
 }
 _VARINTS: Final = {
-    3: "int64",
-    4: "uint64",
-    5: "int32",
-    8: "bool",
-    13: "uint32",
-    14: "int32",  # an enumeration
-    17: "int32",
-    18: "int64",
+    **{3: "int64", 4: "uint64", 5: "int32", 8: "bool", 13: "uint32"},
+    **{14: "int32", 17: "int32", 18: "int64"},  # the first is an enumeration
 }
 _ZIGZAG: Final = (17, 18)
 _STRING, _MESSAGE, _BYTES = 9, 11, 12
-_OPTIONAL, _REPEATED = 1, 3
+_REPEATED: Final = 3
 _TIMES: Final = {
-    ".google.protobuf.Timestamp": "time",
-    ".google.protobuf.Duration": "duration",
-    ".foxglove.Timestamp": "time",
-    ".foxglove.Duration": "duration",
+    f".{package}.{name}": kind
+    for package in ("google.protobuf", "foxglove")
+    for name, kind in (("Timestamp", "time"), ("Duration", "duration"))
 }
 _MOST_FIELDS: Final = 20_000
-_CUT: Final = "the message is cut"
 
 
-def varint(data: memoryview, pos: int, stop: int) -> tuple[int, int]:
+def wire_fields(data: memoryview) -> Iterator[tuple[int, int, Any]]:
+    """Yield number and wire type of each field, and its value: a varint, or the bytes of others."""
+    pos, stop = 0, len(data)
+    while pos < stop:
+        tag, pos = _varint(data, pos)
+        kind = tag & 7
+        value: Any
+        if kind == _VARINT:
+            value, pos = _varint(data, pos)
+        else:
+            if kind == _LENGTH:
+                length, pos = _varint(data, pos)
+            elif kind in (_FIXED64, _FIXED32):
+                length = 8 if kind == _FIXED64 else 4
+            else:
+                raise DataError("it holds a group, or is damaged")
+            value = data[pos : pos + length]
+            pos += length
+        if pos > stop or tag < 8:
+            raise DataError(CUT)
+        yield tag >> 3, kind, value
+
+
+def _varint(data: memoryview, pos: int) -> tuple[int, Any]:
     """Return an unsigned number of 64 bits, and the position behind it."""
     found = shift = 0
-    while pos < stop and shift < 70:
-        byte = data[pos]
+    for byte in data[pos : pos + 10]:
         pos += 1
         found |= (byte & 0x7F) << shift
         if byte < 0x80:
             return found & 0xFFFFFFFFFFFFFFFF, pos
         shift += 7
-    raise DataError(_CUT)
+    raise DataError(CUT)
 
 
-def wire_fields(data: memoryview, pos: int, stop: int) -> Iterator[tuple[int, int, int, int]]:
-    """Yield number and wire type of each field, and where its value begins and ends."""
-    while pos < stop:
-        tag, pos = varint(data, pos, stop)
-        number, kind = tag >> 3, tag & 7
-        start = pos
-        if kind == _VARINT:
-            _, pos = varint(data, pos, stop)
-        elif kind == _LENGTH:
-            length, start = varint(data, pos, stop)
-            pos = start + length
-        elif kind in (_FIXED64, _FIXED32):
-            pos += 8 if kind == _FIXED64 else 4
-        else:
-            raise DataError("it holds a group, or is damaged")
-        if pos > stop or number == 0:
-            raise DataError(_CUT)
-        yield number, kind, start, pos
+class _Record:
+    """The fields of a descriptor, by their numbers."""
+
+    def __init__(self, data: memoryview) -> None:
+        self._values: dict[tuple[int, bool], list[Any]] = {}
+        for number, kind, value in wire_fields(data):
+            if kind in (_VARINT, _LENGTH):
+                self._values.setdefault((number, kind == _LENGTH), []).append(value)
+
+    def number(self, number: int) -> int:
+        return int(self._values.get((number, False), [0])[-1])
+
+    def text(self, number: int) -> str:
+        return _text(self._values.get((number, True), [b""])[-1])
+
+    def many(self, number: int) -> list[memoryview]:
+        return self._values.get((number, True), [])
 
 
+@dataclass(slots=True)
 class _Field:
-    """A field as its descriptor says."""
+    """A field as its descriptor says; `kind` is the number of its type."""
 
-    __slots__ = ("default", "kind", "name", "node", "number", "optional", "repeated", "type_name")
-
-    def __init__(self, data: memoryview, start: int, stop: int) -> None:
-        self.name = self.type_name = ""
-        self.number = self.kind = 0
-        self.repeated = self.optional = False
-        self.default = 0.0
-        self.node: Node | None = None
-        for number, kind, a, b in wire_fields(data, start, stop):
-            if number in (1, 6, 7) and kind == _LENGTH:
-                text = _text(data, a, b)
-                if number == 1:
-                    self.name = text
-                elif number == 6:
-                    self.type_name = text
-                else:
-                    self.default = _number(text)
-            elif number in (3, 4, 5, 17) and kind == _VARINT:
-                value, _ = varint(data, a, b)
-                if number == 3:
-                    self.number = value
-                elif number == 4:
-                    self.repeated = value == _REPEATED
-                elif number == 5:
-                    self.kind = value
-                else:
-                    self.optional = bool(value)
+    name: str
+    kind: int
+    node: Node
 
 
-class ProtobufLayout(TreeLayout):
+class ProtobufLayout(Layout):
     """Messages of one protobuf type.
 
     Args:
@@ -129,19 +116,21 @@ class ProtobufLayout(TreeLayout):
     """
 
     def __init__(self, topic: Topic, limits: Limits) -> None:
+        super().__init__()
         definition = topic.definition
         data = memoryview(definition.encode() if isinstance(definition, str) else definition)
         if len(data) > limits.definition_bytes:
             raise LimitExceeded(f"the definition of {topic.type[:80]!r} is too long")
-        self._types: dict[str, list[_Field]] = {}
-        self._count = 0
-        self._nodes: dict[str, Node] = {}
-        self._numbers: dict[int, dict[int, _Field]] = {}
         self._limits = limits
+        self._types: dict[str, list[_Record]] = {}
+        self._count = self._left = 0
+        self._nodes: dict[str, Node] = {}
+        self._numbers: dict[int, dict[int, _Field]] = {}  # by the fields of a type, by number
         try:
-            for number, kind, a, b in wire_fields(data, 0, len(data)):
-                if number == 1 and kind == _LENGTH:
-                    self._read_file(data, a, b)
+            for file in map(_Record, _Record(data).many(1)):
+                package = file.text(2)
+                for kind in file.many(4):
+                    self._read_type(_Record(kind), f".{package}" if package else "", 0)
         except DataError as error:
             raise DataError(f"the descriptors of {topic.type[:80]!r} are damaged") from error
         name = f".{topic.type}"
@@ -149,35 +138,15 @@ class ProtobufLayout(TreeLayout):
             raise DataError(f"the type {topic.type[:80]!r} is not among its own descriptors")
         self.root = self._message_node(name, 0)
 
-    def _read_file(self, data: memoryview, start: int, stop: int) -> None:
-        package = ""
-        messages = []
-        for number, kind, a, b in wire_fields(data, start, stop):
-            if number == 2 and kind == _LENGTH:
-                package = _text(data, a, b)
-            elif number == 4 and kind == _LENGTH:
-                messages.append((a, b))
-        for a, b in messages:
-            self._read_type(data, a, b, f".{package}" if package else "", 0)
-
-    def _read_type(self, data: memoryview, start: int, stop: int, scope: str, depth: int) -> None:
-        name, fields, inner = "", [], []
-        for number, kind, a, b in wire_fields(data, start, stop):
-            if kind != _LENGTH:
-                continue
-            if number == 1:
-                name = _text(data, a, b)
-            elif number == 2:
-                self._count += 1
-                fields.append(_Field(data, a, b))
-            elif number == 3:
-                inner.append((a, b))
+    def _read_type(self, kind: _Record, scope: str, depth: int) -> None:
+        fields = kind.many(2)
+        self._count += len(fields)
         if self._count > _MOST_FIELDS or depth > self._limits.nesting:
             raise LimitExceeded("the descriptors have too many fields")
-        full = f"{scope}.{name}"
-        self._types[full] = fields
-        for a, b in inner:
-            self._read_type(data, a, b, full, depth + 1)
+        name = f"{scope}.{kind.text(1)}"
+        self._types[name] = [_Record(one) for one in fields]
+        for inner in kind.many(3):
+            self._read_type(_Record(inner), name, depth + 1)
 
     def _message_node(self, name: str, depth: int) -> Node:
         """Return the node of a message type; types may contain themselves."""
@@ -187,89 +156,85 @@ class ProtobufLayout(TreeLayout):
             node = self._nodes[name] = Node("message", name=name.lstrip("."))
             by_number = self._numbers[id(node.fields)] = {}
             for one in self._types.get(name, ()):
-                made = self._field_node(one, depth)
-                if made is not None and STEP.fullmatch(one.name):
-                    node.fields[one.name] = made
-                    one.node = made
-                    by_number[one.number] = one
+                inner, field = self._field_node(one, depth), one.text(1)
+                if inner is not None and STEP.fullmatch(field):
+                    node.fields[field] = inner
+                    by_number[one.number(3)] = _Field(field, one.number(5), inner)
         return self._nodes[name]
 
-    def _field_node(self, one: _Field, depth: int) -> Node | None:
-        kind = {_STRING: "string", _BYTES: "bytes"}.get(one.kind, _VARINTS.get(one.kind, ""))
-        if one.kind in _FIXED:
-            kind = _FIXED[one.kind][0]
-        if one.kind == _MESSAGE:
-            inner = self._message_node(one.type_name, depth + 1)
-            kind = _TIMES.get(one.type_name, "message")
-            return Node(kind, one.repeated, True, inner.fields, name=inner.name)
-        return Node(kind, one.repeated, one.optional, {}, one.default) if kind else None
+    def _field_node(self, one: _Record, depth: int) -> Node | None:
+        kind, type_name = one.number(5), one.text(6)
+        size = -1 if one.number(4) == _REPEATED else None
+        if kind == _MESSAGE:
+            inner = self._message_node(type_name, depth + 1)
+            text = _TIMES.get(type_name, "message")
+            return Node(text, size, True, inner.fields, name=inner.name)
+        names = {_STRING: "string", _BYTES: "bytes", **_VARINTS}
+        text = _FIXED[kind][0] if kind in _FIXED else names.get(kind, "")
+        return Node(text, size, bool(one.number(17)), {}, _number(one.text(7))) if text else None
 
-    def parse(self, data: Data, wanted: frozenset[str]) -> Tree:
-        """Return a message as nested dicts."""
-        view = memoryview(data)
-        self._left = MOST_VALUES
-        return self._parse(view, 0, len(view), self.root.fields, {}, wanted, 0)
+    def parser(self, wants: Wants) -> Callable[[Data], Tree]:
+        """Return a function from a message to nested dicts of the wanted fields."""
 
-    def _parse(
-        self,
-        data: memoryview,
-        start: int,
-        stop: int,
-        fields: dict[str, Node],
-        tree: Tree,
-        wanted: frozenset[str] | None,
-        depth: int,
+        def parse(data: Data) -> Tree:
+            self._left = MOST_VALUES
+            return self._add(memoryview(data), self.root.fields, {}, wants, 0)
+
+        return parse
+
+    def _add(
+        self, data: memoryview, fields: dict[str, Node], tree: Tree, wants: Wants | None, depth: int
     ) -> Tree:
         """Add the fields of a message to a dict: a second part of it is merged into the first."""
         by_number = self._numbers.get(id(fields), {})
         if depth > self._limits.nesting:
             raise DataError(f"it is nested deeper than {self._limits.nesting}")
-        for number, kind, a, b in wire_fields(data, start, stop):
+        for number, wire, raw in wire_fields(data):
             one = by_number.get(number)
-            if one is None or one.node is None or (wanted is not None and one.name not in wanted):
+            if one is None or (wants is not None and one.name not in wants):
                 continue
             self._left -= 1
             if self._left < 0:
                 raise DataError(f"it holds more than {MOST_VALUES} values")
-            if one.kind == _MESSAGE:
-                if kind == _LENGTH:
-                    known = {} if one.repeated else tree.get(one.name, {})
-                    inner = self._parse(data, a, b, one.node.fields, known, None, depth + 1)
-                    _put(tree, one, inner)
-            elif one.kind in (_STRING, _BYTES):
-                if kind == _LENGTH:
-                    _put(tree, one, _text(data, a, b) if one.kind == _STRING else data[a:b])
-            elif kind == _LENGTH:
-                if one.repeated:
-                    tree.setdefault(one.name, array("d")).frombytes(
-                        _packed(data[a:b], one.kind).astype(np.float64).tobytes()
-                    )
-            elif (one.kind in _FIXED) == (kind != _VARINT):
-                value = _one_number(data, a, b, one.kind)
-                if value is None:
+            kind, many = one.kind, one.node.size is not None
+            value: Any
+            if kind in (_MESSAGE, _STRING, _BYTES):
+                if wire != _LENGTH:
                     continue
-                if one.repeated:
-                    tree.setdefault(one.name, array("d")).append(value)
+                if kind == _MESSAGE:
+                    known = {} if many else tree.get(one.name, {})
+                    inner = wants and wants[one.name]
+                    value = self._add(raw, one.node.fields, known, inner, depth + 1)
                 else:
+                    value = _text(raw) if kind == _STRING else raw
+                if many:
+                    tree.setdefault(one.name, []).append(value)
+                else:
+                    tree[one.name] = value
+            elif wire == _LENGTH:
+                if many:
+                    packed = _packed(raw, kind).astype(np.float64)
+                    tree.setdefault(one.name, array("d")).frombytes(packed.tobytes())
+            else:
+                value = _one_number(raw, wire, kind)
+                if many and value is not None:
+                    tree.setdefault(one.name, array("d")).append(value)
+                elif value is not None:
                     tree[one.name] = value
         return tree
 
 
-def _put(tree: Tree, one: _Field, value: Any) -> None:
-    if one.repeated:
-        tree.setdefault(one.name, []).append(value)
-    else:
-        tree[one.name] = value
-
-
-def _one_number(data: memoryview, start: int, stop: int, kind: int) -> float | None:
+def _one_number(raw: Any, wire: int, kind: int) -> float | None:
     """Return a number; None if it has the width of another type."""
     if kind in _FIXED:
         layout = _FIXED[kind][1]
-        if struct.calcsize(layout) != stop - start:
-            return None
-        return float(struct.unpack_from(layout, data, start)[0])
-    return float(_signed(np.array([varint(data, start, stop)[0]], np.uint64), kind)[0])
+        fits = wire != _VARINT and struct.calcsize(layout) == len(raw)
+        return float(struct.unpack(layout, raw)[0]) if fits else None
+    if wire != _VARINT:
+        return None
+    if kind in _ZIGZAG:
+        return float((raw >> 1) ^ -(raw & 1))
+    return float(np.uint64(raw).astype(_VARINTS[kind])) if raw >> 31 or kind == 8 else float(raw)
 
 
 def _packed(data: memoryview, kind: int) -> NDArray[Any]:
@@ -277,39 +242,32 @@ def _packed(data: memoryview, kind: int) -> NDArray[Any]:
     if kind in _FIXED:
         layout = np.dtype(_FIXED[kind][1])
         if len(data) % layout.itemsize:
-            raise DataError(_CUT)
+            raise DataError(CUT)
         return np.frombuffer(data, layout)
     raw = np.frombuffer(data, np.uint8)
     ends = np.flatnonzero(raw < 0x80)
-    if len(raw) and (not len(ends) or ends[-1] != len(raw) - 1):
-        raise DataError(_CUT)
-    starts = np.concatenate(([0], ends[:-1] + 1)) if len(ends) else ends
-    if len(ends) and int((ends - starts).max()) > 9:
-        raise DataError(_CUT)
+    if not len(raw):
+        return raw
+    starts = np.concatenate(([0], ends[:-1] + 1))
+    if not len(ends) or ends[-1] != len(raw) - 1 or int((ends - starts).max()) > 9:
+        raise DataError(CUT)
     found = np.zeros(len(ends), np.uint64)
-    for place in range(int((ends - starts).max()) + 1 if len(ends) else 0):
+    for place in range(int((ends - starts).max()) + 1):
         here = starts + place <= ends
         part = raw[starts[here] + place].astype(np.uint64) & np.uint64(0x7F)
         found[here] |= part << np.uint64(7 * place)
-    return _signed(found, kind)
-
-
-def _signed(raw: NDArray[np.uint64], kind: int) -> NDArray[Any]:
-    """Return what varints mean as numbers of a type."""
     if kind not in _ZIGZAG:
-        found: NDArray[Any] = raw.astype(_VARINTS[kind])
-        return found
-    found = (raw >> np.uint64(1)).astype(np.int64)
-    found ^= -(raw & np.uint64(1)).astype(np.int64)
-    return found
+        return np.asarray(found, np.uint64).astype(_VARINTS[kind])
+    halves, odd = np.divmod(found, np.uint64(2))
+    return np.where(odd, -1 - halves.astype(np.int64), halves.astype(np.int64))
 
 
-def _text(data: memoryview, start: int, stop: int) -> str:
-    return bytes(data[start:stop]).decode("utf-8", "replace")
+def _text(data: Any) -> str:
+    return bytes(data).decode("utf-8", "replace")
 
 
 def _number(text: str) -> float:
     try:
-        return float(text)
+        return float(text or 0)
     except ValueError:  # the name of an enumerated value, or a text
         return 1.0 if text == "true" else 0.0

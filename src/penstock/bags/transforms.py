@@ -6,14 +6,14 @@ A path of a transform is "parent>child". Its seven numbers are translation and q
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Final, Protocol
+from typing import Final
 
 import numpy as np
 from numpy.typing import NDArray
 
+from penstock.bags.layout import Data, Layout
 from penstock.errors import DataError
 
-Data = bytes | memoryview
 Numbers = Callable[[Data], NDArray[np.float64]]
 
 SIZE: Final = 7
@@ -23,18 +23,6 @@ _KINDS: Final = (
     ("header.frame_id", "child_frame_id", ("transform",)),
     ("parent_frame_id", "child_frame_id", ("translation", "rotation")),
 )
-
-
-class Layout(Protocol):
-    """What is asked of the layout of an encoding."""
-
-    def find(self, path: str) -> Numbers:
-        """Return a function from a message to the numbers at a path."""
-
-    def find_texts(
-        self, path: str, names: tuple[str, ...]
-    ) -> Callable[[Data], list[tuple[str, ...]]]:
-        """Return a function from a message to some texts of every item of a list."""
 
 
 def is_pair(path: str) -> bool:
