@@ -34,7 +34,7 @@ def times_s(facts: SampleFacts, topic: str) -> np.ndarray:
 
 def stamps_s(facts: SampleFacts, topic: str) -> np.ndarray:
     with open_bag(facts.path) as bag:
-        return (bag.stamps(topic) - facts.start_ns) / 1e9
+        return (bag.header_stamps([topic])[topic] - facts.start_ns) / 1e9
 
 
 def test_a_recording_without_trouble(tmp_path: Path) -> None:

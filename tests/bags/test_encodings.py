@@ -161,7 +161,7 @@ def test_a_file_of_the_protobuf_writer(tmp_path: Path) -> None:
         topic = bag.topics["/robot"]
         assert (topic.type, topic.encoding) == ("my.robot.Outer", "protobuf")
         assert topic.schema_encoding == "protobuf"
-        np.testing.assert_array_equal(bag.stamps("/robot"), np.arange(20) * 1000)
+        np.testing.assert_array_equal(bag.header_stamps(["/robot"])["/robot"], np.arange(20) * 1000)
         decode = bag.decoder("/robot")
         for message in bag.read():
             found = decode.vector(message.data, "packed_double")

@@ -21,7 +21,7 @@ LONG = {"seconds": 2.0, "cameras": 2, "width": 320, "height": 240, "depth": Fals
 def chunks_with(path, topics):
     """The bytes of the chunks, and their index records, that hold messages of some topics."""
     with open_bag(path) as bag:
-        keys = bag._ids(topics)
+        keys = [key for own in bag._keys(topics).values() for key in own]
         numbers = list(bag._chunks.chunks_of(keys))
         return sum(bag._chunks[n].stop - bag._chunks[n].pos for n in numbers)
 
@@ -56,7 +56,6 @@ def test_header_stamps_of_many_topics_are_one_pass(make: Make, name):
         assert bag.bytes_read - before <= 1.05 * bag.size_bytes
         for topic in topics:
             np.testing.assert_array_equal(stamps[topic], bag.times(topic))
-            np.testing.assert_array_equal(stamps[topic], bag.stamps(topic))
 
 
 def test_header_stamps_of_large_messages_read_their_heads_alone(make: Make):

@@ -241,7 +241,7 @@ def test_every_make_of_mcap(tmp_path: Path, variant: str) -> None:
         decode = bag.decoder("/a")
         assert decode.vector(found[1][3], "data")[0] == 1
         with pytest.raises(DataError, match="no header"):
-            bag.stamps("/a")
+            bag.header_stamps(["/a"])
 
 
 def test_an_empty_mcap(tmp_path: Path) -> None:

@@ -7,39 +7,41 @@ holds one piece (`ChunkStream`). The containers say how their records look.
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
-from typing import Any, Final, NamedTuple
+from typing import Final, NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
 
 from penstock.bags.limits import BadRecord, Limits, expect
-from penstock.bags.reader import Bag, Message, SalvageReport, Selection, Topic, Wanted, join_topics
+from penstock.bags.reader import Bag, Message, SalvageReport, Selection, Topic, join_topics
 from penstock.bags.scan import Scanner
 from penstock.bags.source import (
-    PLAIN,
     SMALL_PART,
     ZSTD_MAGIC,
     ChunkStream,
-    Source,
     Stored,
-    StoredWindow,
     inflate_message,
     open_source,
 )
-from penstock.bags.table import ENTRY_BYTES, LOOSE, Chunk, ChunkTable, Entries, Numbers
+from penstock.bags.spool import ROW, Rows
+from penstock.bags.table import LOOSE, Chunk, ChunkTable
 from penstock.core.threads import CORES, parallel_map
 from penstock.errors import CorruptFile, DataError
 
 _AHEAD_PIECES: Final = 4
 _MOST_WORKERS: Final = 8
-_FAR_BYTES: Final = 1 << 14  # messages further apart are looked at one by one
+_FAR_BYTES: Final = 1 << 14  # between messages whose heads are read alone
+_BLOCK_ROWS: Final = 1 << 16
 
-Heads = Mapping[str, int]  # of some topics, the first bytes of each message suffice
 # Returns the time of the message of a connection, and where its data begins and ends in the bytes.
 HeadParser = Callable[[bytes, int, int], tuple[int, int, int]]
+Numbers = NDArray[np.int64]
+Keys = dict[str, list[int]]  # the connections of each topic
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,33 +67,28 @@ class Record(NamedTuple):
 
 
 class _Chosen(NamedTuple):
-    """A chunk to be read: its wanted messages of each topic, counted from the first one there.
+    """A chunk to be read, and what is wanted of it."""
 
-    The ordinals are None for all of a topic. The entries are the messages in the order of their
-    offsets (times, offsets, connections, ordinals); None if the chunk must be walked.
-    """
-
+    number: int
     chunk: Chunk
     stored: Stored
-    topics: dict[str, tuple[int, Numbers | None]]
-    entries: tuple[Numbers, ...] | None
+    selection: Selection
 
 
 class ChunkedBag(Bag):
     """A bag of chunks with index records."""
 
-    _source: Source
-    _chunks: ChunkTable
-    _connections: dict[int, Connection]
     _MAGIC: bytes
     _HEAD_BYTES: int  # that the head of a message takes at most
-    _ENTRY: np.dtype[Any]  # of an index record
 
-    def __init__(self, path: Path, limits: Limits, salvage: bool = False) -> None:
-        self.path, self.limits = path, limits
+    def __init__(
+        self, path: Path, limits: Limits, salvage: bool = False, scratch: Path | None = None
+    ) -> None:
+        self.path, self.limits, self._scratch = path, limits, scratch
         self._source = open_source(path)
         self.size_bytes = self._source.size_bytes
-        self._connections, self._chunks = {}, ChunkTable(path, limits)
+        self._connections: dict[int, Connection] = {}
+        self._chunks = ChunkTable(path, limits, scratch)
         self._definition_bytes = 0
         self.start_ns = self.end_ns = 0
         try:
@@ -115,7 +112,8 @@ class ChunkedBag(Bag):
                 ) from None
         if salvage:
             self._scan(self.size_bytes, reason)
-        self._chunks.freeze(self._connections)
+        elif scan_stop is None:
+            self._chunks.freeze()
         counts = self._chunks.counts
         self.topics = join_topics(
             Topic(
@@ -144,82 +142,52 @@ class ChunkedBag(Bag):
     def times(self, topic: str) -> Numbers:
         """Return the log times of a topic, in file order."""
         found = np.empty(self.topic(topic).count, np.int64)
-        ids = self._ids([topic])
+        keys = self._keys([topic])[topic]
         at = 0
         with self._named():
-            for number in self._chunks.chunks_of(ids):
-                if self._must_walk(number):
-                    stream = self._stream(self._chunks[number])
-                    records = (r.t_ns for r in self._records(stream) if r.key in ids)
-                    times = np.fromiter(records, np.int64)
-                else:
-                    times = self._entries(number, ids)[0]
-                expect(at + len(times) <= len(found), self.path, "the index changed while read")
-                found[at : at + len(times)] = times
-                at += len(times)
-        expect(at == len(found), self.path, f"the index of {topic} is incomplete; pass --salvage")
+            for number in self._chunks.chunks_of(keys):
+                for rows in self._rows(number):
+                    times = rows["t_ns"][np.isin(rows["key"], keys)]
+                    found[at : at + len(times)] = times
+                    at += len(times)
         return found
 
     def close(self) -> None:
-        """Close the file; safe to call twice."""
+        """Close the files; safe to call twice."""
         self._source.close()
+        self._chunks.rows.close()
+        super().close()
 
-    def _read(
-        self, topics: Sequence[str], wanted: Wanted, heads: Heads | None = None
-    ) -> Iterator[Message]:
-        ids, heads = self._ids(topics), heads or {}
-        parse = self._head_parser()
-        todo = self._chosen(ids, Selection(topics, wanted))
+    def _read(self, selection: Selection) -> Iterator[Message]:
+        keys = self._keys(selection.topics)
         with self._named():
-            for chosen, stream in self._streams(todo, heads):
-                if chosen.entries is None:
-                    yield from self._walk(stream, chosen.topics, ids, heads)
-                else:
-                    yield from self._cut(stream, chosen.entries, parse, heads)
+            for chosen, stream in self._streams(self._chosen(selection, keys)):
+                for rows in self._rows(chosen.number):
+                    places, ordinals = chosen.selection.pick(rows["key"], keys)
+                    yield from self._cut(stream, rows[places], ordinals)
                 stream.finish()
                 del stream  # else two chunks are in memory while the next is loaded
 
-    def _chosen(self, ids: dict[int, str], selection: Selection) -> Iterator[_Chosen]:
+    def _chosen(self, selection: Selection, keys: Keys) -> Iterator[_Chosen]:
         """Yield the chunks that hold wanted messages, with those messages."""
-        keys_of: dict[str, list[int]] = {}
-        for key, topic in ids.items():
-            keys_of.setdefault(topic, []).append(key)
-        for number in self._chunks.chunks_of(ids):
+        topics = {key: topic for topic, own in keys.items() for key in own}
+        for number in self._chunks.chunks_of(topics):
             counts: dict[str, int] = {}
-            for _, key, count in self._chunks.slots_of(number):
-                if key in ids:
-                    counts[ids[key]] = counts.get(ids[key], 0) + count
-            topics = {topic: selection.take(topic, count) for topic, count in counts.items()}
-            topics = {t: pick for t, pick in topics.items() if pick[1] is None or len(pick[1])}
-            if not topics:
-                continue
-            chunk = self._chunks[number]
-            entries = None
-            if not self._must_walk(number):
-                parts = [
-                    _numbered(self._entries(number, keys_of[topic]), *pick)
-                    for topic, pick in topics.items()
-                ]
-                entries = tuple(map(np.concatenate, zip(*parts, strict=True)))
-                if len(parts) > 1:
-                    order = np.argsort(entries[1], kind="stable")
-                    entries = tuple(column[order] for column in entries)
-            yield _Chosen(chunk, self._stored(chunk), topics, entries)
+            for key, count in self._chunks.slots_of(number).items():
+                if key in topics:
+                    counts[topics[key]] = counts.get(topics[key], 0) + count
+            part = selection.part(counts)
+            if part is not None:
+                self._load(number)
+                chunk = self._chunks[number]
+                yield _Chosen(number, chunk, self._stored(chunk), part)
 
-    def _streams(self, chosen: Iterable[_Chosen], heads: Heads) -> Iterator[tuple[_Chosen, Any]]:
+    def _streams(self, chosen: Iterable[_Chosen]) -> Iterator[tuple[_Chosen, ChunkStream]]:
         """Yield chunks with their decompressed bytes; slow ones are decompressed ahead."""
 
-        def begin(item: _Chosen) -> tuple[_Chosen, Any]:
-            stored = item.stored
-            if (
-                heads.keys() >= item.topics.keys()
-                and item.entries is not None
-                and stored.compression in PLAIN
-                and stored.stop - stored.start > len(item.entries[0]) * _FAR_BYTES
-            ):
-                return item, StoredWindow(self._source, stored)
-            stream = ChunkStream(self._source, stored, self.limits, item.chunk.usable_bytes)
-            if stored.compression == "bz2" or self._source.remote:
+        def begin(item: _Chosen) -> tuple[_Chosen, ChunkStream]:
+            stream = ChunkStream(self._source, item.stored, self.limits, item.chunk.usable_bytes)
+            if item.stored.compression == "bz2" or self._source.remote:
                 stream.window(0, 1)
             return item, stream
 
@@ -236,147 +204,114 @@ class ChunkedBag(Bag):
             limit_bytes=piece_bytes * _AHEAD_PIECES,
         )
 
-    def _cut(
-        self,
-        stream: ChunkStream,
-        entries: tuple[Numbers, ...],
-        parse: HeadParser,
-        heads: Heads,
-    ) -> Iterator[Message]:
-        """Yield the messages that the index names."""
+    def _cut(self, stream: ChunkStream, rows: Rows, ordinals: Numbers) -> Iterator[Message]:
+        """Yield messages by their places."""
         window, most, record_bytes = stream.window, self._HEAD_BYTES, self.limits.record_bytes
-        cdr = {key for key, c in self._connections.items() if c.encoding == "cdr"}
-        for t_ns, offset, key, ordinal in zip(*(c.tolist() for c in entries), strict=True):
-            data, at = window(offset, most)
+        parse, connections = self._head_parser(), self._connections
+        data, first = b"", 0
+        for (key, t_ns, offset), ordinal in zip(rows.tolist(), ordinals.tolist(), strict=True):
+            at = offset - first
+            if at + most > len(data):
+                data, at = window(offset, most)
+                first = offset - at
             found_ns, start, stop = parse(data, at, key)
             if found_ns != t_ns:
                 raise BadRecord(f"a message of connection {key} is not when the index says")
-            size_bytes = stop - start
+            size_bytes, connection = stop - start, connections[key]
             message: bytes | memoryview
-            if heads or stop > len(data) or size_bytes > record_bytes:
-                message = self._data(stream, key, offset + start - at, size_bytes, heads)
-            else:  # as `_data` does it, without the calls: most messages come this way
-                if size_bytes * SMALL_PART < len(data):
-                    message = data[start:stop]
-                else:
-                    message = memoryview(data)[start:stop]
-                if key in cdr and data.startswith(ZSTD_MAGIC, start):
-                    message = inflate_message(self.path, message, self.limits)
-            yield Message(self._connections[key].topic, ordinal, t_ns, message)
+            if size_bytes > record_bytes:
+                self.limits.check_record(self.path, size_bytes, connection.topic)
+            if stop > len(data):
+                message = stream.take(first + start, size_bytes)
+            elif size_bytes * SMALL_PART < len(data):
+                message = data[start:stop]
+            else:
+                message = memoryview(data)[start:stop]
+            if connection.encoding == "cdr" and message[:4] == ZSTD_MAGIC:
+                message = inflate_message(self.path, message, self.limits)
+            yield Message(connection.topic, ordinal, t_ns, message)
 
-    def _walk(
-        self,
-        stream: ChunkStream,
-        topics: dict[str, tuple[int, Numbers | None]],
-        ids: dict[int, str],
-        heads: Heads,
-    ) -> Iterator[Message]:
-        """Yield the messages of a chunk that has no index."""
-        turns = {
-            topic: Selection([topic], {} if ordinals is None else {topic: ordinals}, first)
-            for topic, (first, ordinals) in topics.items()
-        }
-        for key, t_ns, _, start, stop in self._records(stream):
-            topic = ids.get(key)
-            ordinal = turns[topic].next(topic) if topic in turns else None
-            if topic is not None and ordinal is not None:
-                message = self._data(stream, key, start, stop - start, heads)
-                yield Message(topic, ordinal, t_ns, message)
+    def _has_near_heads(self, topics: Sequence[str]) -> bool:
+        keys = [key for own in self._keys(topics).values() for key in own]
+        chunks = (self._chunks[number] for number in self._chunks.chunks_of(keys))
+        size_bytes = sum(chunk.stop - chunk.pos for chunk in chunks)
+        count = sum(self.topics[topic].count for topic in topics)
+        return self.compression == "none" and size_bytes > count * _FAR_BYTES
 
-    def _data(
-        self, stream: ChunkStream, key: int, start: int, size_bytes: int, heads: Heads
-    ) -> bytes | memoryview:
-        """Return the bytes of a message, or its first ones."""
-        connection = self._connections[key]
-        most_bytes = heads.get(connection.topic, size_bytes)
-        packed = False
-        if connection.encoding == "cdr":
-            data, at = stream.window(start, 4)
-            packed = data.startswith(ZSTD_MAGIC, at)
-        if most_bytes < size_bytes and not packed:
-            size_bytes = most_bytes
-        if size_bytes > self.limits.record_bytes:
-            self.limits.check_record(self.path, size_bytes, connection.topic)
-        message = stream.take(start, size_bytes)
-        return inflate_message(self.path, message, self.limits) if packed else message
+    def _read_heads(self, selection: Selection, sizes: Mapping[str, int]) -> Iterator[Message]:
+        keys = self._keys(selection.topics)
+        parse, most = self._head_parser(), self._HEAD_BYTES
+        with self._named():
+            for chosen in self._chosen(selection, keys):
+                for rows in self._rows(chosen.number):
+                    places, ordinals = chosen.selection.pick(rows["key"], keys)
+                    for (key, t_ns, offset), ordinal in zip(
+                        rows[places].tolist(), ordinals.tolist(), strict=True
+                    ):
+                        topic = self._connections[key].topic
+                        pos = chosen.stored.start + offset
+                        data = self._source.peek(pos, most)
+                        _, start, stop = parse(data, 0, key)
+                        size_bytes = min(sizes[topic], stop - start)
+                        head = data[start : start + size_bytes]
+                        if len(head) < size_bytes or head[:4] == ZSTD_MAGIC:
+                            self.limits.check_record(self.path, stop - start, topic)
+                            head = self._source.read(pos + start, stop - start, "a message")
+                        if head[:4] == ZSTD_MAGIC and self._connections[key].encoding == "cdr":
+                            head = inflate_message(self.path, head, self.limits)
+                        yield Message(topic, ordinal, t_ns, head)
 
-    def _must_walk(self, number: int) -> bool:
-        """Tell whether the messages of a chunk cannot be had from an index."""
-        if self._chunks.loaded[number]:
-            return False
-        size_bytes = self._chunks.count_of(number) * ENTRY_BYTES
-        return not self._chunks[number].indexed or size_bytes > self.limits.index_bytes
+    def _rows(self, number: int) -> Iterator[Rows]:
+        """Yield the places of the messages in a chunk, by their offsets."""
+        self._load(number)
+        return self._chunks.places(number)
 
-    def _entries(self, number: int, keys: Collection[int]) -> tuple[Numbers, Numbers, Numbers]:
-        """Return times, offsets and connections of messages of a chunk, by their offsets."""
+    def _load(self, number: int) -> None:
+        """Find the places of the messages in a chunk, by its index or, if that is large, in it."""
         table = self._chunks
-        if not table.loaded[number] and table.entries is not None:
-            found = self._index_of(self._stored(table[number]).stop, table[number].stop)
-            for slot, key, count in table.slots_of(number):
-                table.hold(slot, self._promised(found, number, key, count))
-            table.loaded[number] = True
-        parts = []
-        found = {}
-        for slot, key, count in table.slots_of(number):
-            if key in keys:
-                held = table.held(slot)
-                if held is None:
-                    found = found or self._read_places(number, keys)
-                    held = self._promised(found, number, key, count)
-                parts.append((*held, np.full(count, key)))
-        times, offsets, ids = map(np.concatenate, zip(*parts, strict=True))
-        if np.any(offsets[1:] < offsets[:-1]):
-            order = np.argsort(offsets, kind="stable")
-            times, offsets, ids = times[order], offsets[order], ids[order]
-        return times, offsets, ids
-
-    def _promised(self, found: dict[int, Entries], number: int, key: int, count: int) -> Entries:
-        """Return the entries of a connection, as many as the table promises."""
-        entries = found.get(key, (np.empty(0, np.int64), np.empty(0, np.int64)))
+        if table.is_loaded(number):
+            return
+        if table.count_of(number) * ROW.itemsize > self.limits.index_bytes:
+            table.load(number, self._walk(table[number]))
+            return
+        rows = self.index_rows(self._stored(table[number]).stop, table[number].stop)
+        promised = table.slots_of(number)
+        rows = rows[np.isin(rows["key"], list(promised))]
+        keys, counts = np.unique(rows["key"], return_counts=True)
+        found = dict(zip(keys.tolist(), counts.tolist(), strict=True))
         expect(
-            len(entries[0]) == count,
+            all(found.get(key, 0) == count for key, count in promised.items()),
             self.path,
-            f"the index of the chunk at {self._chunks[number].pos} holds {len(entries[0])} "
-            f"messages instead of {count}; pass --salvage to read without it",
+            f"the index of the chunk at {table[number].pos} holds {len(rows)} messages instead of "
+            f"{table.count_of(number)}; pass --salvage to read without it",
         )
-        return entries
+        table.load(number, iter([rows]))
 
-    def _read_places(self, number: int, keys: Collection[int]) -> dict[int, Entries]:
-        """Return the entries of some connections, read from their own places in the file."""
-        table = self._chunks
-        slots = [slot for slot in table.slots_of(number) if slot[1] in keys]
-        if any(table.slots["pos"][slot] <= 0 for slot, _, _ in slots):
-            numbers = {key: slot for slot, key, _ in table.slots_of(number)}
-            start = self._stored(table[number]).stop
-            stream, size_bytes = self._plain_stream(start, table[number].stop)
-            for key, offset, _ in self._index_records(stream, size_bytes):
-                if key in numbers:
-                    table.slots["pos"][numbers[key]] = start + offset
-        found = {}
-        for slot, key, count in slots:
-            pos, size_bytes = int(table.slots["pos"][slot]), count * self._ENTRY.itemsize
-            if pos > 0:
-                found[key] = self._parse_entries(self._source.read(pos, size_bytes, "an index"))
-        return found
+    def _walk(self, chunk: Chunk) -> Iterator[Rows]:
+        """Yield the places of the messages in a chunk from its records."""
+        stream = ChunkStream(self._source, self._stored(chunk), self.limits, chunk.usable_bytes)
+        records = ((r.key, r.t_ns, r.offset) for r in self._records(stream))
+        while rows := list(islice(records, _BLOCK_ROWS)):
+            yield np.array(rows, ROW)
+
+    def index_rows(self, start: int, stop: int) -> Rows:
+        """Return the places of messages that index records in a part of the file name."""
+        found = [np.empty(0, ROW)]
+        stream, size_bytes = self._plain_stream(start, stop)
+        for key, offset, length in self._index_records(stream, size_bytes):
+            self.limits.check_index(self.path, length)
+            times, offsets = self._parse_entries(stream.take(offset, length))
+            rows = np.empty(len(times), ROW)
+            rows["key"], rows["t_ns"], rows["place"] = key, times, offsets
+            found.append(rows)
+        rows = np.concatenate(found)
+        return rows[np.argsort(rows["place"], kind="stable")]
 
     def _plain_stream(self, start: int, stop: int) -> tuple[ChunkStream, int]:
         """Return the bytes of a part of the file, and their number."""
         size_bytes = max(stop - start, 0)
         stored = Stored(start, start + size_bytes, size_bytes)
         return ChunkStream(self._source, stored, self.limits), size_bytes
-
-    def _index_of(self, start: int, stop: int) -> dict[int, Entries]:
-        """Return the entries of all index records in a part of the file."""
-        found: dict[int, Entries] = {}
-        stream, size_bytes = self._plain_stream(start, stop)
-        for key, offset, length in self._index_records(stream, size_bytes):
-            self.limits.check_index(self.path, length)
-            entries = self._parse_entries(stream.take(offset, length))
-            if key in found:
-                times, offsets = map(np.concatenate, zip(found[key], entries, strict=True))
-                entries = times, offsets
-            found[key] = entries
-        return found
 
     @contextmanager
     def _named(self) -> Iterator[None]:
@@ -397,13 +332,13 @@ class ChunkedBag(Bag):
             raise BadRecord(f"the chunk at {chunk.pos} is cut")
         return stored._replace(stop=min(stored.stop, chunk.stop))
 
-    def _stream(self, chunk: Chunk) -> ChunkStream:
-        return ChunkStream(self._source, self._stored(chunk), self.limits, chunk.usable_bytes)
-
-    def _ids(self, topics: Sequence[str]) -> dict[int, str]:
-        """Return the connections of some topics, with the name of each one's topic."""
-        wanted = set(topics)
-        return {key: c.topic for key, c in self._connections.items() if c.topic in wanted}
+    def _keys(self, topics: Iterable[str]) -> Keys:
+        """Return the connections of some topics."""
+        found: Keys = {topic: [] for topic in topics}
+        for key, connection in self._connections.items():
+            if connection.topic in found:
+                found[connection.topic].append(key)
+        return found
 
     def _add_connection(self, connection: Connection) -> None:
         """Take a connection in, unless it is known; all of them are bounded."""
@@ -425,37 +360,33 @@ class ChunkedBag(Bag):
                 damage is then passed over and counted. None for a file that must be whole: damage
                 is a CorruptFile.
         """
-        self._chunks.freeze(self._connections)
+        self._chunks.freeze()
         promised = sum(self._chunks.counts.values())
-        indexed = len(self._chunks) > 0
-        self._chunks = ChunkTable(self.path, self.limits)
+        self._chunks.rows.close()
+        self._chunks = ChunkTable(self.path, self.limits, self._scratch)
         with self._named():
             scanner = self._scanner(stop, reason is not None)
             scanner.run(len(self._MAGIC))
+        self._chunks.freeze()
         self.start_ns, self.end_ns = (
             (scanner.first_ns, scanner.last_ns) if scanner.last_ns >= 0 else (0, 0)
         )
+        known = {k: n for k, n in self._chunks.counts.items() if k in self._connections}
         if reason is None:
-            unknown = scanner.keys - set(self._connections)
-            expect(not unknown, self.path, "messages of connections that are not defined")
+            whole = known.keys() == self._chunks.counts.keys()
+            expect(whole, self.path, "messages of connections that are not defined")
             return
-        self._chunks.freeze(self._connections)
-        total = sum(self._chunks.counts.values())
+        total = sum(known.values())
         if not reason and (scanner.damaged or scanner.skipped_bytes):
             reason = "some chunks are damaged"
-        if not reason and indexed and (total != promised or scanner.without_index):
+        if not reason and promised and (total != promised or scanner.without_index):
             reason = "some indexes are damaged"
         if not reason:
             return
         if not total:
             raise DataError(f"{self.path}: nothing could be salvaged ({reason})")
-        self.salvage = SalvageReport(
-            reason,
-            total,
-            len(np.unique(self._chunks.slots["chunk"])),
-            scanner.damaged,
-            scanner.skipped_bytes,
-        )
+        chunks = sum(1 for _ in self._chunks.chunks_of(known))
+        self.salvage = SalvageReport(reason, total, chunks, scanner.damaged, scanner.skipped_bytes)
 
     @abstractmethod
     def _check_magic(self) -> None:
@@ -488,15 +419,5 @@ class ChunkedBag(Bag):
         """Yield connection, offset and length of the entries of each index record."""
 
     @abstractmethod
-    def _parse_entries(self, data: bytes | memoryview) -> Entries:
-        """Return the entries of an index record."""
-
-
-def _numbered(
-    entries: tuple[Numbers, Numbers, Numbers], first: int, ordinals: Numbers | None
-) -> tuple[Numbers, ...]:
-    """Return the wanted entries of a topic, and their ordinals."""
-    if ordinals is None:
-        return *entries, np.arange(first, first + len(entries[0]))
-    keep = ordinals - first
-    return *(column[keep] for column in entries), ordinals
+    def _parse_entries(self, data: bytes | memoryview) -> tuple[Numbers, Numbers]:
+        """Return the times and offsets that an index record holds."""

@@ -43,8 +43,8 @@ def open_bag(
             are one bag.
         salvage: Read what can be read of a damaged bag; see `Bag.salvage` for what was found.
         limits: What the bag may ask for; None for the defaults. See `Limits.for_memory`.
-        scratch: Where a bag that is compressed as a whole is decompressed to, for as long as it is
-            open; None for the system's temporary folder.
+        scratch: Where temporary files go for as long as it is open: a bag that is compressed as a
+            whole, decompressed, and what `Bag.header_stamps` keeps; None for the system's folder.
 
     Raises:
         UnknownFormat: It is no bag.
@@ -60,17 +60,17 @@ def open_bag(
     if kind == "bag":
         from penstock.bags.ros1 import Ros1Bag
 
-        return Ros1Bag(path, limits, salvage)
+        return Ros1Bag(path, limits, salvage, scratch)
     if kind == "mcap":
         from penstock.bags.mcap import McapBag
 
-        return McapBag(path, limits, salvage)
+        return McapBag(path, limits, salvage, scratch)
     if as_object(path) is not None:
         raise DataError(f"{path}: .bag and .mcap are read from object storage; copy it to a disk")
     if kind == "db3":
         from penstock.bags.sqlite import SqliteBag
 
-        return SqliteBag(path, limits, salvage)
+        return SqliteBag(path, limits, salvage, scratch)
     from penstock.bags.folder import JoinedBag
 
     return JoinedBag(path, [path], limits, salvage, scratch)

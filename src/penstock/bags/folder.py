@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from penstock.bags.find import METADATA, open_bag, parts_of
 from penstock.bags.limits import Limits
-from penstock.bags.reader import Bag, Message, SalvageReport, Wanted, join_topics
+from penstock.bags.reader import Bag, Message, SalvageReport, Selection, join_topics
 from penstock.core.codecs import zstd
 from penstock.core.files import storage_error, sweep, temporary_path
 from penstock.errors import CorruptFile, DataError, LimitExceeded
@@ -46,7 +46,7 @@ class JoinedBag(Bag):
         try:
             for part in parts:
                 plain = self._decompress(part) if part.suffix == ".zstd" else part
-                self._parts.append(open_bag(plain, salvage=salvage, limits=limits))
+                self._parts.append(open_bag(plain, salvage=salvage, limits=limits, scratch=scratch))
         except BaseException:
             self.close()
             raise
@@ -68,6 +68,7 @@ class JoinedBag(Bag):
 
     def close(self) -> None:
         """Close the files and remove the temporary ones; safe to call twice."""
+        super().close()
         for bag in self._parts:
             bag.close()
         if self._temporary is not None:
@@ -79,25 +80,27 @@ class JoinedBag(Bag):
         """Bytes that were read from the files so far."""
         return sum(bag.bytes_read for bag in self._parts)
 
-    def _read(
-        self, topics: Sequence[str], wanted: Wanted, heads: Mapping[str, int] | None = None
-    ) -> Iterator[Message]:
-        before = dict.fromkeys(topics, 0)
+    def _read(self, selection: Selection) -> Iterator[Message]:
+        for bag, part, counts in self._shares(selection):
+            yield from bag._checked(bag._read(part), part.expected(counts))
+
+    def _has_near_heads(self, topics: Sequence[str]) -> bool:
+        return all(
+            bag._has_near_heads([topic for topic in topics if topic in bag.topics])
+            for bag in self._parts
+        )
+
+    def _read_heads(self, selection: Selection, sizes: Mapping[str, int]) -> Iterator[Message]:
+        for bag, part, _ in self._shares(selection):
+            yield from bag._read_heads(part, sizes)
+
+    def _shares(self, selection: Selection) -> Iterator[tuple[Bag, Selection, dict[str, int]]]:
+        """Yield the files with what is wanted of each, and how many messages each holds."""
         for bag in self._parts:
-            here = [topic for topic in topics if topic in bag.topics]
-            part = {}
-            for topic in set(here) & set(wanted):
-                first = before[topic]
-                span = np.searchsorted(wanted[topic], (first, first + bag.topics[topic].count))
-                part[topic] = wanted[topic][slice(*span)] - first
-            expected = {topic: bag.topics[topic].count for topic in here}
-            expected |= {topic: len(ordinals) for topic, ordinals in part.items()}
-            for message in bag._checked(bag._read(here, part, heads), expected):
-                if before[message.topic]:
-                    message = message._replace(ordinal=message.ordinal + before[message.topic])
-                yield message
-            for topic in here:
-                before[topic] += bag.topics[topic].count
+            counts = {t: bag.topics[t].count for t in selection.topics if t in bag.topics}
+            part = selection.part(counts)
+            if part is not None:
+                yield bag, part, counts
 
     def _decompress(self, path: Path) -> Path:
         """Write the decompressed file into the temporary folder; its growth is bounded."""

@@ -21,11 +21,11 @@ import numpy as np
 from isal import isal_zlib
 from numpy.typing import NDArray
 
-from penstock.bags.chunked import ChunkedBag, Connection, HeadParser, Record
+from penstock.bags.chunked import ChunkedBag, Connection, HeadParser, Numbers, Record
 from penstock.bags.limits import BadRecord, Limits, expect
 from penstock.bags.scan import Scanner
 from penstock.bags.source import ChunkStream, Stored
-from penstock.bags.table import LOOSE, Chunk, Entries, Tally, make_slots
+from penstock.bags.table import LOOSE, Chunk
 from penstock.errors import CorruptFile, UnknownFormat
 
 MAGIC: Final = b"\x89MCAP0\r\n"
@@ -157,7 +157,7 @@ def parse_chunk_head(data: bytes, pos: int) -> Stored:
 
 
 class ChunkIndex(NamedTuple):
-    """An entry of the summary about a chunk: its channels, and where their index records lie."""
+    """An entry of the summary about a chunk, with the messages of its channels."""
 
     start_ns: int
     end_ns: int
@@ -165,7 +165,6 @@ class ChunkIndex(NamedTuple):
     stop: int
     keys: NDArray[np.int64]
     counts: NDArray[np.int64] | None
-    places: NDArray[np.int64]
     compression: str
 
 
@@ -196,7 +195,6 @@ def parse_chunk_index(data: bytes | memoryview) -> ChunkIndex:
         stop,
         keys[order].astype(np.int64),
         counts,
-        places + _INDEX_HEAD.size,
         compression,
     )
 
@@ -207,7 +205,6 @@ class McapBag(ChunkedBag):
     kind = "mcap"
     _MAGIC = MAGIC
     _HEAD_BYTES = MESSAGE_HEAD.size
-    _ENTRY = _INDEX_ENTRY
 
     def _check_magic(self) -> None:
         self._schemas: dict[int, Schema] = {}
@@ -272,9 +269,8 @@ class McapBag(ChunkedBag):
                 if index.counts is None:
                     complete = complete and not len(index.keys)
                     continue
-                slots = make_slots(index.keys, index.counts, index.places)
                 chunk = Chunk(index.pos, index.stop, -1, index.compression)
-                self._chunks.add(chunk, slots)
+                self._chunks.add(chunk, index.keys, index.counts)
                 for key, count in zip(index.keys.tolist(), index.counts.tolist(), strict=True):
                     total[key] = total.get(key, 0) + count
                 times += [index.start_ns, index.end_ns]
@@ -343,7 +339,7 @@ class McapBag(ChunkedBag):
                 raise BadRecord("a message index has a wrong length")
             yield key, start + 6, length
 
-    def _parse_entries(self, data: bytes | memoryview) -> Entries:
+    def _parse_entries(self, data: bytes | memoryview) -> tuple[Numbers, Numbers]:
         rows = np.frombuffer(data, _INDEX_ENTRY)
         if np.any(rows["time"] > _LATEST_NS) or np.any(rows["offset"] > _LATEST_NS):
             raise BadRecord("a message index holds an impossible time or offset")
@@ -357,12 +353,12 @@ class McapBag(ChunkedBag):
 
 class _McapScanner(Scanner):
     bag: McapBag
-    _stretch: tuple[Chunk, Tally] | None = None
+    _stretch: Chunk | None = None
     _loose = False
 
     def end(self) -> None:
         if self._stretch is not None:
-            self.keep(*self._stretch)
+            self.keep(self._stretch)
             self._stretch = None
 
     def record(self, pos: int) -> int:
@@ -411,13 +407,13 @@ class _McapScanner(Scanner):
         _, _, key, _, t_ns, _ = MESSAGE_HEAD.unpack_from(head)
         if t_ns > _LATEST_NS or (self.tolerant and key not in self.bag._connections):
             raise BadRecord(f"the message at {pos} is damaged")
-        chunk, tally = self._stretch or (Chunk(pos, -1), self.new_tally())
+        chunk = self._stretch or Chunk(pos, -1)
         if chunk.stop != pos or stop - chunk.pos > _STRETCH_BYTES:
             self.end()
-            chunk, tally = Chunk(pos, stop, -1, LOOSE, False), self.new_tally()
+            chunk = Chunk(pos, stop, -1, LOOSE)
             self._loose = True
-        tally.add(key, t_ns, pos - chunk.pos)
-        self._stretch = chunk._replace(stop=stop), tally
+        self.message(key, t_ns, pos - chunk.pos)
+        self._stretch = chunk._replace(stop=stop)
         return stop
 
     def _check_data(self, stop: int, crc: int) -> None:

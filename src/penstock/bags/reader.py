@@ -17,7 +17,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Final, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, Final, Literal, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -25,6 +25,7 @@ from typing_extensions import Self
 
 from penstock.bags.definitions import same_definition
 from penstock.bags.limits import Limits
+from penstock.bags.spool import Spool
 from penstock.errors import CorruptFile, DataError, UsageError
 from penstock.ui.suggestions import did_you_mean
 
@@ -140,44 +141,64 @@ def join_topics(topics: Iterable[Topic]) -> dict[str, Topic]:
 
 
 class Selection:
-    """Numbers the messages of each topic as they pass, and tells which are wanted.
+    """The messages that are wanted of some topics; it numbers them as they pass.
 
     Args:
-        topics: The topics.
+        first: The topics, with the ordinal of the next message of each.
         wanted: For some of them, the only ordinals that are wanted, rising.
-        first: The ordinal of the next message.
     """
 
-    def __init__(self, topics: Iterable[str], wanted: Wanted, first: int = 0) -> None:
-        self._wanted = wanted
-        self._next = dict.fromkeys(topics, first)
-        self._done = dict.fromkeys(wanted, 0)  # how many of the wanted were taken
+    def __init__(self, first: Mapping[str, int], wanted: Wanted) -> None:
+        self._next = dict(first)
+        self._wanted = {topic: wanted[topic] for topic in self._next if topic in wanted}
 
-    def take(self, topic: str, count: int) -> tuple[int, NDArray[np.int64] | None]:
-        """Number the next messages; return the first ordinal and those wanted, None for all."""
-        first = self._next[topic]
-        self._next[topic] = first + count
-        wanted = self._wanted.get(topic)
-        if wanted is None:
-            return first, None
-        start = self._done[topic]
-        ahead = wanted[start : start + count]
-        ahead = ahead[: int(ahead.searchsorted(first + count))]
-        self._done[topic] = start + len(ahead)
-        return first, ahead
+    @property
+    def topics(self) -> list[str]:
+        """The topics."""
+        return list(self._next)
 
-    def next(self, topic: str) -> int | None:
-        """Number the next message; return its ordinal if it is wanted."""
-        ordinal = self._next[topic]
-        self._next[topic] = ordinal + 1
-        wanted = self._wanted.get(topic)
-        if wanted is None:
-            return ordinal
-        done = self._done[topic]
-        if done == len(wanted) or wanted[done] != ordinal:
-            return None
-        self._done[topic] = done + 1
-        return ordinal
+    def expected(self, counts: Mapping[str, int]) -> dict[str, int]:
+        """Return how many messages of each topic come, of so many that there are."""
+        wanted = self._wanted
+        return {t: len(wanted[t]) if t in wanted else counts[t] for t in self._next}
+
+    def part(self, counts: Mapping[str, int]) -> Selection | None:
+        """Pass over the next messages; return what is wanted of them, None for nothing."""
+        first, wanted = {}, {}
+        for topic, count in counts.items():
+            start = self._next[topic]
+            self._next[topic] = start + count
+            if topic in self._wanted:
+                span = np.searchsorted(self._wanted[topic], (start, start + count))
+                if span[0] == span[1]:
+                    continue
+                wanted[topic] = self._wanted[topic][slice(*span)]
+            first[topic] = start
+        return Selection(first, wanted) if first else None
+
+    def pick(
+        self, keys: NDArray[Any], connections: Mapping[str, Sequence[int]]
+    ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        """Take the next messages by their connections; return where the wanted are, and ordinals.
+
+        Args:
+            keys: The connection of each message.
+            connections: Those of each topic.
+        """
+        ordinals = np.full(len(keys), -1, np.int64)
+        for topic, first in self._next.items():
+            own = connections[topic]
+            places = np.flatnonzero(keys == own[0] if len(own) == 1 else np.isin(keys, own))
+            self._next[topic] = first + len(places)
+            numbers = np.arange(first, first + len(places))
+            wanted = self._wanted.get(topic)
+            if wanted is not None:
+                span = np.searchsorted(wanted, (first, first + len(places)))
+                numbers = wanted[slice(*span)]
+                places = places[numbers - first]
+            ordinals[places] = numbers
+        found = np.flatnonzero(ordinals >= 0)
+        return found, ordinals[found]
 
 
 class Bag(ABC):
@@ -205,6 +226,8 @@ class Bag(ABC):
     compression: str
     limits: Limits
     salvage: SalvageReport | None = None
+    _scratch: Path | None = None  # the folder for temporary files; None for the system's
+    _spool: Spool | None = None
 
     @property
     def message_count(self) -> int:
@@ -250,24 +273,32 @@ class Bag(ABC):
         Raises:
             CorruptFile: The data is damaged, or is not what the index promises.
         """
-        names = list(self.topics) if topics is None else list(dict.fromkeys(topics))
-        expected = {name: self.topic(name).count for name in names}
-        chosen = {name: ordinals for name, ordinals in (wanted or {}).items() if name in expected}
-        expected |= {name: len(ordinals) for name, ordinals in chosen.items()}
-        return self._checked(self._read(names, chosen), expected)
+        names = self.topics if topics is None else dict.fromkeys(topics)
+        counts = {name: self.topic(name).count for name in names}
+        selection = Selection(dict.fromkeys(counts, 0), wanted or {})
+        spool = self._spool
+        if spool is not None and spool.topics >= counts.keys():
+            return self._checked(spool.read(selection), selection.expected(counts))
+        return self._checked(self._read(selection), selection.expected(counts))
 
-    def header_stamps(self, topics: Iterable[str]) -> dict[str, NDArray[np.int64]]:
+    def header_stamps(
+        self, topics: Iterable[str], keep: Iterable[str] = ()
+    ) -> dict[str, NDArray[np.int64]]:
         """Return the header stamps of some topics in nanoseconds, in file order, in one pass.
 
-        Of the messages no more than the stamps is decoded, and of uncompressed chunks no more than
-        the heads of the messages is read where these are large.
+        Of large messages that are not compressed no more than the heads is read. Otherwise the
+        messages lie in a temporary file from then on, where `read` takes them from: a chunk is
+        read and decompressed once. Where that file has no room, they are read again later.
+
+        Args:
+            topics: The topics.
+            keep: Others, which will be read together with them.
 
         Raises:
             DataError: Messages of one of the topics carry no header.
         """
-        names = list(dict.fromkeys(topics))
-        readers, heads = {}, {}
-        for name in names:
+        readers, sizes = {}, {}
+        for name in dict.fromkeys(topics):
             decoder = self.decoder(name)
             reader = decoder.stamp_reader()
             if reader is None:
@@ -277,16 +308,24 @@ class Bag(ABC):
                 )
             readers[name] = reader
             if decoder.stamp_bytes is not None:
-                heads[name] = decoder.stamp_bytes
-        found = {name: np.empty(self.topic(name).count, np.int64) for name in names}
-        expected = {name: self.topic(name).count for name in names}
-        for message in self._checked(self._read(names, {}, heads), expected):
-            found[message.topic][message.ordinal] = readers[message.topic](message.data)
+                sizes[name] = decoder.stamp_bytes
+        counts = {name: self.topic(name).count for name in [*readers, *keep]}
+        found = {name: np.empty(counts[name], np.int64) for name in readers}
+        spool = None
+        if sizes.keys() == readers.keys() and self._has_near_heads(list(readers)):
+            first = dict.fromkeys(readers, 0)
+            messages = self._read_heads(Selection(first, {}), sizes)
+            counts = {name: counts[name] for name in readers}
+        else:
+            spool = Spool(counts, self._scratch)
+            messages = self._read(Selection(dict.fromkeys(counts, 0), {}))
+        for message in self._checked(messages, counts):
+            if message.topic in readers:
+                found[message.topic][message.ordinal] = readers[message.topic](message.data)
+            if spool is not None and not spool.put(message):
+                spool = None
+        self._spool = spool
         return found
-
-    def stamps(self, topic: str) -> NDArray[np.int64]:
-        """Return the header stamps of one topic; several are had in one pass by `header_stamps`."""
-        return self.header_stamps([topic])[topic]
 
     def first_messages(self, topics: Iterable[str]) -> dict[str, Message]:
         """Return the first message of each topic that has one; what lies between is passed over."""
@@ -307,18 +346,22 @@ class Bag(ABC):
             sample = self.first_messages([topic])[topic].data
         return Decoder(found, str(self.path), self.limits, sample)
 
-    @abstractmethod
     def close(self) -> None:
         """Close the files; safe to call twice."""
+        if self._spool is not None:
+            self._spool.close()
 
     @abstractmethod
-    def _read(
-        self, topics: Sequence[str], wanted: Wanted, heads: Mapping[str, int] | None = None
-    ) -> Iterator[Message]:
-        """Yield the messages of the topics in file order; of some topics, only those wanted.
+    def _read(self, selection: Selection) -> Iterator[Message]:
+        """Yield the wanted messages in file order."""
 
-        Of the topics in `heads` the first so many bytes of each message suffice.
-        """
+    def _has_near_heads(self, topics: Sequence[str]) -> bool:
+        """Tell whether the first bytes of messages can be had without reading much more."""
+        return False
+
+    def _read_heads(self, selection: Selection, sizes: Mapping[str, int]) -> Iterator[Message]:
+        """Yield the wanted messages with so many of their first bytes, or more."""
+        raise NotImplementedError
 
     def _checked(self, messages: Iterator[Message], expected: dict[str, int]) -> Iterator[Message]:
         """Pass messages on, and make sure at the end that there were as many as promised."""

@@ -13,11 +13,11 @@ from typing import Final
 
 import numpy as np
 
-from penstock.bags.chunked import ChunkedBag, Connection, HeadParser, Record
+from penstock.bags.chunked import ChunkedBag, Connection, HeadParser, Numbers, Record
 from penstock.bags.limits import BadRecord, Limits, expect
 from penstock.bags.scan import Scanner
 from penstock.bags.source import ChunkStream, Stored
-from penstock.bags.table import Chunk, Entries, make_slots
+from penstock.bags.table import Chunk
 from penstock.errors import UnknownFormat
 
 MAGIC: Final = b"#ROSBAG V2.0\n"
@@ -110,7 +110,6 @@ class Ros1Bag(ChunkedBag):
     kind = "bag"
     _MAGIC = MAGIC
     _HEAD_BYTES = 512
-    _ENTRY = _INDEX_ENTRY
 
     def _check_magic(self) -> None:
         magic = self._source.peek(0, len(MAGIC))
@@ -153,7 +152,7 @@ class Ros1Bag(ChunkedBag):
             expect(not unknown, self.path, f"the index names unknown connections {unknown}")
             chunk = Chunk(number(fields, b"chunk_pos", 8), index_pos)
             expect(len(MAGIC) <= chunk.pos < index_pos, self.path, "the index names a wrong chunk")
-            self._chunks.add(chunk, make_slots(counts["key"], counts["count"]))
+            self._chunks.add(chunk, counts["key"], counts["count"])
             if len(counts):
                 times += [time_ns(fields, b"start_time"), time_ns(fields, b"end_time")]
                 times = [min(times), max(times)]
@@ -227,7 +226,7 @@ class Ros1Bag(ChunkedBag):
                 raise BadRecord("the index of a chunk is damaged")
             yield number(fields, b"conn"), start, length
 
-    def _parse_entries(self, data: bytes | memoryview) -> Entries:
+    def _parse_entries(self, data: bytes | memoryview) -> tuple[Numbers, Numbers]:
         rows = np.frombuffer(data, _INDEX_ENTRY)
         return rows["sec"].astype(np.int64) * 10**9 + rows["nsec"], rows["offset"].astype(np.int64)
 

@@ -10,7 +10,8 @@ import numpy as np
 
 from penstock.bags.limits import BadRecord
 from penstock.bags.source import PLAIN, ChecksumMismatch, ChunkStream, Stored
-from penstock.bags.table import SLOT_TYPE, Chunk, Tally
+from penstock.bags.spool import ROW
+from penstock.bags.table import Chunk
 from penstock.errors import CorruptFile, DataError
 
 if TYPE_CHECKING:
@@ -38,7 +39,7 @@ class Scanner(ABC):
         self.first_ns, self.last_ns = 1 << 62, -1
         self.damaged = self.skipped_bytes = 0
         self.without_index = 0
-        self.keys: set[int] = set()
+        self._counts: dict[int, int] = {}  # the messages of the chunk at hand
         # Chunks that overlap, as no recorder writes them, would have no end of work.
         self._work_bytes = (20 + bag.limits.ratio) * self.source.size_bytes + 10**8
 
@@ -64,54 +65,53 @@ class Scanner(ABC):
         self._work_bytes -= stored.stop - stored.start + stored.size_bytes
         if self._work_bytes < 0:
             raise DataError(f"{self.source.path}: too many overlapping chunks to be salvaged")
-        tally = self.new_tally()
-        good_bytes, usable_bytes = 0, -1
+        rows = self.bag._chunks.rows
+        first, good_bytes, usable_bytes = len(rows), 0, -1
         try:
             stream = ChunkStream(self.source, stored, self.limits, careful=self.tolerant)
             for key, t_ns, offset, _, stop in self.bag._records(stream, learn=True):
                 stream.reach(stop)
-                tally.add(key, t_ns, offset)
+                self.message(key, t_ns, offset)
                 good_bytes = stop
             stream.finish()
-        except ChecksumMismatch:
-            if not self.tolerant:
-                raise
-            self.damaged += 1
-            self.skipped_bytes += stored.stop - stored.start
-            return record_stop  # any of its bytes may be wrong: none is used
-        except DataError:
+        except DataError as error:
             if not self.tolerant:
                 raise
             self.damaged += 1
             usable_bytes = good_bytes
-        chunk = Chunk(pos, stored.stop, usable_bytes, stored.compression or "none", False)
+            if isinstance(error, ChecksumMismatch):
+                self.skipped_bytes += stored.stop - stored.start
+                rows.cut(first)
+                self._counts = {}
+                return record_stop  # any of its bytes may be wrong: none is used
+        chunk = Chunk(pos, stored.stop, usable_bytes, stored.compression or "none")
         if cut or (self.tolerant and not self.follows(stored.stop)):
             # Its length may be wrong: other chunks may lie within it, behind what was read.
-            self.keep(chunk, tally)
+            self.keep(chunk)
             plain = stored.compression in PLAIN
             return self.search(stored.start + (good_bytes if plain else 0) - 1)
         index_stop = self.index_stop(stored.stop)
-        if usable_bytes < 0 and self._agrees(stored.stop, index_stop, tally):
-            chunk = chunk._replace(stop=index_stop, indexed=True)
-        self.keep(chunk, tally)
+        if self.tolerant and not self._agrees(stored.stop, index_stop, first):
+            self.without_index += 1
+        self.keep(chunk._replace(stop=index_stop))
         return index_stop
 
-    def new_tally(self) -> Tally:
-        """Return a tally for a chunk."""
-        return Tally(self.limits.index_bytes // 64, self.limits.topics)
+    def message(self, key: int, t_ns: int, offset: int) -> None:
+        """Take a message of a chunk in."""
+        self._counts[key] = self._counts.get(key, 0) + 1
+        if len(self._counts) > self.limits.topics:
+            raise BadRecord(f"more than {self.limits.topics} connections")
+        self.first_ns, self.last_ns = min(self.first_ns, t_ns), max(self.last_ns, t_ns)
+        self.bag._chunks.rows.append(key, t_ns, offset)
 
-    def keep(self, chunk: Chunk, tally: Tally) -> None:
-        """Add a chunk to the table."""
-        if not tally.counts:
-            return
-        self.without_index += tally.complete and not chunk.indexed
-        self.keys |= tally.counts.keys()
-        self.first_ns = min(self.first_ns, tally.first_ns)
-        self.last_ns = max(self.last_ns, tally.last_ns)
-        slots = np.zeros(len(tally.counts), SLOT_TYPE)
-        slots["key"] = tally.keys
-        slots["count"] = [tally.counts[key] for key in tally.keys]
-        self.bag._chunks.add(chunk, slots, tally)
+    def keep(self, chunk: Chunk) -> None:
+        """Add the chunk of the last messages to the table."""
+        if self._counts:
+            keys, counts = (
+                np.array(list(part)) for part in zip(*self._counts.items(), strict=True)
+            )
+            self.bag._chunks.add(chunk, keys, counts)
+            self._counts = {}
 
     def search(self, pos: int) -> int:
         """Return where the next record begins behind a position, or where the file ends."""
@@ -126,26 +126,16 @@ class Scanner(ABC):
         self.skipped_bytes += found - pos
         return found
 
-    def _agrees(self, start: int, stop: int, tally: Tally) -> bool:
+    def _agrees(self, start: int, stop: int, first: int) -> bool:
         """Tell whether the index records of a chunk name exactly its messages."""
-        if start == stop or not tally.complete:
-            return False
-        times, offsets = tally.entries()
+        found = len(self.bag._chunks.rows) - first
+        if found * ROW.itemsize > self.limits.index_bytes:
+            return True  # they are not compared
+        blocks = list(self.bag._chunks.rows.blocks(first)) or [np.empty(0, ROW)]
         try:
-            named = self.bag._index_of(start, stop)
+            return np.array_equal(self.bag.index_rows(start, stop), np.concatenate(blocks))
         except DataError:
             return False
-        at = 0
-        for key in tally.keys:
-            count = tally.counts[key]
-            found = named.pop(key, (np.empty(0), np.empty(0)))
-            order = np.argsort(found[1], kind="stable")
-            if not np.array_equal(found[0][order], times[at : at + count]) or not np.array_equal(
-                found[1][order], offsets[at : at + count]
-            ):
-                return False
-            at += count
-        return not any(len(entries[0]) for entries in named.values())
 
     def end(self) -> None:  # noqa: B027 - only MCAP has something to finish
         """Finish what is under way."""

@@ -31,7 +31,6 @@ ZSTD_MAGIC: Final = b"\x28\xb5\x2f\xfd"  # how no CDR data begins
 SMALL_PART: Final = 8  # a message of less than this part of what it lies in is copied out of it
 _INPUT_BYTES: Final = 1 << 16
 _OUTPUT_BYTES: Final = 1 << 20
-_PAGE_BYTES: Final = 4096
 _REMOTE_PAGE_BYTES: Final = 8192
 _REMOTE_PAGES: Final = 256
 _SMALL_BYTES: Final = 8192
@@ -353,26 +352,6 @@ def _decompressed(source: Source, stored: Stored, limits: Limits, careful: bool)
             yield piece
         elif not data and (pos == stop or not decompressor.needs_input):
             return  # it is cut
-
-
-class StoredWindow:
-    """The heads of messages in a chunk that is not compressed, wherever they are; no checks."""
-
-    def __init__(self, source: Source, stored: Stored) -> None:
-        self._source, self._stored = source, stored
-
-    def window(self, offset: int, size_bytes: int) -> tuple[bytes, int]:
-        """Return the bytes at an offset, as `ChunkStream.window` does."""
-        pos = self._stored.start + offset
-        most_bytes = max(size_bytes, _PAGE_BYTES)
-        return self._source.read(pos, max(min(most_bytes, self._stored.stop - pos), 0)), 0
-
-    def take(self, offset: int, size_bytes: int) -> bytes:
-        """Return the bytes at an offset."""
-        return self._source.read(self._stored.start + offset, size_bytes, "a message")
-
-    def finish(self) -> None:
-        """Nothing is left to be checked."""
 
 
 def inflate_message(path: Path, data: bytes | memoryview, limits: Limits) -> bytes:

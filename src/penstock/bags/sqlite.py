@@ -8,9 +8,8 @@ from __future__ import annotations
 
 import sqlite3
 import sys
-from array import array
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import closing, contextmanager, suppress
+from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import Any, Final
 
@@ -18,23 +17,22 @@ import numpy as np
 from numpy.typing import NDArray
 
 from penstock.bags.limits import Limits, expect
-from penstock.bags.reader import Bag, Message, SalvageReport, Selection, Topic, Wanted, join_topics
+from penstock.bags.reader import Bag, Message, SalvageReport, Selection, Topic, join_topics
 from penstock.bags.source import ZSTD_MAGIC, inflate_message
+from penstock.bags.spool import RowStore
 from penstock.errors import CorruptFile, DataError, LimitExceeded, UnknownFormat
 
 # sqlite3 fails to decode its own message about a damaged schema.
-READ_ERRORS: Final = (sqlite3.Error, UnicodeDecodeError)
-_BATCH: Final = 4096
+_READ_ERRORS: Final = (sqlite3.Error, UnicodeDecodeError)
 _READ_BATCH: Final = 256
 _NEEDED: Final = {
     "topics": {"id", "name", "type", "serialization_format"},
     "messages": {"id", "topic_id", "timestamp", "data"},
 }
-
-
-def data_column(limits: Limits) -> str:
-    """Return the column of the messages in SQL; one above the limit is "too big", and not read."""
-    return f"CASE WHEN length(data) > {limits.record_bytes} THEN zeroblob(1 << 31) ELSE data END"
+_FIRST_ID, _LAST_ID = -(2**63), 2**63 - 1
+_MOST_KEY: Final = 2**32 - 1
+_MOST_HOLES: Final = 1000
+_MOST_EMPTY_IDS: Final = 1 << 40
 
 
 class SqliteBag(Bag):
@@ -42,60 +40,59 @@ class SqliteBag(Bag):
 
     kind = "db3"
 
-    def __init__(self, path: Path, limits: Limits, salvage: bool = False) -> None:
-        self.path, self.limits = path, limits
+    def __init__(
+        self, path: Path, limits: Limits, salvage: bool = False, scratch: Path | None = None
+    ) -> None:
+        self.path, self.limits, self._scratch = path, limits, scratch
         self.size_bytes = path.stat().st_size
         self.compression = "none"
         self.start_ns = self.end_ns = 0
-        # The first id and the length of the runs of rows that a salvage found readable.
-        self._runs: list[tuple[int, int]] | None = None
-        # Topic and time of every row, in file order; None if they are too many to be held.
-        self._index: tuple[NDArray[np.int64], NDArray[np.int64]] | None = None
+        self._rows = RowStore(limits.index_bytes, scratch)
         self._bytes_read = 0
         self._names: dict[int, str] = {}
+        self._counts: dict[int, int] = {}
         self._salvaging = salvage
-        if not salvage:
+        # One above the limit is "too big", and not read.
+        big = f"length(data) > {limits.record_bytes}"
+        self._data_column = f"CASE WHEN {big} THEN zeroblob(1 << 31) ELSE data END"
+        try:
+            self._open()
+        except BaseException:
+            self.close()
+            raise
+
+    def _open(self) -> None:
+        if not self._salvaging:
             self._check_size()
         with closing(self._connect()) as database:
             try:
                 with self._errors():
-                    rows = self._topic_rows(database, salvage)
+                    rows = self._topic_rows(database)
+                    if not self._salvaging:
+                        self._scan(database)
             except CorruptFile as error:
-                if not salvage:
+                if not self._salvaging:
                     raise
-                text = str(error).removeprefix(f"{self.path}: ").partition("; pass")[0]
-                raise DataError(f"{self.path}: nothing could be salvaged ({text})") from error
-            try:
-                reason = ""
-                with self._errors():
-                    counts = self._count(database)
-            except CorruptFile as error:
-                if not salvage:
-                    raise
-                reason, counts = str(error), {}
-            if salvage:
-                counts = self._salvage(database, reason, counts)
+                raise DataError(f"{self.path}: nothing could be salvaged ({error})") from error
+            if self._salvaging:
+                self._salvage(database)
             self.topics = join_topics(
-                Topic(name, kind, counts.get(key, 0), None, definition, encoding)
+                Topic(name, kind, self._counts.get(key, 0), None, definition, encoding)
                 for key, name, kind, encoding, definition in rows
             )
-        self._detect_compression()
+            for first in self._rows.blocks(0, min(len(self._rows), 1)):
+                query = "SELECT substr(data, 1, 4) FROM messages WHERE id = ?"
+                with self._errors():
+                    magic = database.execute(query, first["place"].tolist()).fetchone()
+                if magic == (ZSTD_MAGIC,):
+                    self.compression = "zstd"
 
     def times(self, topic: str) -> NDArray[np.int64]:
         """Return the log times of a topic, in file order."""
-        count = self.topic(topic).count
-        ids = [key for key, name in self._names.items() if name == topic]
-        if self._index is not None:
-            return self._index[1][np.isin(self._index[0], ids)]
-        found = np.empty(count, np.int64)
-        at = 0
-        for rows in self._rows(ids):
-            times = self._numbers([t_ns for _, _, t_ns in rows])
-            expect(at + len(times) <= count, self.path, "the database changed while it was read")
-            found[at : at + len(times)] = times
-            at += len(times)
-        expect(at == count, self.path, "the database changed while it was read")
-        return found
+        self.topic(topic)
+        keys = self._keys([topic])[topic]
+        blocks = [b["t_ns"][np.isin(b["key"], keys)] for b in self._rows.blocks()]
+        return np.concatenate([np.empty(0, np.int64), *blocks])
 
     @property
     def bytes_read(self) -> int:
@@ -103,58 +100,45 @@ class SqliteBag(Bag):
         return self._bytes_read
 
     def close(self) -> None:
-        """Nothing stays open between readings."""
+        """Let the temporary files go; the database is open for as long as it is read."""
+        self._rows.close()
+        super().close()
 
-    def _read(
-        self, topics: Sequence[str], wanted: Wanted, heads: Mapping[str, int] | None = None
-    ) -> Iterator[Message]:
-        """Yield messages; the rows are looked at without their data, which is fetched if wanted."""
-        selection = Selection(topics, wanted)
-        asked = set(topics)
-        ids = [key for key, name in self._names.items() if name in asked]
-        query = (
-            f"SELECT id, {data_column(self.limits)} FROM messages "  # noqa: S608
-            "WHERE id IN ({}) ORDER BY id"
-        )
+    def _read(self, selection: Selection) -> Iterator[Message]:
+        for message in self._fetch(selection, self._data_column):
+            if message.data[:4] == ZSTD_MAGIC:
+                plain = inflate_message(self.path, message.data, self.limits)
+                message = message._replace(data=plain)
+            yield message
+
+    def _has_near_heads(self, topics: Sequence[str]) -> bool:
+        return self.compression == "none"
+
+    def _read_heads(self, selection: Selection, sizes: Mapping[str, int]) -> Iterator[Message]:
+        return self._fetch(selection, f"substr(data, 1, {max(sizes.values(), default=1)})")
+
+    def _fetch(self, selection: Selection, column: str) -> Iterator[Message]:
+        """Yield messages: of the rows that are wanted, one column is read."""
+        keys = self._keys(selection.topics)
+        query = f"SELECT id, {column} FROM messages WHERE id IN ({{}}) ORDER BY id"  # noqa: S608
         with closing(self._connect()) as database, self._errors():
-            for rows in self._rows(ids):
-                chosen = {}
-                for row_id, key, t_ns in rows:
-                    ordinal = selection.next(self._names[key])
-                    if ordinal is not None:
-                        chosen[row_id] = self._names[key], ordinal, t_ns
-                if not chosen:
-                    continue
-                cursor = database.execute(query.format(",".join("?" * len(chosen))), [*chosen])
-                for row_id, data in cursor:
-                    topic, ordinal, t_ns = chosen[row_id]
-                    if not isinstance(data, bytes) or not isinstance(t_ns, int):
-                        raise CorruptFile(f"{self.path}: a row of messages holds no message")
-                    self._bytes_read += len(data)
-                    if data.startswith(ZSTD_MAGIC):
-                        data = inflate_message(self.path, data, self.limits)
-                    yield Message(topic, ordinal, t_ns, data)
+            for block in self._rows.blocks():
+                places, ordinals = selection.pick(block["key"], keys)
+                for at in range(0, len(places), _READ_BATCH):
+                    rows = block[places[at : at + _READ_BATCH]].tolist()
+                    numbers = ordinals[at : at + _READ_BATCH].tolist()
+                    chosen = {row[2]: (*row, n) for row, n in zip(rows, numbers, strict=True)}
+                    marks = ",".join("?" * len(chosen))
+                    for row_id, data in database.execute(query.format(marks), [*chosen]):
+                        key, t_ns, _, ordinal = chosen[row_id]
+                        if not isinstance(data, bytes):
+                            raise CorruptFile(f"{self.path}: a row of messages holds no message")
+                        self._bytes_read += len(data)
+                        yield Message(self._names[key], ordinal, t_ns, data)
 
-    def _rows(self, ids: Sequence[int]) -> Iterator[list[tuple[int, int, int]]]:
-        """Yield id, topic and time of rows of messages in file order, in batches.
-
-        The data, which comes last in a row, is not read.
-        """
-        where = f"topic_id IN ({','.join(map(str, ids))})"
-        columns = "SELECT id, topic_id, timestamp FROM messages WHERE"
-        with closing(self._connect()) as database, self._errors():
-            if self._runs is None:
-                cursor = database.execute(f"{columns} {where} ORDER BY id")
-                while rows := cursor.fetchmany(_READ_BATCH):
-                    yield rows
-                return
-            # The limit keeps SQLite from looking at the row behind a run, which is damaged.
-            query = f"{columns} id >= ? ORDER BY id LIMIT ?"
-            wanted = set(ids)
-            for run in self._runs:
-                cursor = database.execute(query, run)
-                while rows := cursor.fetchmany(_READ_BATCH):
-                    yield [row for row in rows if row[1] in wanted]
+    def _keys(self, topics: Sequence[str]) -> dict[str, list[int]]:
+        """Return the numbers of some topics."""
+        return {t: [key for key, name in self._names.items() if name == t] for t in topics}
 
     def _connect(self) -> sqlite3.Connection:
         # A recorder that was killed leaves a log beside the database, which must be read with it.
@@ -167,7 +151,7 @@ class SqliteBag(Bag):
                 check_same_thread=False,
             )
             database.text_factory = lambda data: data.decode("utf-8", "replace")
-            if sys.version_info >= (3, 11):  # before, only messages are limited: see data_column
+            if sys.version_info >= (3, 11):  # before, only messages are limited: see _data_column
                 database.setlimit(sqlite3.SQLITE_LIMIT_LENGTH, self.limits.record_bytes)
             settings = ["trusted_schema=OFF", "cell_size_check=ON", "mmap_size=0"]
             if self._salvaging:
@@ -194,7 +178,7 @@ class SqliteBag(Bag):
     def _errors(self) -> Iterator[None]:
         try:
             yield
-        except READ_ERRORS as error:
+        except _READ_ERRORS as error:
             if "too big" in str(error):
                 raise LimitExceeded(
                     f"{self.path}: a message is above the limit of {self.limits.record_bytes} "
@@ -206,9 +190,7 @@ class SqliteBag(Bag):
                 f"{self.path}: the database cannot be read ({reason}){hint}"
             ) from error
 
-    def _topic_rows(
-        self, database: sqlite3.Connection, salvage: bool
-    ) -> list[tuple[int, str, str, str, str]]:
+    def _topic_rows(self, database: sqlite3.Connection) -> list[tuple[int, str, str, str, str]]:
         """Return number, name, type, encoding and definition of every topic."""
         for table, needed in _NEEDED.items():
             self._check_table(database, table, needed)
@@ -216,7 +198,7 @@ class SqliteBag(Bag):
             with self._errors():
                 definitions = self._definitions(database)
         except CorruptFile:
-            if not salvage:
+            if not self._salvaging:
                 raise
             definitions = {}  # the common types are known without
         rows = database.execute(
@@ -226,7 +208,8 @@ class SqliteBag(Bag):
         self.limits.check_count(self.path, "topics", len(rows), self.limits.topics)
         found = []
         for key, name, kind, encoding in rows:
-            good = isinstance(key, int) and all(isinstance(x, str) for x in (name, kind, encoding))
+            texts = all(isinstance(value, str) for value in (name, kind, encoding))
+            good = isinstance(key, int) and 0 <= key <= _MOST_KEY and texts
             expect(good, self.path, "the table of topics is damaged")
             parts = kind.split("/")
             kind = f"{parts[0]}/msg/{parts[1]}" if len(parts) == 2 else kind
@@ -266,55 +249,27 @@ class SqliteBag(Bag):
             found[name] = text
         return found
 
-    def _count(self, database: sqlite3.Connection) -> dict[int, int]:
-        """Count the messages of each topic, and find the first and the last time."""
-        counts: dict[int, int] = {}
-        ends: list[int] = []
-        columns: tuple[array[int], array[int]] | None = array("q"), array("q")
-        cursor = database.execute("SELECT topic_id, timestamp FROM messages ORDER BY id")
-        while rows := cursor.fetchmany(_BATCH):
-            found = self._add(counts, ends, rows)
-            if columns is not None:
-                for column, numbers in zip(columns, found, strict=True):
-                    column.frombytes(numbers.tobytes())
-                if 16 * len(columns[0]) > self.limits.index_bytes:
-                    columns = None
-        self.start_ns, self.end_ns = ends or (0, 0)
-        if columns is not None:
-            ids, times = (np.frombuffer(column, np.int64) for column in columns)
-            self._index = ids, times
-        return counts
-
-    def _add(
-        self, counts: dict[int, int], ends: list[int], rows: list[Any]
-    ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        ids, times = (
-            self._numbers([row[0] for row in rows]),
-            self._numbers([row[1] for row in rows]),
-        )
-        for key, count in zip(
-            *(column.tolist() for column in np.unique(ids, return_counts=True)), strict=True
-        ):
+    def _scan(self, database: sqlite3.Connection) -> None:
+        """Note where the messages are; their data, which comes last in a row, is not read."""
+        query = "SELECT id, topic_id, timestamp FROM messages ORDER BY id"
+        for row_id, key, t_ns in database.execute(query):
+            if type(t_ns) is not int or type(key) is not int:
+                raise CorruptFile(
+                    f"{self.path}: a row of messages holds no number where one must be"
+                )
             expect(key in self._names, self.path, f"messages of the unknown topic {key}")
-            counts[key] = counts.get(key, 0) + count
-        ends[:] = [min([*ends[:1], int(times.min())]), max([*ends[1:], int(times.max())])]
-        return ids, times
+            self._note(row_id, key, t_ns)
 
-    def _numbers(self, values: list[Any]) -> NDArray[np.int64]:
-        if not all(type(value) is int for value in values):
-            raise CorruptFile(f"{self.path}: a row of messages holds no number where one must be")
-        return np.array(values, np.int64)
+    def _note(self, row_id: int, key: int, t_ns: int) -> None:
+        if not self._counts:
+            self.start_ns = self.end_ns = t_ns
+        self._counts[key] = self._counts.get(key, 0) + 1
+        self.start_ns, self.end_ns = min(self.start_ns, t_ns), max(self.end_ns, t_ns)
+        self._rows.append(key, t_ns, row_id)
 
-    def _detect_compression(self) -> None:
-        query = f"SELECT {data_column(self.limits)} FROM messages ORDER BY id LIMIT 1"  # noqa: S608
-        with suppress(CorruptFile), closing(self._connect()) as database, self._errors():
-            for (data,) in database.execute(query):
-                if isinstance(data, bytes) and data.startswith(ZSTD_MAGIC):
-                    self.compression = "zstd"
-
-    def _is_message(self, topic_id: object, t_ns: object, data: object) -> bool:
+    def _is_message(self, key: object, t_ns: object, data: object) -> bool:
         """Tell whether the columns of a row are a message."""
-        if not (topic_id in self._names and type(t_ns) is int and isinstance(data, bytes)):
+        if not (key in self._names and type(t_ns) is int and isinstance(data, bytes)):
             return False
         try:
             return not data.startswith(ZSTD_MAGIC) or bool(
@@ -323,21 +278,78 @@ class SqliteBag(Bag):
         except DataError:
             return False
 
-    def _salvage(
-        self, database: sqlite3.Connection, reason: str, counts: dict[int, int]
-    ) -> dict[int, int]:
-        """Read every row; keep to those that can be read, unless that is all of them."""
-        from penstock.bags.sqlite_salvage import find_runs
+    def _salvage(self, database: sqlite3.Connection) -> None:
+        """Read every row, and note those that are whole.
 
-        found = find_runs(database, self._is_message, data_column(self.limits))
-        if not reason and found.holes == 0 and found.counts == counts:
-            return counts
-        reason = reason.removeprefix(f"{self.path}: ").partition("; pass")[0]
-        reason = reason or "some messages cannot be read"
-        if not found.runs:
-            raise DataError(f"{self.path}: nothing could be salvaged ({reason})")
-        self._runs, self._index = found.runs, None
-        self.start_ns, self.end_ns = found.start_ns, found.end_ns
-        total = sum(found.counts.values())
-        self.salvage = SalvageReport(reason, total, len(found.runs), found.holes, 0)
-        return found.counts
+        Where rows cannot be read, ids further and further on are tried, and then the first readable
+        one is found by bisection.
+        """
+        query = (
+            f"SELECT id, topic_id, timestamp, {self._data_column} FROM messages "  # noqa: S608
+            "WHERE id >= ? ORDER BY id LIMIT ?"
+        )
+        self._runs = self._holes = 0
+        start: int | None = _FIRST_ID
+        while start is not None and self._holes < _MOST_HOLES:
+            last = self._read_on(database, query, start)
+            if last is None:  # the end of the table
+                break
+            self._holes += 1
+            start = _after_hole(database, query, last)
+        total = sum(self._counts.values())
+        if self._holes:
+            reason = "some messages cannot be read"
+            if not total:
+                raise DataError(f"{self.path}: nothing could be salvaged ({reason})")
+            self.salvage = SalvageReport(reason, total, self._runs, self._holes, 0)
+
+    def _read_on(self, database: sqlite3.Connection, query: str, start: int) -> int | None:
+        """Take in rows until they cannot be read; return the last id, or None at the end."""
+        last = max(start - 1, _FIRST_ID)
+        in_run = False
+        try:
+            for row_id, key, t_ns, data in database.execute(query, [start, -1]):
+                if type(row_id) is not int or row_id < last:
+                    return last  # the table is out of order
+                last = row_id
+                good = self._is_message(key, t_ns, data)
+                self._holes += in_run and not good
+                self._runs += good and not in_run
+                in_run = good
+                if good:
+                    self._note(row_id, key, t_ns)
+        except _READ_ERRORS:
+            return last
+        return None
+
+
+def _after_hole(database: sqlite3.Connection, query: str, last: int) -> int | None:
+    """Return the first id after `last` from which rows can be read again; None if there is none."""
+    low = max(last, 0)  # recorders number from 1
+    step = 1
+    while step <= _MOST_EMPTY_IDS and low + step < _LAST_ID:
+        row = _try(database, query, low + step + 1)
+        if row is None:
+            return None
+        if row:
+            break
+        step *= 2
+    else:
+        return None
+    bad, good = low + step // 2, low + step + 1
+    while good - bad > 1:
+        middle = (bad + good) // 2
+        if _try(database, query, middle):
+            good = middle
+        else:
+            bad = middle
+    return good
+
+
+def _try(database: sqlite3.Connection, query: str, row_id: int) -> bool | None:
+    """Tell whether a row can be read at an id or behind it; None if there is none."""
+    try:
+        row: Any = database.execute(query, [row_id, 1]).fetchone()
+    except _READ_ERRORS:
+        return False
+    return None if row is None else True

@@ -59,8 +59,9 @@ class Stamps:
     def prepare(self, topics: Iterable[str]) -> None:
         """Read the header stamps of all topics that will be asked for, in one pass."""
         if self._clock == "header":
-            with_header = [t for t in topics if self._bag.decoder(t).stamp_reader() is not None]
-            self._headers = self._bag.header_stamps(with_header)
+            names = list(topics)
+            with_header = [t for t in names if self._bag.decoder(t).stamp_reader() is not None]
+            self._headers = self._bag.header_stamps(with_header, keep=names)
 
     def of(self, topic: str, field: str = "") -> Ordered:
         """Return the messages of a topic in order; only the last one asked for is kept.

@@ -1,0 +1,176 @@
+"""Temporary files without a name: for messages, and for their places if they are many."""
+
+from __future__ import annotations
+
+import io
+import tempfile
+import threading
+from collections.abc import Collection, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from struct import Struct
+from typing import TYPE_CHECKING, Any, Final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from penstock.core.files import storage_error
+
+if TYPE_CHECKING:
+    from penstock.bags.reader import Message, Selection
+
+# A message: its connection, its time, and its offset in a chunk, number in a table, or length.
+ROW: Final = np.dtype([("key", "<u4"), ("t_ns", "<i8"), ("place", "<i8")])
+_PACK_ROW: Final = Struct("<Iqq").pack
+_BLOCK_ROWS: Final = 1 << 16
+_BLOCK_BYTES: Final = 1 << 20
+_HEAD: Final = Struct("<IQ")  # of a block of messages: how many there are, and their bytes
+
+Rows = NDArray[Any]  # of ROW
+
+
+@contextmanager
+def _storage(folder: Path | None) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        where = folder or Path(tempfile.gettempdir())
+        raise storage_error("use a temporary file in", where, error) from error
+
+
+class RowStore:
+    """The places of messages in file order: in memory, beyond a limit in a temporary file.
+
+    Args:
+        limit_bytes: What may be in memory.
+        folder: Of the temporary file; None for the system's.
+    """
+
+    def __init__(self, limit_bytes: int, folder: Path | None) -> None:
+        self._file = tempfile.SpooledTemporaryFile(  # noqa: SIM115 - closed with the bag
+            limit_bytes, dir=None if folder is None else str(folder)
+        )
+        self._folder = folder
+        self._lock = threading.Lock()
+        self._pending = bytearray()
+        self._flushed = 0
+
+    def __len__(self) -> int:
+        return self._flushed + len(self._pending) // ROW.itemsize
+
+    def append(self, key: int, t_ns: int, place: int) -> None:
+        """Add a row at the end."""
+        self._pending += _PACK_ROW(key, t_ns, place)
+        if len(self._pending) >= _BLOCK_BYTES:
+            self._flush()
+
+    def cut(self, count: int) -> None:
+        """Forget all rows but the first ones."""
+        self._flush()
+        self._flushed = min(self._flushed, count)
+
+    def write(self, first: int, rows: Rows) -> None:
+        """Put rows at their number, wherever the end is."""
+        self._flush()
+        with self._lock, _storage(self._folder):
+            self._file.seek(first * ROW.itemsize)
+            self._file.write(rows.tobytes())
+            self._flushed = max(self._flushed, first + len(rows))
+
+    def blocks(self, first: int = 0, stop: int | None = None) -> Iterator[Rows]:
+        """Yield the rows of a span, some at a time."""
+        self._flush()
+        stop = len(self) if stop is None else stop
+        for start in range(first, stop, _BLOCK_ROWS):
+            with self._lock, _storage(self._folder):
+                self._file.seek(start * ROW.itemsize)
+                data = self._file.read(min(_BLOCK_ROWS, stop - start) * ROW.itemsize)
+            yield np.frombuffer(data, ROW)
+
+    def _flush(self) -> None:
+        if self._pending:
+            rows, self._pending = np.frombuffer(self._pending, ROW), bytearray()
+            self.write(self._flushed, rows)
+
+    def close(self) -> None:
+        """Let the file go."""
+        self._file.close()
+
+    __del__ = close
+
+
+class Spool:
+    """The messages of some topics in a temporary file, in the order in which they came.
+
+    Args:
+        topics: Their names.
+        folder: Of the temporary file; None for the system's.
+
+    Attributes:
+        topics: Their names.
+    """
+
+    def __init__(self, topics: Collection[str], folder: Path | None) -> None:
+        self.topics = frozenset(topics)
+        self._keys = {topic: [number] for number, topic in enumerate(topics)}
+        self._names = list(topics)
+        self._folder, self._lock = folder, threading.Lock()
+        self._table, self._data = bytearray(), bytearray()
+        self._file: Any = io.BytesIO()  # there even if the next line fails
+        with _storage(folder):
+            self._file = tempfile.TemporaryFile(dir=folder)  # noqa: SIM115 - closed with the bag
+
+    def put(self, message: Message) -> bool:
+        """Add a message; False if the disk has no room, so that the spool is of no use."""
+        self._table += _PACK_ROW(self._keys[message.topic][0], message.t_ns, len(message.data))
+        self._data += message.data
+        if len(self._data) + len(self._table) < _BLOCK_BYTES:
+            return True
+        try:
+            self._flush()
+        except OSError:
+            self.close()
+            return False
+        return True
+
+    def read(self, selection: Selection) -> Iterator[Message]:
+        """Yield the wanted messages."""
+        from penstock.bags.reader import Message
+
+        with _storage(self._folder):
+            self._flush()
+        pos = 0
+        while head := self._at(pos, _HEAD.size):
+            count, size_bytes = _HEAD.unpack(head)
+            pos += _HEAD.size
+            table = np.frombuffer(self._at(pos, count * ROW.itemsize), ROW)
+            pos += table.nbytes
+            places, ordinals = selection.pick(table["key"], self._keys)
+            starts = pos + np.cumsum(table["place"]) - table["place"]
+            rows = zip(
+                table[places].tolist(), starts[places].tolist(), ordinals.tolist(), strict=True
+            )
+            for (key, t_ns, length), start, ordinal in rows:
+                yield Message(self._names[key], ordinal, t_ns, self._at(start, length))
+            pos += size_bytes
+
+    def _at(self, pos: int, size_bytes: int) -> bytes:
+        with self._lock, _storage(self._folder):
+            self._file.seek(pos)
+            data: bytes = self._file.read(size_bytes)
+            return data
+
+    def _flush(self) -> None:
+        with self._lock:
+            if self._table:
+                self._file.seek(0, 2)
+                self._file.write(_HEAD.pack(len(self._table) // ROW.itemsize, len(self._data)))
+                self._file.write(self._table)
+                self._file.write(self._data)
+                self._table, self._data = bytearray(), bytearray()
+
+    def close(self) -> None:
+        """Let the file go."""
+        self._file.close()
+
+    __del__ = close
