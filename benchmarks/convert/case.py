@@ -165,7 +165,7 @@ def _copy_bytes(bag: Path, target: Path) -> float:
 def _lerobot(python: str, bag: Path, folder: Path) -> float:
     """Return lerobot's CPU per frame in ms: the same pictures, decoded beforehand."""
     from penstock.bags import open_bag
-    from penstock.media.images import jpeg_body
+    from penstock.media.headers import jpeg_body
 
     pictures = folder / "pictures"
     pictures.mkdir()

@@ -12,9 +12,10 @@ import numpy as np
 import pytest
 
 from penstock.errors import DataError
+from penstock.media.depth import read_rvl
+from penstock.media.encodings import DEPTH_ENCODINGS, ImageMessage
 from penstock.media.headers import picture_size
-from penstock.media.images import DEPTH_ENCODINGS, ImageDecoder, to_rgb
-from penstock.media.rvl import read_rvl
+from penstock.media.images import ImageDecoder, to_rgb
 from penstock.media.video import VideoSettings, VideoWriter, read_video
 
 WIDTH, HEIGHT = 48, 32
@@ -63,13 +64,13 @@ def _row_bytes(frame: av.VideoFrame) -> int:
 def test_raw_pixels(encoding, name, big):
     made = av.VideoFrame.from_ndarray(picture(), "rgb24").reformat(format=name)
     data = planes(made)
-    frame = ImageDecoder().raw(data, WIDTH, HEIGHT, encoding, is_big_endian=big)
+    frame = ImageDecoder().color(ImageMessage(encoding, data, WIDTH, HEIGHT, is_big_endian=big))
     assert frame.format.name == name
     assert planes(frame) == data
     error = np.abs(to_rgb(frame).astype(int) - picture())
     assert error.mean() < 4
     with pytest.raises(DataError):
-        ImageDecoder().raw(data[:-200], WIDTH, HEIGHT, encoding, is_big_endian=big)
+        ImageDecoder().color(ImageMessage(encoding, data[:-200], WIDTH, HEIGHT, is_big_endian=big))
 
 
 @pytest.mark.parametrize("bits", [8, 16])
@@ -80,14 +81,14 @@ def test_bayer(order, bits):
     cell = np.array([values[letter] for letter in order]).reshape(2, 2)
     mosaic = np.tile(cell, (HEIGHT // 2, WIDTH // 2)) * (257 if bits == 16 else 1)
     data = mosaic.astype(f"<u{bits // 8}").tobytes()
-    rgb = to_rgb(ImageDecoder().raw(data, WIDTH, HEIGHT, f"bayer_{order}{bits}"))
+    rgb = to_rgb(ImageDecoder().color(ImageMessage(f"bayer_{order}{bits}", data, WIDTH, HEIGHT)))
     assert np.abs(rgb[4:-4, 4:-4].astype(int) - (200, 120, 40)).max() <= 2
 
 
 @pytest.mark.parametrize("encoding", ["8UC2", "32FC3", "64FC4", "16SC2", "h264", "", "\x1b[31m"])
 def test_what_has_no_colours_is_named(encoding):
     with pytest.raises(DataError, match="not known"):
-        ImageDecoder().color(bytes(10_000), encoding, 4, 4)
+        ImageDecoder().color(ImageMessage(encoding, bytes(10_000), 4, 4))
 
 
 @pytest.mark.parametrize("lossless", ["0", "1"])
@@ -99,12 +100,12 @@ def test_webp(lossless):
     frame = av.VideoFrame.from_ndarray(picture(), "rgb24").reformat(format=encoder.pix_fmt)
     frame.pts = 0
     data = b"".join(bytes(p) for p in [*encoder.encode(frame), *encoder.encode(None)])
-    assert picture_size(data, "webp") == (WIDTH, HEIGHT)
-    found = to_rgb(ImageDecoder().color(data, "webp")).astype(int)
+    assert picture_size(ImageMessage("webp", data)) == (WIDTH, HEIGHT)
+    found = to_rgb(ImageDecoder().color(ImageMessage("webp", data))).astype(int)
     assert np.abs(found - picture()).mean() < (0.01 if lossless == "1" else 4)
     for cut in (0, 3, 20, 29, len(data) // 2):
         with pytest.raises(DataError):
-            ImageDecoder().color(data[:cut], "webp")
+            ImageDecoder().color(ImageMessage("webp", data[:cut]))
 
 
 def rvl(depth: np.ndarray[Any, Any]) -> bytes:
@@ -152,7 +153,7 @@ def test_rvl(seed):
     depth[chance.random(depth.shape) < chance.choice([0, 0.3, 0.9, 1.0])] = 0
     data = rvl(depth)
     assert np.array_equal(read_rvl(data, width, height), depth)
-    assert np.array_equal(ImageDecoder().depth_mm(data, "rvl", width, height), depth)
+    assert np.array_equal(ImageDecoder().depth_mm(ImageMessage("rvl", data, width, height)), depth)
 
 
 def test_damaged_rvl():
@@ -167,7 +168,7 @@ def test_damaged_rvl():
         with suppress(DataError):
             assert read_rvl(noise, 20, 20).shape == (20, 20)
     with pytest.raises(DataError):
-        ImageDecoder().depth_mm(data, "rvl", 100_000, 100_000)
+        ImageDecoder().depth_mm(ImageMessage("rvl", data, 100_000, 100_000))
 
 
 @pytest.mark.parametrize(("encoding", "kind", "scale"), [
@@ -177,7 +178,7 @@ def test_raw_depth(encoding, kind, scale):
     depth = np.arange(600).reshape(20, 30)
     data = (depth * scale).astype(kind).tobytes()
     assert encoding in DEPTH_ENCODINGS
-    assert np.array_equal(ImageDecoder().depth_mm(data, encoding, 30, 20), depth)
+    assert np.array_equal(ImageDecoder().depth_mm(ImageMessage(encoding, data, 30, 20)), depth)
 
 
 @pytest.mark.parametrize("encoding", ["yuv422", "nv12", "rgb8"])
@@ -186,7 +187,7 @@ def test_a_video_has_the_colours_of_the_picture(tmp_path, encoding):
     name = {"yuv422": "uyvy422", "nv12": "nv12", "rgb8": "rgb24"}[encoding]
     made = av.VideoFrame.from_ndarray(picture(), "rgb24").reformat(format=name)
     data = picture().tobytes() if encoding == "rgb8" else planes(made)
-    frame = ImageDecoder().raw(data, WIDTH, HEIGHT, encoding)
+    frame = ImageDecoder().color(ImageMessage(encoding, data, WIDTH, HEIGHT))
     settings = VideoSettings("h264", crf=1)
     with VideoWriter(tmp_path / "a.mp4", settings, 30, WIDTH, HEIGHT) as writer:
         writer.encode(frame)

@@ -14,7 +14,9 @@ import pytest
 
 from penstock.errors import DataError, LimitExceeded, UsageError
 from penstock.media import images
-from penstock.media.images import ImageDecoder, jpeg_size, to_rgb
+from penstock.media.encodings import ImageMessage
+from penstock.media.headers import MAX_PIXELS, jpeg_body, jpeg_size, picture_size
+from penstock.media.images import ImageDecoder, to_rgb
 
 s = SimpleNamespace(**runpy.run_path(str(Path(__file__).parents[1] / "dataset" / "staging.py")))
 PIXELS = s.picture(0b10110010, 320, 240)
@@ -43,14 +45,14 @@ def test_jpegs_are_decoded_in_full_range(kind: str) -> None:
 def test_a_jpeg_that_is_padded_or_cut() -> None:
     decoder = ImageDecoder()
     padded = JPEG + bytes(100)
-    body, width, height = images.jpeg_body(padded)
+    body, width, height = jpeg_body(padded)
     assert (body, width, height) == (JPEG, 320, 240)
     assert np.array_equal(to_rgb(decoder.jpeg(padded)), to_rgb(decoder.jpeg(JPEG)))
     for end in range(0, len(JPEG) - 1, 97):
         with pytest.raises(DataError):
             decoder.jpeg(JPEG[:end])
     with pytest.raises(DataError, match="end marker"):
-        images.jpeg_body(JPEG[:-2])
+        jpeg_body(JPEG[:-2])
 
 
 def test_broken_jpegs_are_errors_or_pictures_and_never_worse() -> None:
@@ -63,7 +65,7 @@ def test_broken_jpegs_are_errors_or_pictures_and_never_worse() -> None:
             data[dice.randrange(2, len(data))] = dice.randrange(256)
         try:
             frame = decoder.jpeg(data)
-            assert frame.width * frame.height <= images.MAX_PIXELS
+            assert frame.width * frame.height <= MAX_PIXELS
         except DataError:
             refused += 1
     assert refused > 30
@@ -80,13 +82,13 @@ def test_sizes_above_the_limit_are_refused_before_decoding() -> None:
     with pytest.raises(LimitExceeded):
         ImageDecoder().png(bomb)
     with pytest.raises(LimitExceeded):
-        ImageDecoder().raw(b"", 100_000, 100_000, "rgb8")
+        ImageDecoder().color(ImageMessage("rgb8", b"", 100_000, 100_000))
 
 
 def test_a_png_is_lossless_and_a_broken_one_an_error() -> None:
     data = png(PIXELS, "rgb24")
     assert np.array_equal(to_rgb(ImageDecoder().png(data)), PIXELS)
-    assert images.picture_size(data, "png") == (320, 240)
+    assert picture_size(ImageMessage("png", memoryview(data))) == (320, 240)
     broken = data[:60] + bytes([data[60] ^ 1]) + data[61:]
     with pytest.raises(DataError):
         ImageDecoder().png(broken)
@@ -106,16 +108,18 @@ def test_raw_pixels(encoding: str, array: np.ndarray, padding: int) -> None:
     rows = np.ascontiguousarray(array).reshape(240, -1)
     step = rows.shape[1] + padding
     data = np.pad(rows, ((0, 0), (0, padding))).tobytes()
-    frame = ImageDecoder().raw(data, 320, 240, encoding, step)
+    frame = ImageDecoder().color(ImageMessage(encoding, data, 320, 240, step))
     assert np.array_equal(to_rgb(frame), PIXELS)
 
 
 def test_raw_grey_of_8_and_16_bits() -> None:
     grey = np.linspace(0, 255, 320 * 240).astype(np.uint8).reshape(240, 320)
-    found = to_rgb(ImageDecoder().raw(grey.tobytes(), 320, 240, "mono8"))
+    found = to_rgb(ImageDecoder().color(ImageMessage("mono8", grey.tobytes(), 320, 240)))
     assert np.abs(found.astype(int) - grey[:, :, None]).max() <= 1
     words = (grey.astype(np.uint16) * 257).astype(">u2")
-    found = to_rgb(ImageDecoder().raw(words.tobytes(), 320, 240, "mono16", is_big_endian=True))
+    found = to_rgb(
+        ImageDecoder().color(ImageMessage("mono16", words.tobytes(), 320, 240, is_big_endian=True))
+    )
     assert np.abs(found.astype(int) - grey[:, :, None]).max() <= 1
 
 
@@ -127,32 +131,34 @@ def test_raw_pixels_that_do_not_fit(
     width: int, height: int, encoding: str, step: int, size: int
 ) -> None:
     with pytest.raises(DataError):
-        ImageDecoder().raw(bytes(size), width, height, encoding, step)
+        ImageDecoder().color(ImageMessage(encoding, bytes(size), width, height, step))
 
 
 def test_depth_of_every_kind_is_millimetres() -> None:
     decoder = ImageDecoder()
     depth = np.arange(48 * 64, dtype=np.uint16).reshape(48, 64) * 20
-    assert np.array_equal(decoder.depth_mm(png(depth, "gray16be")), depth)
-    assert np.array_equal(decoder.depth_mm(depth.tobytes(), "16UC1", 64, 48), depth)
+    assert np.array_equal(decoder.depth_mm(ImageMessage("png", png(depth, "gray16be"))), depth)
+    assert np.array_equal(decoder.depth_mm(ImageMessage("16UC1", depth.tobytes(), 64, 48)), depth)
     swapped = depth.astype(">u2").tobytes()
-    assert np.array_equal(decoder.depth_mm(swapped, "16UC1", 64, 48, 0, True), depth)
+    assert np.array_equal(decoder.depth_mm(ImageMessage("16UC1", swapped, 64, 48, 0, True)), depth)
     metres = (depth / 1000).astype(np.float32)
-    assert np.array_equal(decoder.depth_mm(metres.tobytes(), "32FC1", 64, 48), depth)
+    assert np.array_equal(decoder.depth_mm(ImageMessage("32FC1", metres.tobytes(), 64, 48)), depth)
     metres[0, :4] = np.nan, np.inf, -1, 70
-    assert not decoder.depth_mm(metres.tobytes(), "32FC1", 64, 48)[0, :4].any()
+    assert not decoder.depth_mm(ImageMessage("32FC1", metres.tobytes(), 64, 48))[0, :4].any()
     # As ROS 2 compresses metres: a value v means a / (v - b) metres.
     a, b = 1010.0, -100.0
     far = np.linspace(0.5, 9.0, 64 * 48).reshape(48, 64)
     codes = np.rint(a / far + b).astype(np.uint16)
     codes[0, 0] = 0  # no measurement
-    found = decoder.depth_mm(png(codes, "gray16be"), "compressedDepth", quantization=(a, b))
+    found = decoder.depth_mm(
+        ImageMessage("compressedDepth", png(codes, "gray16be"), depth_quantization=(a, b))
+    )
     assert found[0, 0] == 0
     np.testing.assert_allclose(found.ravel()[1:], 1000 * far.ravel()[1:], rtol=0.05)
-    small = decoder.depth_mm(depth.tobytes(), "16UC1", 64, 48, size=(32, 24))
+    small = decoder.depth_mm(ImageMessage("16UC1", depth.tobytes(), 64, 48), size=(32, 24))
     assert np.array_equal(small, depth[::2, ::2])
     with pytest.raises(DataError, match="16 bits"):
-        decoder.depth_mm(png(PIXELS, "rgb24"))
+        decoder.depth_mm(ImageMessage("png", png(PIXELS, "rgb24")))
 
 
 def test_scaling_keeps_the_picture() -> None:
@@ -184,7 +190,9 @@ def test_one_decoder_decodes_many_pngs(pred: str) -> None:
     decoder, dice = ImageDecoder(), np.random.default_rng(2)
     for _ in range(4):
         depth = dice.integers(0, 60_000, (48, 64)).astype(np.uint16)
-        assert np.array_equal(decoder.depth_mm(png(depth, "gray16be", pred)), depth)
+        assert np.array_equal(
+            decoder.depth_mm(ImageMessage("png", png(depth, "gray16be", pred))), depth
+        )
         pixels = dice.integers(0, 256, (48, 64, 3)).astype(np.uint8)
         assert np.array_equal(to_rgb(decoder.png(png(pixels, "rgb24", pred))), pixels)
 

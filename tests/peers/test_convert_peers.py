@@ -190,11 +190,7 @@ def test_lerobot_reads_depth(bags, tmp_path, codec, version) -> None:
     root = convert(bags, tmp_path / "out", chosen, version)
     decoder = ImageDecoder()
     depth = np.stack(
-        [
-            decoder.depth_mm(image.data)
-            for facts in bags
-            for image in messages(facts, facts.depths[0])
-        ]
+        [decoder.depth_mm(image) for facts in bags for image in messages(facts, facts.depths[0])]
     )
     values = expected(bags, 1)
     if codec == "grey8":

@@ -16,8 +16,8 @@ from penstock.conversion.mapping import GAP_FLAG, STAMP, Mapping, Source, Vector
 from penstock.conversion.plan import CameraPlan, Plan
 from penstock.dataset.layout import Feature
 from penstock.errors import DataError, UsageError
-from penstock.media.images import picture_size
-from penstock.media.packets import CODECS
+from penstock.media.encodings import CODECS
+from penstock.media.headers import picture_size
 from penstock.media.video import video_info
 from penstock.ui.suggestions import did_you_mean
 
@@ -51,7 +51,7 @@ def describe(
             size = camera.video.width, camera.video.height
         elif size is None:
             image = bag.decoder(camera.topic).image(first[camera.topic].data)
-            size = picture_size(image.data, image.encoding, image.width, image.height)
+            size = picture_size(image)
         codec = mapping.codec_of(feature)
         if camera.video is not None and feature.kind == "depth":
             raise DataError(f"{bag.path}: {camera.topic} is a video of colours: set kind: color")

@@ -28,7 +28,8 @@ from penstock.conversion.mapping import (
 from penstock.conversion.plan import plan_bag
 from penstock.conversion.worth import Worth, fields_at_all, first_key, first_message, worth_of
 from penstock.errors import DataError, UsageError
-from penstock.media.images import DEPTH_ENCODINGS, ImageDecoder
+from penstock.media.encodings import DEPTH_ENCODINGS
+from penstock.media.images import ImageDecoder
 
 _DEFAULT_FPS: Final = 30
 _MOST_OF_A_STATE: Final = 64
@@ -157,14 +158,13 @@ def _camera(bag: Bag, topic: str) -> Camera:
         key = first_key(bag, topic)
         return _sized(topic, "color", key.width, key.height)
     image = bag.decoder(topic).image(first_message(bag, topic))
-    words = (image.data, image.encoding, image.width, image.height, image.step, image.is_big_endian)
     plain = image.encoding in ("mono16", "png") and "depth" in topic.lower()
     if plain or image.encoding in DEPTH_ENCODINGS:
         kind: Literal["color", "depth"] = "depth"
-        height, width = ImageDecoder().depth_mm(*words).shape
+        height, width = ImageDecoder().depth_mm(image).shape
     else:
         kind = "color"
-        frame = ImageDecoder().color(*words)
+        frame = ImageDecoder().color(image)
         width, height = frame.width, frame.height
     return _sized(topic, kind, width, height)
 

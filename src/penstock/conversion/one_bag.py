@@ -33,7 +33,8 @@ from penstock.core.interrupt import check_stop
 from penstock.dataset.layout import Feature
 from penstock.dataset.unit import Episode, UnitRecord, UnitWriter
 from penstock.errors import DataError
-from penstock.media.packets import CODECS, KeyFrame
+from penstock.media.encodings import CODECS
+from penstock.media.packets import KeyFrame
 from penstock.media.video import VideoSettings
 
 Advance = Callable[[int, int], None]  # bytes read, frames written, since the last call

@@ -15,7 +15,8 @@ from penstock.bags import Bag, ImageMessage
 from penstock.conversion.mapping import BadPictures, Codec
 from penstock.conversion.plan import CameraPlan
 from penstock.errors import DataError
-from penstock.media.images import ImageDecoder, grey_from_depth, jpeg_body, thumbnail
+from penstock.media.headers import jpeg_body
+from penstock.media.images import ImageDecoder, grey_from_depth, thumbnail
 from penstock.media.packets import PacketDecoder, is_key
 
 # What a lane hands over: the bytes of a message, and the frames that show it.
@@ -109,18 +110,12 @@ class Pictures:
         if self._codec == "copy":
             return self._jpeg(image)
         if self._plan.camera.kind == "depth":
-            depth = self._images.depth_mm(
-                image.data, image.encoding, image.width, image.height, image.step,
-                image.is_big_endian, self._size, image.depth_quantization,
-            )  # fmt: skip
+            depth = self._images.depth_mm(image, self._size)
             self._check_size(depth.shape[1], depth.shape[0])
             if self._codec == "depth12":
                 return depth
             return grey_from_depth(depth, *self._plan.camera.depth_range_mm)
-        frame = self._images.color(
-            image.data, image.encoding, image.width, image.height, image.step, image.is_big_endian
-        )
-        return self._scaled(frame)
+        return self._scaled(self._images.color(image))
 
     def _scaled(self, frame: Any) -> Any:
         """Return a colour picture in the size of the feature."""

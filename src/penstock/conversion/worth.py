@@ -16,7 +16,8 @@ import numpy as np
 from penstock.bags import Bag, Decoder, Topic
 from penstock.bags.transforms import SIZE
 from penstock.errors import DataError
-from penstock.media.packets import CODECS, KeyFrame, PacketDecoder, is_key
+from penstock.media.encodings import CODECS
+from penstock.media.packets import KeyFrame, PacketDecoder, is_key
 
 Role = Literal["state", "action", "other"]
 

@@ -5,13 +5,13 @@ from __future__ import annotations
 import struct
 from typing import NamedTuple
 
-from penstock.errors import DataError, LimitExceeded, UsageError
+from penstock.errors import DataError, LimitExceeded
+from penstock.media.encodings import PNG_MAGIC, ImageMessage
 
 Buffer = bytes | bytearray | memoryview
 
 MAX_PIXELS = 1 << 26  # 67 megapixels: above any robot camera, 200 MB as RGB
 _TAIL_BYTES = 4096  # cameras may pad a JPEG behind its end marker
-_PNG_MAGIC = b"\x89PNG\r\n\x1a\n"
 
 
 class JpegSize(NamedTuple):
@@ -72,7 +72,7 @@ def _frame_header(segment: memoryview) -> JpegSize:
 def png_size(data: Buffer) -> tuple[int, int]:
     """Read (width, height) of a PNG from its header, decoding nothing."""
     view = memoryview(data).cast("B")
-    if bytes(view[:8]) != _PNG_MAGIC or len(view) < 33 or bytes(view[12:16]) != b"IHDR":
+    if bytes(view[:8]) != PNG_MAGIC or len(view) < 33 or bytes(view[12:16]) != b"IHDR":
         raise DataError("the picture is no PNG: its signature or header is wrong")
     width, height = struct.unpack_from(">II", view, 16)
     if not width or not height:
@@ -116,25 +116,16 @@ def check_jpeg(data: Buffer) -> tuple[JpegSize, int]:
     return size, start + end + 2
 
 
-def picture_size(data: Buffer, encoding: str, width: int = 0, height: int = 0) -> tuple[int, int]:
+def picture_size(image: ImageMessage) -> tuple[int, int]:
     """Return (width, height) of a picture of any kind, decoding nothing."""
-    if encoding == "jpeg":
-        return jpeg_size(data)[:2]
-    if encoding in ("png", "compressedDepth"):
-        return png_size(data)
-    if encoding == "webp":
-        return webp_size(data)
-    return width, height
+    if image.encoding == "jpeg":
+        return jpeg_size(image.data)[:2]
+    if image.encoding in ("png", "compressedDepth"):
+        return png_size(image.data)
+    return webp_size(image.data) if image.encoding == "webp" else (image.width, image.height)
 
 
 def jpeg_body(data: Buffer) -> tuple[bytes, int, int]:
     """Return a JPEG without what follows its end marker, and its width and height."""
     size, length = check_jpeg(data)
     return bytes(memoryview(data)[:length]), size.width, size.height
-
-
-def check_size(width: int, height: int) -> None:
-    """Refuse a video size that 4:2:0 cannot hold."""
-    if width < 2 or height < 2 or width % 2 or height % 2:
-        raise UsageError(f"a video of {width}x{height} is not possible: both must be even")
-    check_pixels(width, height)

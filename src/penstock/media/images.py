@@ -6,9 +6,7 @@ bytes of a picture is a DataError.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from fractions import Fraction
-from types import MappingProxyType
 from typing import Any, cast
 
 import av
@@ -26,64 +24,15 @@ from penstock.media.av_versions import (
     FULL_CHR_H_INT,
     Reformatter,
 )
-from penstock.media.headers import (
-    MAX_PIXELS,
-    Buffer,
-    JpegSize,
-    check_jpeg,
-    check_pixels,
-    jpeg_body,
-    jpeg_size,
-    picture_size,
-    png_size,
-    webp_size,
-)
-from penstock.media.rvl import read_rvl
+from penstock.media.depth import read_rvl
+from penstock.media.encodings import DEPTH_FORMATS, RAW_FORMATS, ImageMessage
+from penstock.media.headers import Buffer, check_jpeg, check_pixels, png_size, webp_size
 
-__all__ = [
-    "DEPTH_ENCODINGS",
-    "MAX_PIXELS",
-    "ImageDecoder",
-    "JpegSize",
-    "grey_from_depth",
-    "jpeg_body",
-    "jpeg_size",
-    "picture_size",
-    "plane_rows",
-    "png_size",
-    "resize_depth",
-    "thumbnail",
-    "to_rgb",
-]
-
-_FULL_RANGE = 2  # AVCOL_RANGE_JPEG
-_BT709 = 1  # AVCOL_SPC_BT709
+STRICT = "crccheck+bitstream+buffer+explode"  # otherwise FFmpeg paints over what is damaged
+FULL_RANGE = 2  # AVCOL_RANGE_JPEG
+BT709 = 1  # AVCOL_SPC_BT709
 # Without the last two FFmpeg is faster and rounds down: pictures become darker by 1 of 255.
 _EXACT = BILINEAR | BITEXACT | ACCURATE_RND | FULL_CHR_H_INT
-# Raw pixels as sensor_msgs/Image and Foxglove name them: FFmpeg's name (without the byte order of
-# 16 bits) and the bytes of a pixel in the first plane. OpenCV's names have blue first.
-_RAW_FORMATS: Mapping[str, tuple[str, int]] = MappingProxyType(
-    {
-        **{"rgb8": ("rgb24", 3), "bgr8": ("bgr24", 3), "8UC3": ("bgr24", 3)},
-        **{"rgba8": ("rgba", 4), "bgra8": ("bgra", 4), "8UC4": ("bgra", 4)},
-        **{"rgb16": ("rgb48", 6), "bgr16": ("bgr48", 6), "16UC3": ("bgr48", 6)},
-        **{"rgba16": ("rgba64", 8), "bgra16": ("bgra64", 8), "16UC4": ("bgra64", 8)},
-        **{"mono8": ("gray", 1), "8UC1": ("gray", 1), "mono16": ("gray16", 2)},
-        **{"yuv422": ("uyvy422", 2), "uyvy": ("uyvy422", 2)},
-        **{"yuv422_yuy2": ("yuyv422", 2), "yuyv": ("yuyv422", 2)},
-        **{"nv12": ("nv12", 1), "nv21": ("nv21", 1), "nv24": ("nv24", 1)},
-        **{
-            f"bayer_{order}{bits}": (f"bayer_{order}{bits}", bits // 8)
-            for order in ("rggb", "bggr", "gbrg", "grbg")
-            for bits in (8, 16)
-        },
-    }
-)
-# Distances: whole numbers are millimetres, the others metres.
-_DEPTH_FORMATS: Mapping[str, str] = MappingProxyType(
-    {"16UC1": "u2", "mono16": "u2", "16SC1": "i2", "32FC1": "f4", "64FC1": "f8"}
-)
-DEPTH_ENCODINGS = ("16UC1", "16SC1", "32FC1", "64FC1", "compressedDepth", "rvl")
 
 
 def _millimetres(metres: NDArray[Any]) -> NDArray[np.uint16]:
@@ -117,51 +66,14 @@ class ImageDecoder:
         check_pixels(*png_size(data))
         return self._decode("png", data)
 
-    def raw(
-        self,
-        data: Buffer,
-        width: int,
-        height: int,
-        encoding: str,
-        step: int = 0,
-        is_big_endian: bool = False,
-    ) -> av.VideoFrame:
-        """Wrap raw pixels of a sensor_msgs/Image; `step` is the length of a row in bytes."""
-        if encoding not in _RAW_FORMATS:
-            known = ", ".join(_RAW_FORMATS)
-            raise DataError(f"pictures in the encoding {encoding[:40]!r} are not known: {known}")
-        name, pixel_bytes = _RAW_FORMATS[encoding]
-        if name.endswith(("16", "48", "64")):
-            name += "be" if is_big_endian else "le"
-        rows = _raw_rows(data, width, height, pixel_bytes, step)
-        frame = av.VideoFrame(width, height, name)
-        plane_rows(frame)[:height, : rows.shape[1]] = rows
-        if name.startswith("nv"):  # the colours follow in a plane of their own
-            across, down = (1, 1) if name == "nv24" else (2, 2)
-            start, step = (step or width) * height, (step or width) * 2 // across
-            chroma = memoryview(data)[start:]
-            half = _raw_rows(chroma, -(-width // across), -(-height // down), 2, step)
-            plane_rows(frame, plane=1)[: len(half), : half.shape[1]] = half
-        return frame
-
-    def color(
-        self,
-        data: Buffer,
-        encoding: str,
-        width: int = 0,
-        height: int = 0,
-        step: int = 0,
-        is_big_endian: bool = False,
-    ) -> av.VideoFrame:
-        """Decode a colour picture of any kind: "jpeg", "png", "webp", or the name of raw pixels."""
-        if encoding == "jpeg":
-            return self.jpeg(data)
-        if encoding == "webp":
-            check_pixels(*webp_size(data))
-            return self._decode("webp", data)
-        if encoding == "png":
-            return self.png(data)
-        return self.raw(data, width, height, encoding, step, is_big_endian)
+    def color(self, image: ImageMessage) -> av.VideoFrame:
+        """Decode a colour picture of any kind: "jpeg", "png", "webp", or raw pixels."""
+        if image.encoding == "jpeg":
+            return self.jpeg(image.data)
+        if image.encoding == "webp":
+            check_pixels(*webp_size(image.data))
+            return self._decode("webp", image.data)
+        return self.png(image.data) if image.encoding == "png" else _raw_frame(image)
 
     def resize(self, frame: av.VideoFrame, width: int, height: int) -> av.VideoFrame:
         """Scale a colour picture, bilinear; its format and range stay."""
@@ -181,61 +93,39 @@ class ImageDecoder:
             raise DataError(f"cannot scale a {frame.format.name} picture ({error})") from error
 
     def depth_mm(
-        self,
-        data: Buffer,
-        encoding: str = "png",
-        width: int = 0,
-        height: int = 0,
-        step: int = 0,
-        is_big_endian: bool = False,
-        size: tuple[int, int] | None = None,
-        quantization: tuple[float, float] | None = None,
+        self, image: ImageMessage, size: tuple[int, int] | None = None
     ) -> NDArray[np.uint16]:
         """Decode a depth map to millimetres: a 16-bit PNG, RVL, 16UC1 (mm) or 32FC1 (metres).
 
         What 16 bits cannot hold, and NaN, becomes 0: no measurement.
 
         Args:
-            data: The PNG, or the pixels.
-            encoding: "png", "compressedDepth", "rvl", "mono16", or raw: "16UC1", "32FC1", ….
-            width: Of raw pixels.
-            height: Of raw pixels.
-            step: Bytes from one row of raw pixels to the next; 0 for no padding.
-            is_big_endian: The byte order of raw pixels.
+            image: The picture.
             size: (width, height) to scale to, by the nearest pixel.
-            quantization: Of a PNG of metres, a and b: a value v means a / (v - b) metres.
         """
-        depth = self._depth_mm(data, encoding, width, height, step, is_big_endian)
-        if quantization is not None:
-            a, b = quantization
+        depth = self._depth_mm(image)
+        if image.depth_quantization is not None:
+            a, b = image.depth_quantization
             with np.errstate(divide="ignore", invalid="ignore"):
                 depth = _millimetres(np.where(depth > 0, a / (depth - np.float64(b)), 0))
         return resize_depth(depth, *size) if size else depth
 
-    def _depth_mm(
-        self,
-        data: Buffer,
-        encoding: str,
-        width: int,
-        height: int,
-        step: int,
-        is_big_endian: bool,
-    ) -> NDArray[np.uint16]:
-        if encoding in ("png", "compressedDepth"):
-            frame = self.png(data)
+    def _depth_mm(self, image: ImageMessage) -> NDArray[np.uint16]:
+        if image.encoding in ("png", "compressedDepth"):
+            frame = self.png(image.data)
             if not frame.format.name.startswith("gray16"):
                 raise DataError(f"a depth PNG must have 16 bits, this one is {frame.format.name}")
             order = ">u2" if frame.format.name.endswith("be") else "<u2"
             words = plane_rows(frame, order)
             return words[: frame.height, : frame.width].astype(np.uint16)
-        if encoding == "rvl":
-            check_pixels(width, height)
-            return read_rvl(data, width, height)
-        if encoding not in _DEPTH_FORMATS:
-            known = ", ".join(["png", *_DEPTH_FORMATS])
-            raise DataError(f"depth in the encoding {encoding[:40]!r} is not known: {known}")
-        kind = np.dtype(_DEPTH_FORMATS[encoding]).newbyteorder(">" if is_big_endian else "<")
-        rows = _raw_rows(data, width, height, kind.itemsize, step)
+        if image.encoding == "rvl":
+            check_pixels(image.width, image.height)
+            return read_rvl(image.data, image.width, image.height)
+        if image.encoding not in DEPTH_FORMATS:
+            known = ", ".join(["png", *DEPTH_FORMATS])
+            raise DataError(f"depth in the encoding {image.encoding[:40]!r} is not known: {known}")
+        kind = np.dtype((">" if image.is_big_endian else "<") + DEPTH_FORMATS[image.encoding])
+        rows = _raw_rows(image.data, image.width, image.height, kind.itemsize, image.step)
         values = np.ascontiguousarray(rows).view(kind)
         if kind.kind in "ui":
             native: NDArray[np.uint16] = np.maximum(values, 0).astype(np.uint16)
@@ -251,7 +141,8 @@ class ImageDecoder:
             frames = codec.decode(av.Packet(cast(bytes, data)))
         except (av.FFmpegError, ValueError, MemoryError) as error:
             kind = {"mjpeg": "JPEG", "png": "PNG", "webp": "WebP"}[name]
-            raise DataError(f"the {kind} cannot be decoded ({_reason(error)})") from error
+            reason = getattr(error, "strerror", None) or str(error) or type(error).__name__
+            raise DataError(f"the {kind} cannot be decoded ({reason})") from error
         if len(frames) != 1 or frames[0].is_corrupt:
             raise DataError(f"the picture of {len(data)} bytes cannot be decoded")
         if name == "mjpeg":
@@ -262,8 +153,29 @@ class ImageDecoder:
 def _new_codec(name: str) -> VideoCodecContext:
     codec = cast(VideoCodecContext, CodecContext.create(name, "r"))
     codec.thread_count = 1  # one picture is one frame: threads would only delay it
-    codec.options = {"err_detect": "crccheck+bitstream+buffer+explode"}
+    codec.options = {"err_detect": STRICT}
     return codec
+
+
+def _raw_frame(image: ImageMessage) -> av.VideoFrame:
+    """Wrap raw pixels."""
+    width, height, step = image.width, image.height, image.step
+    if image.encoding not in RAW_FORMATS:
+        known = ", ".join(RAW_FORMATS)
+        raise DataError(f"pictures in the encoding {image.encoding[:40]!r} are not known: {known}")
+    name, pixel_bytes = RAW_FORMATS[image.encoding]
+    if name.endswith(("16", "48", "64")):
+        name += "be" if image.is_big_endian else "le"
+    rows = _raw_rows(image.data, width, height, pixel_bytes, step)
+    frame = av.VideoFrame(width, height, name)
+    plane_rows(frame)[:height, : rows.shape[1]] = rows
+    if name.startswith("nv"):  # the colours follow in a plane of their own
+        across, down = (1, 1) if name == "nv24" else (2, 2)
+        start, step = (step or width) * height, (step or width) * 2 // across
+        chroma = memoryview(image.data)[start:]
+        half = _raw_rows(chroma, -(-width // across), -(-height // down), 2, step)
+        plane_rows(frame, plane=1)[: len(half), : half.shape[1]] = half
+    return frame
 
 
 def plane_rows(frame: av.VideoFrame, dtype: str = "u1", plane: int = 0) -> NDArray[Any]:
@@ -315,27 +227,39 @@ def thumbnail(picture: av.VideoFrame | NDArray[np.uint8], width: int = 160) -> b
         raise DataError(f"cannot scale a {picture.format.name} picture ({error})") from error
 
 
+def converted(
+    frame: av.VideoFrame,
+    name: str,
+    from_full: bool,
+    to_full: bool,
+    flags: int,
+    reformatter: Reformatter,
+) -> av.VideoFrame:
+    """Convert the pixels of a picture, by the colour matrix it says it has, to BT.601."""
+    matrix = Colorspace.ITU709 if frame.colorspace == BT709 else Colorspace.ITU601
+    try:
+        return reformatter.reformat(
+            frame,
+            format=name,
+            src_colorspace=matrix,
+            dst_colorspace=Colorspace.ITU601,
+            src_color_range=ColorRange.JPEG if from_full else ColorRange.MPEG,
+            dst_color_range=ColorRange.JPEG if to_full else ColorRange.MPEG,
+            interpolation=flags,
+        )
+    except (av.FFmpegError, ValueError) as error:
+        old = frame.format.name
+        raise DataError(f"cannot convert a {old} picture to {name} ({error})") from error
+
+
 def to_rgb(frame: av.VideoFrame, reformatter: Reformatter | None = None) -> NDArray[np.uint8]:
     """Convert a decoded picture to HxWx3 RGB, by the colour matrix and range it says it has."""
     name = frame.format.name
     if name == "rgb24":
         rgb = frame
     else:
-        full = name.startswith(("yuvj", "gray")) or frame.color_range == _FULL_RANGE
-        try:
-            rgb = (reformatter or Reformatter()).reformat(
-                frame,
-                format="rgb24",
-                src_colorspace=Colorspace.ITU709
-                if frame.colorspace == _BT709
-                else Colorspace.ITU601,
-                dst_colorspace=Colorspace.ITU601,
-                src_color_range=ColorRange.JPEG if full else ColorRange.MPEG,
-                dst_color_range=ColorRange.JPEG,
-                interpolation=_EXACT,
-            )
-        except (av.FFmpegError, ValueError) as error:
-            raise DataError(f"cannot convert a {name} picture to RGB ({error})") from error
+        full = name.startswith(("yuvj", "gray")) or frame.color_range == FULL_RANGE
+        rgb = converted(frame, "rgb24", full, True, _EXACT, reformatter or Reformatter())
     rows = plane_rows(rgb)[: rgb.height, : 3 * rgb.width]
     return rows.reshape(rgb.height, rgb.width, 3)
 
@@ -356,7 +280,3 @@ def _raw_rows(
         )
     flat = np.frombuffer(data, np.uint8)
     return np.lib.stride_tricks.as_strided(flat, (height, row_bytes), (step, 1), writeable=False)
-
-
-def _reason(error: BaseException) -> str:
-    return getattr(error, "strerror", None) or str(error) or type(error).__name__

@@ -15,17 +15,11 @@ from av.video.codeccontext import VideoCodecContext
 from av.video.frame import PictureType
 
 from penstock.errors import DataError
+from penstock.media.encodings import CODECS
 from penstock.media.headers import Buffer
+from penstock.media.images import STRICT
 
-# How messages name a codec: FFmpeg's name of it, and of its decoder.
-CODECS: Final = {
-    "h264": ("h264", "h264"),
-    "h265": ("hevc", "hevc"),
-    "av1": ("av1", "libdav1d"),
-    "vp9": ("vp9", "vp9"),
-}
 _HIGH_PROFILES: Final = (100, 110, 122, 244, 44, 83, 86, 118, 128, 138, 139, 134, 135)
-_STRICT: Final = "crccheck+bitstream+buffer+explode"
 _MAX_PIXELS: Final = 1 << 24  # 4096x4096
 _MOST_WAITING: Final = 64
 _SPS_BYTES: Final = 4096
@@ -115,7 +109,7 @@ class PacketDecoder:
             self._context = cast(VideoCodecContext, CodecContext.create(name, "r"))
             self._context.thread_count = 1
             # FFmpeg checks the size before it gives memory to as many as 16 pictures.
-            self._context.options = {"err_detect": _STRICT, "max_pixels": str(_MAX_PIXELS)}
+            self._context.options = {"err_detect": STRICT, "max_pixels": str(_MAX_PIXELS)}
         try:
             frames = self._context.decode(packet)
         except (av.FFmpegError, ValueError, MemoryError) as error:

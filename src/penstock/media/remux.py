@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import os
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -16,7 +15,7 @@ import av
 
 from penstock.errors import CorruptFile
 from penstock.media.av_versions import pixel_format
-from penstock.media.video import TICKS, mp4_options, open_video, write_failure
+from penstock.media.video import TICKS, close_mp4, open_mp4, open_video, writing
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,11 +60,8 @@ def join(clips: Sequence[Clip], out: Path | str, fps: int) -> list[int]:
     """
     target = Path(out)
     base = Fraction(1, fps * TICKS)
-    options = mp4_options(sum(clip.frames + clip.spare for clip in clips))
-    try:
-        output: Any = av.open(str(target), "w", format="mp4", container_options=options)
-    except (av.FFmpegError, OSError, ValueError) as error:
-        raise write_failure("write", target, error) from error
+    with writing(target):
+        output = open_mp4(target, sum(clip.frames + clip.spare for clip in clips))
     try:
         copy: Any = None
         done, firsts = 0, []
@@ -84,22 +80,17 @@ def join(clips: Sequence[Clip], out: Path | str, fps: int) -> list[int]:
                         packet.pts = shift + number * TICKS
                         packet.dts = shift + _divided(packet.dts * above, below)
                         packet.time_base, packet.duration, packet.stream = base, TICKS, copy
-                        try:
+                        with writing(target):
                             output.mux(packet)
-                        except (av.FFmpegError, OSError, ValueError) as error:
-                            raise write_failure("write", target, error) from error
                     firsts.append(done + clip.first - low)
                     done += high - low + 1
-        output.close()
-        with open(target, "rb") as file:
-            os.fsync(file.fileno())
-    except BaseException as error:
+        with writing(target):
+            close_mp4(output, target)
+    except BaseException:
         with suppress(av.FFmpegError, OSError, ValueError):
             output.close()
         with suppress(OSError):
             target.unlink()
-        if isinstance(error, av.FFmpegError | OSError | ValueError):
-            raise write_failure("write", target, error) from error
         raise
     return firsts
 

@@ -18,12 +18,12 @@ from typing import Any, Literal
 
 import av
 import numpy as np
-from av.video.reformatter import ColorRange, Colorspace
+from av.video.reformatter import ColorRange
 from numpy.typing import NDArray
 from typing_extensions import Self
 
 from penstock.core.files import storage_error
-from penstock.errors import CorruptFile, DataError, StorageError, UsageError
+from penstock.errors import CorruptFile, DataError, UsageError
 from penstock.media.av_versions import (
     ANY_METADATA,
     BILINEAR,
@@ -33,8 +33,8 @@ from penstock.media.av_versions import (
     pixel_format,
 )
 from penstock.media.depth import DepthCoding
-from penstock.media.headers import JpegSize, check_size, jpeg_size
-from penstock.media.images import plane_rows, to_rgb
+from penstock.media.headers import JpegSize, check_pixels, jpeg_size
+from penstock.media.images import BT709, FULL_RANGE, STRICT, converted, plane_rows, to_rgb
 
 Codec = Literal["h264", "av1", "copy", "depth12", "png"]
 Picture = av.VideoFrame | NDArray[Any]
@@ -50,14 +50,36 @@ _JPEG_FORMATS = {
 }
 
 
-def mp4_options(frames: int | None) -> dict[str, str]:
-    """Return how an mp4 file of so many frames is written: the same frames give the same bytes.
+def open_mp4(path: Path, frames: int | None) -> Any:
+    """Open an mp4 file of so many frames for writing: the same frames give the same bytes.
 
     Room for the table of frames is kept at the beginning, so that a player can start before it has
     the whole file: 25 bytes per frame at most. (To move it there later would write all again.)
     """
     options = {"fflags": "+bitexact", "write_btrt": "0"}
-    return options if frames is None else {**options, "moov_size": str(8192 + 28 * frames)}
+    if frames is not None:
+        options["moov_size"] = str(8192 + 28 * frames)
+    open(path, "wb").close()  # av would find a missing folder only much later
+    return av.open(str(path), "w", format="mp4", container_options=options)
+
+
+def close_mp4(container: Any, path: Path) -> None:
+    """Finish an mp4 file, and make it durable."""
+    container.close()
+    with open(path, "rb") as file:
+        os.fsync(file.fileno())
+
+
+@contextmanager
+def writing(path: Path) -> Iterator[None]:
+    """Tell a disk that refuses from pictures that cannot be encoded."""
+    try:
+        yield
+    except (av.FFmpegError, OSError, ValueError) as error:
+        number = getattr(error, "errno", None)
+        if isinstance(error, OSError) and isinstance(number, int) and 0 < number < 200:
+            raise storage_error("write", path, OSError(number, os.strerror(number))) from error
+        raise DataError(f"cannot write {path}: {error}") from error
 
 
 @dataclass(frozen=True)
@@ -133,7 +155,9 @@ class VideoWriter:
         if settings.codec == "png":
             raise UsageError("png pictures are no video: they go into the data files")
         if settings.codec != "copy":
-            check_size(width, height)
+            if width < 2 or height < 2 or width % 2 or height % 2:
+                raise UsageError(f"a video of {width}x{height} is not possible: both must be even")
+            check_pixels(width, height)
         if not 0 < fps <= 1000:
             raise UsageError(f"a video of {fps} frames per second is not possible")
         self.path = Path(path)
@@ -144,14 +168,9 @@ class VideoWriter:
         self._reformatter = Reformatter()
         self._jpeg: JpegSize | None = None
         self._last: tuple[Picture, av.VideoFrame] | None = None
-        try:
-            open(self.path, "wb").close()  # av would find a missing folder only much later
-            self._container: Any = av.open(
-                str(self.path), "w", format="mp4", container_options=mp4_options(frames)
-            )
+        with writing(self.path):
+            self._container: Any = open_mp4(self.path, frames)
             self._stream: Any = self._open_stream()
-        except (av.FFmpegError, OSError, ValueError) as error:
-            raise write_failure("write", self.path, error) from error
 
     def encode(self, frame: Picture) -> None:
         """Add a frame: a decoded picture, HxWx3 RGB of uint8, or HxW depth in mm of uint16."""
@@ -163,14 +182,11 @@ class VideoWriter:
         prepared = self._last[1]  # a frame that is shown again is not converted again
         prepared.pts = self.frames
         prepared.time_base = Fraction(1, self._fps)
-        try:
-            opens = self._settings.codec == "av1" and not self.frames
+        opens = self._settings.codec == "av1" and not self.frames
+        with writing(self.path):
             with _no_realtime() if opens else nullcontext():
                 packets = self._stream.encode(prepared)
-            for packet in packets:
-                self._container.mux(packet)
-        except (av.FFmpegError, OSError, ValueError) as error:
-            raise write_failure("write", self.path, error) from error
+            self._container.mux(packets)
         self.frames += 1
 
     def copy(self, jpeg: bytes) -> None:
@@ -201,10 +217,8 @@ class VideoWriter:
         packet.pts, packet.dts = frame * TICKS, turn * TICKS
         packet.duration = TICKS
         packet.is_keyframe = is_key
-        try:
-            self._container.mux(packet)
-        except (av.FFmpegError, OSError, ValueError) as error:
-            raise write_failure("write", self.path, error) from error
+        with writing(self.path):
+            self._container.mux_one(packet)
         self.frames += 1
 
     def close(self) -> dict[str, Any]:
@@ -213,15 +227,13 @@ class VideoWriter:
             self.abandon()
             raise DataError(f"{self.path.name}: a video needs at least one frame")
         try:
-            if self._settings.codec != "copy":
-                for packet in self._stream.encode(None):
-                    self._container.mux(packet)
-            self._container.close()
-            with open(self.path, "rb") as file:
-                os.fsync(file.fileno())
-        except (av.FFmpegError, OSError, ValueError) as error:
+            with writing(self.path):
+                if self._settings.codec != "copy":
+                    self._container.mux(self._stream.encode(None))
+                close_mp4(self._container, self.path)
+        except BaseException:
             self.abandon()
-            raise write_failure("write", self.path, error) from error
+            raise
         self._stream = None
         return self._info()
 
@@ -293,26 +305,14 @@ class VideoWriter:
         self._check_frame(frame.width, frame.height)
         name = frame.format.name
         is_yuv = name.startswith(("yuv", "uyvy", "yuyv", "nv"))
-        full = not is_yuv or name.startswith("yuvj") or frame.color_range == 2
-        if name == "yuv420p" and not full and frame.colorspace != 1:
+        full = not is_yuv or name.startswith("yuvj") or frame.color_range == FULL_RANGE
+        if name == "yuv420p" and not full and frame.colorspace != BT709:
             return frame
         # FFmpeg's own narrowing of the range moves both chroma planes up by half a step.
         narrow = name.startswith("yuvj")
-        try:
-            if name != "yuvj420p":
-                frame = self._reformatter.reformat(
-                    frame,
-                    format="yuvj420p" if narrow else "yuv420p",
-                    src_colorspace=Colorspace.ITU709
-                    if frame.colorspace == 1
-                    else Colorspace.ITU601,
-                    dst_colorspace=Colorspace.ITU601,
-                    src_color_range=ColorRange.JPEG if full else ColorRange.MPEG,
-                    dst_color_range=ColorRange.JPEG if narrow else ColorRange.MPEG,
-                    interpolation=BILINEAR | BITEXACT,
-                )
-        except (av.FFmpegError, ValueError) as error:
-            raise DataError(f"a {name} picture cannot become a video frame ({error})") from error
+        if name != "yuvj420p":
+            made = "yuvj420p" if narrow else "yuv420p"
+            frame = converted(frame, made, full, narrow, BILINEAR | BITEXACT, self._reformatter)
         return _limited_range(frame) if narrow else frame
 
     def _depth_frame(self, depth: Picture) -> av.VideoFrame:
@@ -424,8 +424,7 @@ def read_video(
         if not rate or stream.time_base is None:
             raise CorruptFile(f"{path} is damaged: it has no frame rate")
         stream.codec_context.thread_count = 1
-        # Without this FFmpeg paints over what is damaged, and says nothing.
-        stream.codec_context.options = {"err_detect": "crccheck+bitstream+buffer+explode"}
+        stream.codec_context.options = {"err_detect": STRICT}
         first_pts = stream.start_time or 0
         if start_frame:
             ticks = round(start_frame / rate / stream.time_base)
@@ -485,14 +484,6 @@ class open_video:  # noqa: N801 - used as a function
     def _corrupt(self, error: BaseException) -> CorruptFile:
         reason = getattr(error, "strerror", None) or str(error)
         return CorruptFile(f"{self._path} cannot be read as a video ({reason})")
-
-
-def write_failure(action: str, path: Path, error: BaseException) -> StorageError | DataError:
-    """Tell a disk that refuses from pictures that cannot be encoded."""
-    number = getattr(error, "errno", None)
-    if isinstance(error, OSError) and isinstance(number, int) and 0 < number < 200:
-        return storage_error(action, path, OSError(number, os.strerror(number)))
-    return DataError(f"cannot {action} {path}: {error}")
 
 
 @contextmanager
