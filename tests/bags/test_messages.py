@@ -32,6 +32,7 @@ from .conftest import Make
 
 Sample = Callable[[str], SampleFacts]
 EACH = ["plain.bag", "bare.db3", "zstd.mcap"]
+SEP = "=" * 80
 LIMITS = Limits()
 
 
@@ -241,6 +242,26 @@ def test_big_endian_cdr() -> None:
     assert decode.vector(data, "a")[0] == 3
 
 
+def test_cdr_of_version_2_aligns_to_four_bytes() -> None:
+    decode = decoder("uint8 a\nfloat64 x\n", encoding="cdr")
+    for second, order in ((7, "<"), (6, ">")):
+        data = bytes([0, second, 0, 0]) + struct.pack(f"{order}B3xd", 3, 2.5)
+        assert decode.vector(data, "x")[0] == 2.5
+    for second in (2, 3, 8, 9, 10, 11):  # lists of parameters, and delimited ones
+        with pytest.raises(DataError, match="not plain CDR"):
+            decode.vector(bytes([0, second, 0, 0]) + bytes(20), "x")
+
+
+def test_things_with_names_in_a_ros_message() -> None:
+    text = f"J[] joints\n{SEP}\nMSG: a_msgs/J\nstring name\nfloat64 position\n"
+    decode = decoder(text)
+    data = struct.pack("<II1sdI1sd", 2, 1, b"a", 1.5, 1, b"b", 2.5)
+    assert decode.fields() == {"position": "float64[]"}
+    np.testing.assert_array_equal(decode.vector(data, "position"), [1.5, 2.5])
+    np.testing.assert_array_equal(decode.vector(data, "joints[1].position"), [2.5])
+    assert decode.names(data, "position") == ("a", "b")
+
+
 IDL = """module a_msgs {
   module msg {
     struct A {
@@ -262,7 +283,6 @@ def test_idl() -> None:
     np.testing.assert_array_equal(decode.vector(data, "x"), [1.5])
 
 
-SEP = "=" * 80
 HOSTILE = {
     "recursion": "A a\n",
     "mutual": f"B b\n{SEP}\nMSG: a_msgs/B\nA a\n",

@@ -58,6 +58,59 @@ def test_header_stamps_of_many_topics_are_one_pass(make: Make, name):
             np.testing.assert_array_equal(stamps[topic], bag.times(topic))
 
 
+KINDS = [
+    *(("x.bag", "lz4"), ("x.bag", "bz2"), ("x.bag", "none"), ("x.mcap", "zstd")),
+    *(("x.mcap", "none"), ("x.db3", "none"), ("x_db3", "zstd")),
+]
+
+
+@pytest.mark.parametrize(("name", "compression"), KINDS)
+def test_the_header_clock_reads_every_chunk_once(make: Make, tmp_path, name, compression):
+    kind = name.rpartition(".")[2].rpartition("_")[2]
+    facts = make(name, kind=kind, compression=compression, **LONG)
+    topics = ["/joint_cmd", "/sensors_data_raw", facts.cameras[0]]
+    wanted = {facts.cameras[0]: np.array([3, 4, 50])}
+    with open_bag(facts.path) as bag:
+        expected = [[*m] for m in bag.read(topics, wanted)]
+    scratch = tmp_path / "scratch"
+    scratch.mkdir()
+    with open_bag(facts.path, scratch=scratch) as bag:
+        before = bag.bytes_read
+        stamps = bag.header_stamps(topics[:2], keep=topics)
+        for topic in topics[:2]:
+            np.testing.assert_array_equal(stamps[topic], bag.times(topic))
+        if kind == "db3":
+            whole = sum(len(m.data) for m in bag.read(topics))
+        else:
+            whole = chunks_with(facts.path, topics)
+        assert [[*m] for m in bag.read(topics, wanted)] == expected
+        assert len(list(bag.read(["/joint_cmd"]))) == len(stamps["/joint_cmd"])
+        assert set(bag.first_messages(topics)) == set(topics)
+        first = next(iter(bag.read(topics)))
+        both = zip(bag.read(topics), bag.read(topics), strict=True)  # two readings at once
+        assert first == next(both)[0] and all(one == other for one, other in both)
+        if kind != "db3" or compression == "zstd":
+            assert bag.bytes_read - before <= 1.05 * whole
+        assert not list(scratch.iterdir())  # what is kept there has no name
+
+
+def test_a_disk_without_room_costs_a_second_reading_and_nothing_else(make: Make):
+    facts = make("x.bag", compression="lz4", **LONG)
+    script = (
+        "import resource, signal, sys; from penstock.bags import open_bag\n"
+        "signal.signal(signal.SIGXFSZ, signal.SIG_IGN)\n"
+        "resource.setrlimit(resource.RLIMIT_FSIZE, (200_000, 200_000))\n"
+        "with open_bag(sys.argv[1]) as bag:\n"
+        "    stamps = bag.header_stamps(bag.topics)\n"
+        "    found = list(bag.read())\n"
+        "    print(len(found) == bag.message_count == sum(map(len, stamps.values())))"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", script, facts.path], capture_output=True, text=True
+    )
+    assert done.stdout.strip() == "True", done.stderr
+
+
 def test_header_stamps_of_large_messages_read_their_heads_alone(make: Make):
     facts = make("x.bag", compression="none", raw_images=True, **LONG)
     with open_bag(facts.path) as bag:

@@ -324,7 +324,7 @@ class Bag(ABC):
                 found[message.topic][message.ordinal] = readers[message.topic](message.data)
             if spool is not None and not spool.put(message):
                 spool = None
-        self._spool = spool
+        self._spool = spool if spool is not None and spool.flush() else None
         return found
 
     def first_messages(self, topics: Iterable[str]) -> dict[str, Message]:

@@ -6,7 +6,7 @@ import io
 import tempfile
 import threading
 from collections.abc import Collection, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from struct import Struct
 from typing import TYPE_CHECKING, Any, Final
@@ -124,21 +124,29 @@ class Spool:
         """Add a message; False if the disk has no room, so that the spool is of no use."""
         self._table += _PACK_ROW(self._keys[message.topic][0], message.t_ns, len(message.data))
         self._data += message.data
-        if len(self._data) + len(self._table) < _BLOCK_BYTES:
-            return True
-        try:
-            self._flush()
-        except OSError:
-            self.close()
-            return False
-        return True
+        return len(self._data) + len(self._table) < _BLOCK_BYTES or self.flush()
+
+    def flush(self) -> bool:
+        """Write what waits; False if the disk has no room."""
+        with self._lock:
+            try:
+                if self._table:
+                    head = _HEAD.pack(len(self._table) // ROW.itemsize, len(self._data))
+                    self._file.seek(0, 2)
+                    self._file.write(head + self._table)
+                    self._file.write(self._data)
+                    self._file.flush()
+                    self._table, self._data = bytearray(), bytearray()
+                return True
+            except OSError:
+                with suppress(OSError):
+                    self.close()
+                return False
 
     def read(self, selection: Selection) -> Iterator[Message]:
         """Yield the wanted messages."""
         from penstock.bags.reader import Message
 
-        with _storage(self._folder):
-            self._flush()
         pos = 0
         while head := self._at(pos, _HEAD.size):
             count, size_bytes = _HEAD.unpack(head)
@@ -159,15 +167,6 @@ class Spool:
             self._file.seek(pos)
             data: bytes = self._file.read(size_bytes)
             return data
-
-    def _flush(self) -> None:
-        with self._lock:
-            if self._table:
-                self._file.seek(0, 2)
-                self._file.write(_HEAD.pack(len(self._table) // ROW.itemsize, len(self._data)))
-                self._file.write(self._table)
-                self._file.write(self._data)
-                self._table, self._data = bytearray(), bytearray()
 
     def close(self) -> None:
         """Let the file go."""

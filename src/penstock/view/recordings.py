@@ -14,10 +14,11 @@ from numpy.typing import NDArray
 
 from penstock.bags import Bag, open_bag
 from penstock.bags.find import find_bags
-from penstock.bags.messages import Decoder, ImageMessage
+from penstock.bags.messages import Decoder
 from penstock.errors import DataError, UsageError
 from penstock.inspect.recording import size_of
-from penstock.media.images import DEPTH_ENCODINGS, ImageDecoder, thumbnail
+from penstock.media.encodings import DEPTH_ENCODINGS, ImageMessage
+from penstock.media.images import ImageDecoder, thumbnail
 from penstock.media.packets import PacketDecoder, is_key
 from penstock.view.model import (
     MOST_EVENTS,
@@ -154,7 +155,7 @@ class RecordingEpisode(EpisodeView):
             image = self._decoder(bag, topic).image(message.data)
             if image.encoding not in DEPTH_ENCODINGS:
                 return None
-            depth = self._depth(image)
+            depth = self._images.depth_mm(image)
         except (DataError, KeyError) as error:
             self.notes.append(str(error))
             return None
@@ -163,12 +164,6 @@ class RecordingEpisode(EpisodeView):
             return DEPTH_MM
         low, high = np.percentile(seen, (1, 99))
         return int(0.8 * low), int(1.2 * high) + 1
-
-    def _depth(self, image: ImageMessage) -> NDArray[np.uint16]:
-        shape = image.width, image.height, image.step, image.is_big_endian
-        return self._images.depth_mm(
-            image.data, image.encoding, *shape, quantization=image.depth_quantization
-        )
 
     def video(self, camera: int) -> Path:
         """Refuse: a recording has no video files."""
@@ -190,9 +185,8 @@ class RecordingEpisode(EpisodeView):
 
     def _jpeg(self, image: ImageMessage, depth_mm: tuple[int, int] | None, width: int) -> bytes:
         if depth_mm is not None:
-            return depth_jpeg(self._depth(image), depth_mm, width)
-        shape = image.width, image.height, image.step, image.is_big_endian
-        frame = self._images.color(image.data, image.encoding, *shape)
+            return depth_jpeg(self._images.depth_mm(image), depth_mm, width)
+        frame = self._images.color(image)
         if image.encoding == "jpeg" and frame.width <= _AS_IT_IS * width:
             return bytes(image.data)
         return thumbnail(frame, width)
