@@ -18,7 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from penstock.bags.limits import BadRecord, Limits, expect
-from penstock.bags.reader import Bag, Message, SalvageReport, Selection, Topic, join_topics
+from penstock.bags.reader import Bag, Message, SalvageReport, Selection, Topic, among, join_topics
 from penstock.bags.scan import Scanner
 from penstock.bags.source import (
     SMALL_PART,
@@ -80,6 +80,7 @@ class ChunkedBag(Bag):
 
     _MAGIC: bytes
     _HEAD_BYTES: int  # that the head of a message takes at most
+    _ENTRY_BYTES: int  # of an index record
 
     def __init__(
         self, path: Path, limits: Limits, salvage: bool = False, scratch: Path | None = None
@@ -147,7 +148,7 @@ class ChunkedBag(Bag):
         with self._named():
             for number in self._chunks.chunks_of(keys):
                 for rows in self._rows(number):
-                    times = rows["t_ns"][np.isin(rows["key"], keys)]
+                    times = rows["t_ns"][among(rows["key"], keys)]
                     found[at : at + len(times)] = times
                     at += len(times)
         return found
@@ -276,9 +277,10 @@ class ChunkedBag(Bag):
             return
         rows = self.index_rows(self._stored(table[number]).stop, table[number].stop)
         promised = table.slots_of(number)
-        rows = rows[np.isin(rows["key"], list(promised))]
         keys, counts = np.unique(rows["key"], return_counts=True)
         found = dict(zip(keys.tolist(), counts.tolist(), strict=True))
+        if found.keys() - promised.keys():
+            rows = rows[np.isin(rows["key"], list(promised))]
         expect(
             all(found.get(key, 0) == count for key, count in promised.items()),
             self.path,
@@ -296,16 +298,19 @@ class ChunkedBag(Bag):
 
     def index_rows(self, start: int, stop: int) -> Rows:
         """Return the places of messages that index records in a part of the file name."""
-        found = [np.empty(0, ROW)]
+        keys, entries = [], []
         stream, size_bytes = self._plain_stream(start, stop)
         for key, offset, length in self._index_records(stream, size_bytes):
             self.limits.check_index(self.path, length)
-            times, offsets = self._parse_entries(stream.take(offset, length))
-            rows = np.empty(len(times), ROW)
-            rows["key"], rows["t_ns"], rows["place"] = key, times, offsets
-            found.append(rows)
-        rows = np.concatenate(found)
-        return rows[np.argsort(rows["place"], kind="stable")]
+            entries.append(bytes(stream.take(offset, length)))
+            keys.append(key)
+        times, offsets = self._parse_entries(b"".join(entries))
+        order = np.argsort(offsets, kind="stable")
+        rows = np.empty(len(order), ROW)
+        counts = [len(one) // self._ENTRY_BYTES for one in entries]
+        rows["key"] = np.repeat(np.array(keys, np.int64), counts)[order]
+        rows["t_ns"], rows["place"] = times[order], offsets[order]
+        return rows
 
     def _plain_stream(self, start: int, stop: int) -> tuple[ChunkStream, int]:
         """Return the bytes of a part of the file, and their number."""

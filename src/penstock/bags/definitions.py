@@ -215,19 +215,12 @@ def _from_rosbags(parsed: Any) -> Types:
     return types
 
 
-def _common_types(encoding: str) -> Types:
-    from rosbags.typesys import Stores, get_typestore
-
-    store = get_typestore(Stores.ROS1_NOETIC if encoding == "ros1" else Stores.ROS2_HUMBLE)
-    return _from_rosbags(store.fielddefs)
-
-
 class _Collector:
     """Gathers a type and what it contains, from the bag and else from the common types."""
 
     def __init__(self, found: Types, encoding: str, limits: Limits) -> None:
         self._found, self._encoding, self._limits = found, encoding, limits
-        self._common: Types | None = None
+        self._common: Any = None
         self._nodes: dict[str, Node] = {}
         self._leaves: dict[str, int] = {}  # the values of a type laid out
 
@@ -264,14 +257,19 @@ class _Collector:
     def _fields(self, name: str) -> tuple[Field, ...]:
         if name in self._found:
             return self._found[name]
+        if name in _TIMES:
+            return Field("sec", "int32"), Field("nanosec", "uint32")
         if self._common is None:
-            self._common = _common_types(self._encoding)
-        if name not in self._common:
+            from rosbags.typesys import Stores, get_typestore
+
+            ros1 = self._encoding == "ros1"
+            self._common = get_typestore(Stores.ROS1_NOETIC if ros1 else Stores.ROS2_HUMBLE)
+        if name not in self._common.fielddefs:
             raise DataError(
                 f"the message type {name} is not defined in the bag and is no common one; its "
                 "messages can be copied, but not decoded"
             )
-        return self._common[name]
+        return _from_rosbags({name: self._common.fielddefs[name]})[name]
 
 
 def _check_type_name(name: str) -> None:

@@ -169,7 +169,10 @@ class Layout(ABC):
 
         def texts(data: Data) -> tuple[str, ...]:
             values: Sequence[Any] = get(self._tree(data))
-            if len(values) == 1 and isinstance(values[0], list | tuple):
+            if len(values) == 1 and type(values[0]) is tuple:  # of texts, as ROS has them
+                known: tuple[str, ...] = values[0]
+                return known
+            if len(values) == 1 and isinstance(values[0], list):
                 values = values[0]
             return tuple(value if isinstance(value, str) else "" for value in values)
 

@@ -205,6 +205,7 @@ class McapBag(ChunkedBag):
     kind = "mcap"
     _MAGIC = MAGIC
     _HEAD_BYTES = MESSAGE_HEAD.size
+    _ENTRY_BYTES = _INDEX_ENTRY.itemsize
 
     def _check_magic(self) -> None:
         self._schemas: dict[int, Schema] = {}

@@ -140,6 +140,11 @@ def join_topics(topics: Iterable[Topic]) -> dict[str, Topic]:
     return joined
 
 
+def among(keys: NDArray[Any], own: Sequence[int]) -> NDArray[np.bool_]:
+    """Tell which connections are among some."""
+    return np.asarray(keys == own[0]) if len(own) == 1 else np.isin(keys, own)
+
+
 class Selection:
     """The messages that are wanted of some topics; it numbers them as they pass.
 
@@ -188,7 +193,7 @@ class Selection:
         ordinals = np.full(len(keys), -1, np.int64)
         for topic, first in self._next.items():
             own = connections[topic]
-            places = np.flatnonzero(keys == own[0] if len(own) == 1 else np.isin(keys, own))
+            places = np.flatnonzero(among(keys, own))
             self._next[topic] = first + len(places)
             numbers = np.arange(first, first + len(places))
             wanted = self._wanted.get(topic)

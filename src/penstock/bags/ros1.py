@@ -110,6 +110,7 @@ class Ros1Bag(ChunkedBag):
     kind = "bag"
     _MAGIC = MAGIC
     _HEAD_BYTES = 512
+    _ENTRY_BYTES = _INDEX_ENTRY.itemsize
 
     def _check_magic(self) -> None:
         magic = self._source.peek(0, len(MAGIC))

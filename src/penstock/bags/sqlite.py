@@ -17,7 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from penstock.bags.limits import Limits, expect
-from penstock.bags.reader import Bag, Message, SalvageReport, Selection, Topic, join_topics
+from penstock.bags.reader import Bag, Message, SalvageReport, Selection, Topic, among, join_topics
 from penstock.bags.source import ZSTD_MAGIC, inflate_message
 from penstock.bags.spool import RowStore
 from penstock.errors import CorruptFile, DataError, LimitExceeded, UnknownFormat
@@ -91,7 +91,7 @@ class SqliteBag(Bag):
         """Return the log times of a topic, in file order."""
         self.topic(topic)
         keys = self._keys([topic])[topic]
-        blocks = [b["t_ns"][np.isin(b["key"], keys)] for b in self._rows.blocks()]
+        blocks = [b["t_ns"][among(b["key"], keys)] for b in self._rows.blocks()]
         return np.concatenate([np.empty(0, np.int64), *blocks])
 
     @property
