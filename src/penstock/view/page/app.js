@@ -121,30 +121,32 @@ function showMark() {
   $("reject").setAttribute("aria-pressed", mark.reject);
 }
 
-async function mark(values) {
+// One change after the other: each is made of the marks that the one before left.
+let saving = Promise.resolve();
+function mark(change) {
   if (!about.can_mark || !current) return;
-  const { index } = current;
-  try {
-    const found = await post(`api/mark/${index}`, values);
-    if (current.index === index) { current.mark = found; showMark(); drawTimeline(); }
+  const episode = current;
+  saving = saving.then(async () => {
+    episode.mark = await post(`api/mark/${episode.index}`, change(episode.mark));
+    if (current === episode) { showMark(); drawTimeline(); }
     say("saved");
     await list.reload();
-  } catch (error) { say(error.message, true); }
+  }).catch((error) => say(error.message, true));
 }
 
 function trim(side) {
   if (!current?.frames) return;
-  const [first, stop] = current.mark.trim ?? [0, current.frames];
-  const at = player.frame;
-  if (side === 0) mark({ trim: [at, stop > at ? stop : current.frames] });
-  else mark({ trim: [first <= at ? first : 0, at + 1] });
+  const [at, count] = [player.frame, current.frames];
+  mark((old) => {
+    const [first, stop] = old.trim ?? [0, count];
+    return { trim: side === 0 ? [at, stop > at ? stop : count] : [first <= at ? first : 0, at + 1] };
+  });
 }
 
 function cut() {
   const at = player.frame;
   if (!current?.frames || at === 0) return;
-  const there = current.mark.split.includes(at);
-  mark({ split: there ? current.mark.split.filter((frame) => frame !== at) : [...current.mark.split, at] });
+  mark(({ split }) => ({ split: split.includes(at) ? split.filter((frame) => frame !== at) : [...split, at] }));
 }
 
 function relabel() {
@@ -154,7 +156,7 @@ function relabel() {
   dialog.returnValue = "";
   dialog.onclose = () => {
     const task = input.value.trim();
-    if (dialog.returnValue === "ok" && task) mark({ task: task === current.task ? null : task });
+    if (dialog.returnValue === "ok" && task) mark(() => ({ task: task === current.task ? null : task }));
   };
   input.onkeydown = (event) => { if (event.key === "Enter") { event.preventDefault(); dialog.close("ok"); } };
   dialog.showModal();
@@ -226,8 +228,8 @@ const KEYS = {
   ArrowDown: () => go(1),
   "-": () => faster(-1), "+": () => faster(1), "=": () => faster(1),
   m: () => nextEvent(1), M: () => nextEvent(-1),
-  x: () => mark({ reject: !current.mark.reject }),
-  k: () => mark({ reject: false, trim: null, split: null, task: null }),
+  x: () => mark((old) => ({ reject: !old.reject })),
+  k: () => mark(() => ({ reject: false, trim: null, split: null, task: null })),
   "[": () => trim(0), "]": () => trim(1),
   c: cut, t: relabel,
   "/": () => { document.body.classList.add("menu"); $("text").focus(); },
