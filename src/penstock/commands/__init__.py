@@ -13,6 +13,7 @@ VERBS = (
     "doctor",
     "view",
     "edit",
+    "rescue",
     "train",
     "runs",
     "evaluate",

@@ -1,0 +1,409 @@
+"""Bring back what a killed lerobot recording left on the disk (v3.0).
+
+lerobot keeps the footers of its parquet files, and the records of up to ten episodes, in memory
+until the session ends. What a kill leaves: rows of every saved episode, in files without a footer;
+videos, into which an episode is joined as a whole; pictures of episodes that were not encoded yet;
+an info.json that counts more than the records tell. So episodes are told by their rows, and found
+in the videos by counting frames. The original is only read.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from penstock.core.files import temporary_path
+from penstock.core.interrupt import check_stop
+from penstock.dataset import layout, metadata
+from penstock.dataset.columns import Table
+from penstock.dataset.edit import Edits, edit
+from penstock.dataset.footer import add_footer, readable_rows
+from penstock.dataset.layout import AUTO_FEATURES
+from penstock.dataset.metadata import Info
+from penstock.errors import DataError, PenstockError, UsageError
+from penstock.media.images import ImageDecoder
+from penstock.media.video import VideoSettings, VideoWriter, open_video
+
+_PLACE = re.compile(r"chunk-(\d+)/file-(\d+)\.\w+$")
+_OPEN_ERRORS = (pa.ArrowException, OSError, ValueError)
+
+
+@dataclass
+class RescueReport:
+    """What came back, and what did not.
+
+    Attributes:
+        out: The new dataset.
+        episodes: How many came back.
+        frames: Their frames.
+        lost: Per episode or file that did not come back, why.
+        notes: What was mended.
+    """
+
+    out: str
+    episodes: int = 0
+    frames: int = 0
+    lost: list[str] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+
+    def text(self) -> str:
+        """Lay it out for the terminal."""
+        lines = [
+            f"dataset        {self.out}: {self.episodes} episodes, {self.frames} frames came back"
+        ]
+        lines += [f"mended         {note}" for note in self.notes]
+        lines += [f"LOST           {loss}" for loss in self.lost]
+        return "\n".join(lines)
+
+
+@dataclass
+class _Episode:
+    """What is known of an episode.
+
+    Attributes:
+        index: Its number.
+        length: Its frames.
+        tasks: The numbers of its tasks.
+        place: Chunk and number of its data file.
+        spans: Per camera, chunk and number of the video file, and the first frame in it.
+    """
+
+    index: int
+    length: int
+    tasks: list[int]
+    place: tuple[int, int]
+    spans: dict[str, tuple[int, int, int]] = field(default_factory=dict)
+
+
+def rescue(path: Path | str, out: Path | str, like: Path | str | None = None) -> RescueReport:
+    """Write a new dataset of every episode whose bytes reached the disk.
+
+    Args:
+        path: What the killed session left; it is only read.
+        out: The new dataset.
+        like: Another dataset of the same features, if info.json itself is cut.
+
+    Raises:
+        UsageError: `out` exists, or the format is another one.
+        DataError: Nothing can be brought back.
+    """
+    root, target = Path(os.path.realpath(path)), Path(os.path.realpath(out))
+    if target.exists() and (target.is_file() or any(target.iterdir())):
+        raise UsageError(f"{target} exists: give a new folder")
+    if target.is_relative_to(root):
+        raise UsageError(f"{target} lies in what is to be rescued: give a folder beside it")
+    info = _read_info(root, None if like is None else Path(like))
+    if info.version != "v3.0":
+        raise UsageError(f"{root} is {info.version}: rescue is for v3.0; run penstock doctor on it")
+    target.parent.mkdir(parents=True, exist_ok=True)
+    scratch = temporary_path(target.parent)
+    try:
+        (scratch / root.name).mkdir(parents=True)
+        return _Rescue(root, scratch / root.name, info, RescueReport(str(target))).run(target)
+    finally:
+        shutil.rmtree(scratch, ignore_errors=True)
+
+
+def _read_info(root: Path, like: Path | None) -> Info:
+    try:
+        return metadata.read_info(root)
+    except DataError as error:
+        if like is None:
+            hint = "if it is cut, give a dataset of the same features: --like OTHER"
+            raise type(error)(f"{error}; {hint}") from error
+    return metadata.read_info(like)
+
+
+class _Rescue:
+    """One rescue: `scratch` becomes a dataset of everything; an edit takes the good out of it."""
+
+    def __init__(self, root: Path, scratch: Path, info: Info, report: RescueReport) -> None:
+        self._root, self._scratch, self._info, self._report = root, scratch, info, report
+        self._fps = info.fps
+        self._videos: dict[str, list[tuple[tuple[int, int], int]]] = {}  # places, whole frames
+
+    def run(self, target: Path) -> RescueReport:
+        report = self._report
+        episodes = list(self._rows())
+        if not episodes:
+            raise DataError(f"no rows of an episode reached the disk in {self._root}")
+        counted = self._info.raw["total_episodes"]
+        if counted > len(episodes):
+            report.lost.append(
+                f"info.json counts {counted} episodes: rows of {len(episodes)} are there"
+            )
+        tasks = self._tasks(1 + max(number for one in episodes for number in one.tasks))
+        for key in self._info.video_keys:
+            self._copy_videos(key)
+        known = self._known()
+        for key in self._info.video_keys:
+            self._find(key, episodes, known)
+        bad = [one.index for one in episodes if len(one.spans) < len(self._info.video_keys)]
+        if len(bad) == len(episodes):
+            raise DataError(f"no episode in {self._root} has all its pictures: nothing came back")
+        self._note_unfinished(len(episodes))
+        self._write(episodes, tasks)
+        made = edit(self._scratch, Edits(delete=bad), out=target)
+        report.episodes, report.frames = made.episodes, made.frames
+        return report
+
+    def _rows(self) -> Iterator[_Episode]:
+        """Copy the data files, mend them, and tell the episodes by their rows."""
+        features = {n: f for n, f in self._info.features.items() if f.dtype != "video"}
+        fields = [pa.field(name, layout.arrow_type(feature)) for name, feature in features.items()]
+        hugging = layout.arrow_schema(self._info.features, "v3.0").metadata
+        schema = pa.schema(fields, hugging)
+        shapes = [
+            int(np.prod(feature.shape))
+            if len(feature.shape) > 1 and not feature.is_picture
+            else None
+            for feature in features.values()
+        ]
+        number = first = 0
+        for source in sorted(self._root.glob("data/*/*.parquet")):
+            check_stop()
+            name = source.relative_to(self._root).as_posix()
+            copy = self._scratch / name
+            copy.parent.mkdir(parents=True, exist_ok=True)
+            shutil.copyfile(source, copy)
+            place = _place(name)
+            if not _opens(copy):
+                rows = add_footer(copy, schema, shapes)
+                self._report.notes.append(f"{name} had no footer: {rows} rows found")
+            if place is None or not (rows := self._readable(copy, name)):
+                copy.unlink()
+                continue
+            for one in self._episodes(name, place, rows):
+                if one.index != number:
+                    self._report.lost.append(f"{name}: episode {one.index} follows on {number - 1}")
+                    return
+                yield one
+                number, first = number + 1, first + one.length
+
+    def _readable(self, copy: Path, name: str) -> int:
+        """Leave out row groups that cannot be read; return the rows that are left."""
+        rows = readable_rows(copy)
+        with suppress(*_OPEN_ERRORS), pq.ParquetFile(copy, pre_buffer=False) as file:
+            if rows == file.metadata.num_rows:
+                return rows
+            self._report.lost.append(f"{name}: {file.metadata.num_rows - rows} rows are damaged")
+            whole = copy.with_suffix(".whole")
+            done = 0
+            with pq.ParquetWriter(whole, file.schema_arrow, compression="snappy") as writer:
+                for number in range(file.num_row_groups):
+                    if done >= rows:
+                        break
+                    done += file.metadata.row_group(number).num_rows
+                    writer.write_table(file.read_row_group(number, use_threads=False))
+            whole.replace(copy)
+            return rows
+        self._report.lost.append(f"{name}: no rows can be read")
+        return 0
+
+    def _episodes(self, name: str, place: tuple[int, int], rows: int) -> Iterator[_Episode]:
+        columns = ("episode_index", "frame_index", "task_index")
+        wanted = {column: AUTO_FEATURES[column] for column in columns}
+        with Table(self._scratch, name) as table:
+            pieces = list(table.batches(wanted, 0, rows))
+        numbers, frames, tasks = (np.concatenate([p[c] for p in pieces]) for c in columns)
+        starts = np.flatnonzero(np.diff(numbers, prepend=numbers[0] - 1))
+        for start, stop in zip(starts, [*starts[1:], rows], strict=True):
+            index = int(numbers[start])
+            if not np.array_equal(frames[start:stop], np.arange(stop - start)):
+                self._report.lost.append(f"{name}: the rows of episode {index} are out of order")
+                return
+            own = list(dict.fromkeys(tasks[start:stop].tolist()))
+            yield _Episode(index, int(stop - start), own, place)
+
+    def _tasks(self, count: int) -> list[str]:
+        """Return the task texts; a text that did not reach the disk is replaced by its number."""
+        found: list[str] = []
+        with suppress(DataError):
+            found = metadata.read_tasks(self._root, "v3.0")
+        if not found:
+            copy = self._scratch / "tasks.parquet"
+            schema = pa.schema([("task_index", pa.int64()), ("task", pa.string())])
+            with suppress(PenstockError, *_OPEN_ERRORS):
+                shutil.copyfile(self._root / layout.TASKS_PATH, copy)
+                if add_footer(copy, schema):
+                    found = layout.read_tasks(pq.read_table(copy))
+            copy.unlink(missing_ok=True)
+        for number in range(len(found), count):
+            self._report.lost.append(f"the text of task {number}; relabel it with penstock edit")
+            found.append(f"task {number}")
+        return found
+
+    def _known(self) -> dict[int, Mapping[str, metadata.VideoSpan]]:
+        """Return where the records that can be read say that episodes lie."""
+        known: dict[int, Mapping[str, metadata.VideoSpan]] = {}
+        with suppress(DataError):
+            for record in metadata.read_episodes(self._root, self._info):
+                known[record.index] = record.videos
+        return known
+
+    def _copy_videos(self, key: str) -> None:
+        found = []
+        for source in sorted(self._root.glob(f"videos/{key}/*/*.mp4")):
+            check_stop()
+            name = source.relative_to(self._root).as_posix()
+            place, frames = _place(name), whole_frames(source)
+            if place is None or not frames:
+                self._report.lost.append(f"{name}: it holds no video that can be read")
+                continue
+            copy = self._scratch / name
+            copy.parent.mkdir(parents=True, exist_ok=True)
+            shutil.copyfile(source, copy)
+            found.append((place, frames))
+        self._videos[key] = found
+
+    def _find(
+        self,
+        key: str,
+        episodes: Sequence[_Episode],
+        known: Mapping[int, Mapping[str, metadata.VideoSpan]],
+    ) -> None:
+        """Tell where each episode lies in the videos of a camera, and make what is missing."""
+        frames = dict(self._videos[key])
+        places = list(frames)
+        at, used = 0, 0
+        for one in episodes:
+            span = known.get(one.index, {}).get(key)
+            place = None if span is None else _place(span.file)
+            if span is not None and place in frames:
+                at, used = places.index(place), round(span.from_s * self._fps)
+            elif at < len(places) and used >= frames[places[at]]:
+                at, used = at + 1, 0  # the file is used up: the next one begins
+            if at < len(places) and used + one.length <= frames[places[at]]:
+                one.spans[key] = (*places[at], used)
+                used += one.length
+                continue
+            made = self._from_rest(key, one)
+            if isinstance(made, str):
+                self._report.lost.append(f"episode {one.index}: {made}")
+            else:
+                one.spans[key] = (*made, 0)
+
+    def _from_rest(self, key: str, one: _Episode) -> tuple[int, int] | str:
+        """Make the video of an episode from what waited to be joined or encoded; or say why not."""
+        for source in sorted(self._root.glob(f"tmp*/{key}_{one.index:03d}.mp4")):
+            if whole_frames(source) == one.length:
+                place, target = self._new_video(key)
+                shutil.copyfile(source, target)
+                self._report.notes.append(f"episode {one.index}: {key} from {source.name}")
+                return place
+        folder = self._root / "images" / key / f"episode-{one.index:06d}"
+        pictures = [folder / f"frame-{k:06d}.png" for k in range(one.length)]
+        there = sum(picture.is_file() for picture in pictures)
+        if there < one.length:
+            return f"of {one.length} pictures of {key}, {there} are there, and no whole video"
+        place, target = self._new_video(key)
+        _, height, width = self._info.features[key].picture_size
+        codec: Any = (
+            "av1" if (self._info.features[key].info or {}).get("video.codec") == "av1" else "h264"
+        )
+        writer = VideoWriter(
+            target, VideoSettings(codec), int(self._fps), width, height, one.length
+        )
+        decoder = ImageDecoder()
+        try:
+            with writer:
+                for picture in pictures:
+                    check_stop()
+                    writer.encode(decoder.png(picture.read_bytes()))
+        except (DataError, UsageError, OSError) as error:
+            return f"{key} cannot be made from its pictures ({error})"
+        self._report.notes.append(f"episode {one.index}: {key} encoded from {one.length} pictures")
+        return place
+
+    def _new_video(self, key: str) -> tuple[tuple[int, int], Path]:
+        taken = [place for place, _ in self._videos[key]]
+        chunk, number = max(taken, default=(0, -1))
+        number += 1
+        if number >= self._info.chunks_size:
+            chunk, number = chunk + 1, 0
+        self._videos[key].append(((chunk, number), 0))
+        target = self._scratch / layout.video_path("v3.0", key, chunk, number)
+        target.parent.mkdir(parents=True, exist_ok=True)
+        return (chunk, number), target
+
+    def _note_unfinished(self, saved: int) -> None:
+        for folder in sorted(self._root.glob("images/*/episode-*")):
+            number = folder.name.removeprefix("episode-")
+            if number.isdigit() and int(number) >= saved:
+                count = len(list(folder.iterdir()))
+                self._report.lost.append(
+                    f"episode {int(number)} was being recorded: {count} pictures of "
+                    f"{folder.parent.name}; its rows were only in memory"
+                )
+
+    def _write(self, episodes: Sequence[_Episode], tasks: Sequence[str]) -> None:
+        """Write the metadata of everything, the lost episodes included: they are taken out next."""
+        columns: dict[str, list[Any]] = {}
+        first = 0
+        for one in episodes:
+            row: dict[str, Any] = {
+                "episode_index": one.index,
+                "tasks": [tasks[number] for number in one.tasks],
+                "length": one.length,
+                "data/chunk_index": one.place[0],
+                "data/file_index": one.place[1],
+                "dataset_from_index": first,
+                "dataset_to_index": first + one.length,
+            }
+            for key in self._info.video_keys:
+                spare = (*self._videos[key][0][0], 0) if self._videos[key] else (0, 0, 0)
+                chunk, number, start = one.spans.get(key, spare)
+                row[f"videos/{key}/chunk_index"] = chunk
+                row[f"videos/{key}/file_index"] = number
+                row[f"videos/{key}/from_timestamp"] = start / self._fps
+                row[f"videos/{key}/to_timestamp"] = (start + one.length) / self._fps
+            first += one.length
+            for name, value in row.items():
+                columns.setdefault(name, []).append(value)
+        target = self._scratch / layout.episodes_path(0, 0)
+        target.parent.mkdir(parents=True, exist_ok=True)
+        pq.write_table(pa.table(columns), target)
+        pq.write_table(layout.tasks_table(tasks), self._scratch / layout.TASKS_PATH)
+        info = {
+            **self._info.raw,
+            "total_episodes": len(episodes),
+            "total_frames": first,
+            "total_tasks": len(tasks),
+            "splits": {"train": f"0:{len(episodes)}"},
+        }
+        (self._scratch / layout.INFO_PATH).write_text(json.dumps(info), encoding="utf-8")
+
+
+def whole_frames(path: Path) -> int:
+    """Return how many frames of a video are in the file as a whole, from the first one on."""
+    frames, size = 0, path.stat().st_size
+    with suppress(DataError), open_video(path) as (container, stream):
+        for packet in container.demux(stream):
+            if packet.pts is None or not packet.size:
+                continue
+            if packet.is_corrupt or (packet.pos or 0) + packet.size > size:
+                break
+            frames += 1
+    return frames
+
+
+def _opens(path: Path) -> bool:
+    with suppress(*_OPEN_ERRORS), pq.ParquetFile(path, pre_buffer=False):
+        return True
+    return False
+
+
+def _place(name: str) -> tuple[int, int] | None:
+    match = _PLACE.search(name)
+    return (int(match[1]), int(match[2])) if match else None
