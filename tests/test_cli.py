@@ -96,7 +96,7 @@ def test_no_verb_shows_help(capsys):
         (
             ["xyzzy"],
             2,
-            "use one of info, convert, build, doctor, view, edit, rescue, train, runs, evaluate, ",
+            "use one of info, convert, build, doctor, view, edit, rescue, card, push, ",
         ),
         (["info"], 2, "PATH"),
         (["info", "--wrong", "x"], 2, "--wrong"),

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import numpy as np
 
-from penstock.dataset import doctor
+from penstock.dataset import check as doctor
 from penstock.dataset.reader import Dataset
 from penstock.dataset.rescue import rescue
 from penstock.errors import DataError
@@ -34,8 +34,13 @@ def problems(folder: Path) -> tuple[list[str], int, int]:
     saved = (folder / "saved").stat().st_size
     out = folder / "out"
     shutil.rmtree(out, ignore_errors=True)
+    like = None
+    if not (folder / "set/meta/info.json").read_bytes():  # lerobot was writing it
+        mode = folder.name.partition("-")[2]
+        others = folder.parent.glob(f"*-{mode}/set/meta/info.json")
+        like = next(other.parent.parent for other in others if other.stat().st_size)
     try:
-        report = rescue(folder / "set", out)
+        report = rescue(folder / "set", out, like)
     except DataError as error:
         return ([f"{folder.name}: {error}"] if saved else []), saved, 0
     dataset = Dataset(out)

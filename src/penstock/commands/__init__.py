@@ -14,6 +14,8 @@ VERBS = (
     "view",
     "edit",
     "rescue",
+    "card",
+    "push",
     "train",
     "runs",
     "evaluate",

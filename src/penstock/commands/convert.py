@@ -28,6 +28,10 @@ def run(arguments: argparse.Namespace) -> Report | Prediction:
     if arguments.dry_run:
         return predict(request)
     report = carry_out(request)
+    if arguments.card and request.shard is None:
+        from penstock.inspect.card import write_card
+
+        write_card(request.out)
     if request.shard is not None and not arguments.report:
         return report  # a page per shard would be a hundred pages
     page = Path(arguments.report or f"{request.out.absolute()}.html")
@@ -127,6 +131,7 @@ def _add_arguments(parser: argparse.ArgumentParser) -> None:
         "--dry-run", action="store_true", help="predict size, time and memory; write nothing"
     )
     parser.add_argument("--no-check", action="store_true", help="do not verify the dataset")
+    parser.add_argument("--card", action="store_true", help="write a dataset card (README.md)")
     parser.add_argument("--report", metavar="FILE", help="the HTML report (default OUT.html)")
 
 

@@ -136,10 +136,15 @@ def _add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--dry-run", action="store_true", help="say what would be left; write nothing"
     )
+    parser.add_argument("--card", action="store_true", help="write the card anew (README.md)")
 
 
 def _run(a: argparse.Namespace) -> Outcome:
     report = run(a.path, a.operation, a.words, a.out, a.dry_run)
+    if a.card and not a.dry_run:
+        from penstock.inspect.card import write_card
+
+        write_card(report.out)
     return Outcome(text(report), asdict(report), answer=False)
 
 

@@ -26,11 +26,11 @@ import pyarrow.parquet as pq
 from penstock.core.files import temporary_path
 from penstock.core.interrupt import check_stop
 from penstock.dataset import layout, metadata
-from penstock.dataset.columns import Table
 from penstock.dataset.edit import Edits, edit
 from penstock.dataset.footer import add_footer, readable_rows
 from penstock.dataset.layout import AUTO_FEATURES
 from penstock.dataset.metadata import Info
+from penstock.dataset.tables import Table
 from penstock.errors import DataError, PenstockError, UsageError
 from penstock.media.images import ImageDecoder
 from penstock.media.video import VideoSettings, VideoWriter, open_video

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from functools import lru_cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import numpy as np
 from numpy.typing import NDArray
 
 from penstock.errors import CorruptFile
+from penstock.media.depth import false_colours
 from penstock.media.images import resize_depth, thumbnail
 from penstock.media.video import open_video
 
@@ -23,25 +22,7 @@ def depth_jpeg(depth_mm: NDArray[Any], range_mm: tuple[int, int], width: int) ->
     rows, columns = depth_mm.shape[:2]
     if columns > width:
         depth_mm = resize_depth(depth_mm.reshape(rows, columns), width, rows * width // columns)
-    low, high = range_mm
-    share = (np.clip(depth_mm.astype(np.float32), low, high) - low) / max(high - low, 1)
-    codes = 255 - np.rint(share * 254).astype(np.uint8)
-    codes[depth_mm == 0] = 0
-    return thumbnail(_turbo()[codes.reshape(depth_mm.shape[:2])], width)
-
-
-@lru_cache(maxsize=1)
-def _turbo() -> NDArray[np.uint8]:
-    """Return the colours of Google's Turbo, by its polynomial of fifth degree; 0 is black."""
-    powers = np.linspace(0, 1, 256)[:, None] ** np.arange(6)
-    red = powers @ [0.13572138, 4.61539260, -42.66032258, 132.13108234, -152.94239396, 59.28637943]
-    green = powers @ [0.09140261, 2.19418839, 4.84296658, -14.18503333, 4.27729857, 2.82956604]
-    blue = powers @ [0.10667330, 12.64194608, -60.58204836, 110.36276771, -89.90310912, 27.34824973]
-    colours: NDArray[np.uint8] = np.rint(np.stack([red, green, blue], 1).clip(0, 1) * 255).astype(
-        np.uint8
-    )
-    colours[0] = 0
-    return colours
+    return thumbnail(false_colours(depth_mm, range_mm), width)
 
 
 def plays(path: Path) -> bool:
