@@ -131,7 +131,7 @@ def faststart(path: Path) -> None:
 
 
 def test_half_a_video_gives_the_episodes_in_it(killed: Path, tmp_path: Path) -> None:
-    video = killed / layout.video_path("v3.0", hand.TOP, 0, 0)
+    video = killed / layout.V30.video_path(hand.TOP, 0, 0)
     faststart(video)
     with av.open(str(video)) as container:
         packets = [p for p in container.demux(video=0) if p.size]
@@ -145,7 +145,7 @@ def test_half_a_video_gives_the_episodes_in_it(killed: Path, tmp_path: Path) -> 
 
 def test_pictures_that_waited_are_encoded(killed: Path, tmp_path: Path) -> None:
     for camera in (hand.TOP, hand.SIDE):
-        video = killed / layout.video_path("v3.0", camera, 0, 0)
+        video = killed / layout.V30.video_path(camera, 0, 0)
         video.unlink()
         shown = [hand.picture(e, k, camera) for e in (0, 1) for k in range(hand.LENGTHS[e])]
         hand.write_video(video, shown)
@@ -188,7 +188,7 @@ def test_a_cut_info_needs_another_dataset(killed: Path, tmp_path: Path) -> None:
 
 
 def test_lost_tasks_get_their_numbers(killed: Path, tmp_path: Path) -> None:
-    (killed / layout.TASKS_PATH).write_bytes(b"PAR1")
+    (killed / layout.V30.tasks).write_bytes(b"PAR1")
     report = rescue(killed, tmp_path / "out")
     assert len(report.lost) == 2
     assert Dataset(tmp_path / "out").tasks == ["task 0", "task 1"]

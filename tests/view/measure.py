@@ -70,13 +70,13 @@ def make(root: Path) -> None:
     )
     (root / "meta").mkdir(parents=True)
     tasks = [f"put cup {n} into the dishwasher" for n in range(20)]
-    pq.write_table(layout.tasks_table(tasks), root / layout.TASKS_PATH)
+    pq.write_table(layout.tasks_table(tasks), root / layout.V30.tasks)
     write_video(root / "video.mp4")
     schema = layout.arrow_schema(FEATURES, "v3.0")
     records: dict[str, list] = {}
     for file in range(FILES):
         for camera in CAMERAS:
-            target = root / layout.video_path("v3.0", camera, 0, file)
+            target = root / layout.V30.video_path(camera, 0, file)
             target.parent.mkdir(parents=True, exist_ok=True)
             os.link(root / "video.mp4", target)
         rows = LENGTH * PER_FILE
@@ -92,7 +92,7 @@ def make(root: Path) -> None:
             "index": pa.array(file * rows + k),
             "task_index": pa.array(episode % 20),
         }
-        target = root / layout.data_path("v3.0", 0, file)
+        target = root / layout.V30.data_path(0, file)
         target.parent.mkdir(parents=True, exist_ok=True)
         pq.write_table(pa.table([columns[f.name] for f in schema], schema=schema), target)
         for n in range(PER_FILE):

@@ -28,7 +28,7 @@ from penstock.core.interrupt import check_stop
 from penstock.dataset import layout, metadata
 from penstock.dataset.edit import Edits, edit
 from penstock.dataset.footer import add_footer, readable_rows
-from penstock.dataset.layout import AUTO_FEATURES
+from penstock.dataset.layout import AUTO_FEATURES, V30
 from penstock.dataset.metadata import Info
 from penstock.dataset.tables import Table
 from penstock.errors import DataError, PenstockError, UsageError
@@ -104,8 +104,9 @@ def rescue(path: Path | str, out: Path | str, like: Path | str | None = None) ->
     if target.is_relative_to(root):
         raise UsageError(f"{target} lies in what is to be rescued: give a folder beside it")
     info = _read_info(root, None if like is None else Path(like))
-    if info.version != "v3.0":
-        raise UsageError(f"{root} is {info.version}: rescue is for v3.0; run penstock doctor on it")
+    if info.format is not V30:
+        version = info.format.version
+        raise UsageError(f"{root} is {version}: rescue is for v3.0; run penstock doctor on it")
     target.parent.mkdir(parents=True, exist_ok=True)
     scratch = temporary_path(target.parent)
     try:
@@ -230,15 +231,15 @@ class _Rescue:
         """Return the task texts; a text that did not reach the disk is replaced by its number."""
         found: list[str] = []
         with suppress(DataError):
-            found = metadata.read_tasks(self._root, "v3.0")
+            found = metadata.read_tasks(self._root, V30)
         if not found:
-            copy = self._scratch / "tasks.parquet"
+            copy = self._scratch / V30.tasks
+            copy.parent.mkdir(parents=True)
             schema = pa.schema([("task_index", pa.int64()), ("task", pa.string())])
-            with suppress(PenstockError, *_OPEN_ERRORS):
-                shutil.copyfile(self._root / layout.TASKS_PATH, copy)
+            with suppress(PenstockError, OSError):
+                shutil.copyfile(self._root / V30.tasks, copy)
                 if add_footer(copy, schema):
-                    found = layout.read_tasks(pq.read_table(copy))
-            copy.unlink(missing_ok=True)
+                    found = metadata.read_tasks(self._scratch, V30)
         for number in range(len(found), count):
             self._report.lost.append(f"the text of task {number}; relabel it with penstock edit")
             found.append(f"task {number}")
@@ -333,7 +334,7 @@ class _Rescue:
         if number >= self._info.chunks_size:
             chunk, number = chunk + 1, 0
         self._videos[key].append(((chunk, number), 0))
-        target = self._scratch / layout.video_path("v3.0", key, chunk, number)
+        target = self._scratch / V30.video_path(key, chunk, number)
         target.parent.mkdir(parents=True, exist_ok=True)
         return (chunk, number), target
 
@@ -374,7 +375,7 @@ class _Rescue:
         target = self._scratch / layout.episodes_path(0, 0)
         target.parent.mkdir(parents=True, exist_ok=True)
         pq.write_table(pa.table(columns), target)
-        pq.write_table(layout.tasks_table(tasks), self._scratch / layout.TASKS_PATH)
+        pq.write_table(layout.tasks_table(tasks), self._scratch / V30.tasks)
         info = {
             **self._info.raw,
             "total_episodes": len(episodes),
