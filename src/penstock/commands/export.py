@@ -8,7 +8,7 @@ from pathlib import Path
 from penstock.commands.base import Command, Outcome, add_format, natural, note
 from penstock.errors import UsageError
 
-_POLICY_ENDINGS = (".onnx", ".pt2")
+_POLICY_ENDINGS = (".onnx", ".pt2", ".pt", ".pth")  # the last two are refused there, by name
 _OF_DATASETS = ("fps", "task", "keys", "envs", "format", "resume", "overwrite")
 
 

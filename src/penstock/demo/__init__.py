@@ -5,8 +5,10 @@ Every figure is measured in that very run.
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import os
+import shutil
 import time
 import warnings
 from pathlib import Path
@@ -19,7 +21,9 @@ from penstock.errors import PenstockError, PenstockWarning
 
 _BAGS, _DATASET, _RUN, _FLIGHTS = "bags", "dataset", "run", "flights"
 _PAGES = ("dataset.html", "report.html", "convert.json", "rollout.json", "advise.json")
-_PROPS = (_BAGS, _DATASET, _RUN, _FLIGHTS, *_PAGES)
+_PICTURE, _POLICY = "view.png", "policy.onnx"
+_BROWSERS = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable", "chrome")
+_PROPS = (_BAGS, _DATASET, _RUN, _FLIGHTS, _PICTURE, _POLICY, *_PAGES)
 
 
 def run(
@@ -74,6 +78,14 @@ def _convert(stage: Stage, figures: Figures, home: Path, seconds: float) -> None
     )
     stage.step("Verify it: every column, every picture")
     stage.run("doctor", home / _DATASET)
+    stage.step("Take an episode out, and put it back")
+    stage.run("edit", home / _DATASET, "delete", 1)
+    stage.run("edit", home / _DATASET, "undo")
+    if any(map(shutil.which, _BROWSERS)):
+        stage.step("Look at it, beside its recordings: `penstock view` opens this in a browser")
+        picture = home / _PICTURE
+        stage.run("view", home / _DATASET, "--with", home / _BAGS, "--screenshot", picture)
+        figures.view = picture.read_bytes()
 
 
 def _train(
@@ -99,7 +111,7 @@ def _train(
     stage.interrupt("train", f"run_dir={run}", f"max_minutes={minutes:g}", *words, when=half_way)
     figures.stopped_after = len(metrics.read_text().splitlines())
     stage.step("Go on where it stopped")
-    stage.run("train", f"resume={run}")
+    stage.run("train", "--resume", run)
     figures.read_metrics(metrics)
 
 
@@ -107,6 +119,10 @@ def _evaluate(stage: Stage, figures: Figures, home: Path, drones: int) -> None:
     stage.step("Fly it across 8 worlds it has not seen")
     stage.run("evaluate", home / _RUN, "--drones", drones)
     figures.read_evaluation(home / _RUN / "evaluation")
+    if importlib.util.find_spec("onnxscript") is not None:
+        stage.step("Export it: numpy and onnxruntime fly it, without torch")
+        stage.run("export", home / _RUN, home / _POLICY)
+        figures.actions_ms = stage.python(pieces.fly, str(home / _POLICY))
 
 
 def _read_back(stage: Stage, figures: Figures, home: Path) -> None:

@@ -28,6 +28,8 @@ class Figures:
     rows: list[dict[str, Any]] = field(default_factory=list)
     evaluation: dict[str, Any] = field(default_factory=dict)
     flights: bytes = b""
+    view: bytes = b""
+    actions_ms: float | None = None
     rollout: dict[str, Any] = field(default_factory=dict)
     loads: dict[str, dict[str, float]] = field(default_factory=dict)
     buffer: dict[str, float] = field(default_factory=dict)
@@ -59,7 +61,7 @@ class Figures:
 
     @property
     def stalls_ms(self) -> list[float]:
-        """How long each checkpoint held up training."""
+        """How long each checkpoint paused training."""
         name = "perf/checkpoint_stall"
         return [1e3 * row[name] for row in self.rows if row.get(name) is not None]
 
@@ -130,6 +132,9 @@ class Figures:
             rate = results[name]["rates"]["success"]
             note = f"of crossings reach the goal ({100 * rate['low']:.0f}-{100 * rate['high']:.0f})"
             figures.append((name, f"{rate['mean']:.1%}", note))
+        if self.actions_ms is not None:
+            note = "per decision, behind the shield, without torch"
+            figures.append(("exported policy", f"{self.actions_ms:.2f} ms", note))
         return [
             *figures,
             (
@@ -160,6 +165,12 @@ def show(stage: Stage, figures: Figures, path: Path) -> Path:
     report = Report("penstock demo")
     report.text("Every figure on this page was measured in this run, by the commands below.")
     report.figures(figures_now)
+    report.heading("Flights across worlds that were not trained on")
+    report.table(*table.cells(figures.evaluation["results"]))
+    report.pictures([(figures.flights, "The policy with the safety shield, from above.")])
+    if figures.view:
+        report.heading("The dataset and its recordings, as `penstock view` shows them")
+        report.pictures([(figures.view, "Cameras in step, curves, what was dropped or late.")])
     report.heading("Recordings to a dataset: memory over time")
     memory = [(s, size / 1e6) for s, size in figures.converted["memory"]]
     limit = figures.converted["memory_limit_bytes"] / 1e6
@@ -167,9 +178,9 @@ def show(stage: Stage, figures: Figures, path: Path) -> Path:
     report.plot({"resident": memory, "limit": ends}, "s", "MB")
     report.heading("Learning to cross 350 boxes")
     report.plot(learning_curves(figures.metrics), "million frames", "reach the goal, %")
-    report.heading("How long each checkpoint held up training")
+    report.heading("How long each checkpoint paused training")
     report.plot(
-        {"held up": figures.stalls_ms},
+        {"paused": figures.stalls_ms},
         "ms per checkpoint",
         "checkpoints",
         "histogram",
@@ -177,9 +188,6 @@ def show(stage: Stage, figures: Figures, path: Path) -> Path:
     )
     report.heading("Where the time went")
     report.plot({name: [100 * share] for name, share in _shares(figures.rows)}, "", "%", "bars")
-    report.heading("Flights across worlds that were not trained on")
-    report.table(*table.cells(figures.evaluation["results"]))
-    report.pictures([(figures.flights, "The policy with the safety shield, from above.")])
     report.heading("A rollout: what is left of each key")
     report.plot(
         {

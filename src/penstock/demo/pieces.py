@@ -21,6 +21,22 @@ def record(folder: str, bags: int, seconds: float) -> Any:
     ]
 
 
+def fly(policy: str) -> float:
+    """Ask an exported policy for a velocity, 200 times; return the median milliseconds."""
+    import numpy as np
+
+    import penstock
+    from penstock.nav import Navigator
+
+    navigator, monitor = Navigator.load(policy), penstock.PerformanceMonitor()
+    shapes = navigator.settings.shapes()
+    seen = {name: np.zeros((1, *shape), np.float32) for name, shape in shapes.items()}
+    for _ in range(200):
+        with monitor.timer("decide"):
+            navigator.velocity(seen, height=np.ones(1))
+    return 1e3 * monitor.get_stats()["decide"]["p50"]
+
+
 def read_partly(folder: str) -> Any:
     """Time loading a rollout, one key of it, and one drone of it."""
     import penstock

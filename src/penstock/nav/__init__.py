@@ -5,7 +5,7 @@ learning/    the policy and PPO
 shield/      a filter between policy and drone
 training/    settings, collection, the loop, its live panel; `penstock train`
 evaluation/  honest crossings of unseen worlds, their picture; `penstock evaluate`
-export.py    a policy as ONNX; `penstock export-policy`
+export.py    a policy as ONNX; `penstock export`
 navigator.py such a policy that flies, without torch
 """
 

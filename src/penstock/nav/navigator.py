@@ -1,6 +1,6 @@
 """A trained policy that flies any drone: observations in, velocities out, the shield between.
 
-Neither torch nor the simulator is needed: a policy that `penstock export-policy` wrote runs on
+Neither torch nor the simulator is needed: a policy that `penstock export` wrote runs on
 numpy and onnxruntime.
 """
 
@@ -87,7 +87,7 @@ class Navigator:
         """Read a policy that was exported as ONNX.
 
         Args:
-            path: Of `penstock export-policy`.
+            path: Of `penstock export`.
             shield: "on" or "off".
             margins: Of the shield, see `Shield`.
             backend: Of the shield; both do the same.
@@ -99,7 +99,9 @@ class Navigator:
         """
         file = Path(path)
         if not file.is_file():
-            raise UsageError(f"there is no policy {file}; make one with penstock export-policy")
+            raise UsageError(
+                f"there is no policy {file}; make one with penstock export RUN policy.onnx"
+            )
         check_switch(shield)
         session = open_session(file)
         noted = session.get_modelmeta().custom_metadata_map.get(NOTES)
@@ -108,7 +110,7 @@ class Navigator:
         except ValueError:
             metadata = None
         if not isinstance(metadata, dict):
-            raise UnknownFormat(f"{file} does not say its settings; use penstock export-policy")
+            raise UnknownFormat(f"{file} does not say its settings; use penstock export")
         settings = read_settings(file, metadata)
         guard = Shield.for_task(settings, margins, backend) if shield == "on" else None
         return cls(runner(session), settings, guard, file, metadata)

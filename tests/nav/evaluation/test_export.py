@@ -138,7 +138,7 @@ def test_it_flies_without_torch(save: Save, tmp_path: Path):
 
 def test_torch_export(save: Save, small: Settings, tmp_path: Path):
     run = save(state=trained("fast"))
-    assert main(["export-policy", str(run), str(tmp_path / "policy.pt2")]) == 0
+    assert main(["export", str(run), str(tmp_path / "policy.pt2")]) == 0
     source = str(Path(nav.__file__).parent).encode()
     assert source not in (tmp_path / "policy.pt2").read_bytes()
     program = torch.export.load(tmp_path / "policy.pt2").module()
@@ -150,16 +150,16 @@ def test_torch_export(save: Save, small: Settings, tmp_path: Path):
 
 def test_what_is_no_policy(save: Save, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     run = save()
-    assert main(["export-policy", str(run), str(tmp_path / "policy.pth")]) == 2
+    assert main(["export", str(run), str(tmp_path / "policy.pth")]) == 2
     assert "give a name that ends with .onnx or .pt2" in capsys.readouterr().err
-    assert main(["export-policy", str(tmp_path / "none"), str(tmp_path / "p.onnx")]) != 0
+    assert main(["export", str(tmp_path / "none"), str(tmp_path / "p.onnx")]) != 0
     assert not list(tmp_path.glob("p*"))
     with pytest.raises(UsageError, match="there is no policy"):
         nav.Navigator.load(tmp_path / "policy.onnx")
     (tmp_path / "text.onnx").write_text("hello")
     with pytest.raises(UnknownFormat, match="no ONNX file"):
         nav.Navigator.load(tmp_path / "text.onnx")
-    assert main(["export-policy", str(run), str(tmp_path / "p.onnx"), "--json"]) == 0
+    assert main(["export", str(run), str(tmp_path / "p.onnx"), "--json"]) == 0
     import onnx
 
     model = onnx.load(tmp_path / "p.onnx")
