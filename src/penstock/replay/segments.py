@@ -37,16 +37,6 @@ _MOST_SEGMENTS = 48
 _SPARE_ROUNDS = 8  # for what other threads change while a save is under way
 
 
-class _Manifest(NamedTuple):
-    """What a manifest says, checked."""
-
-    holder: str
-    state: dict[str, Any]
-    segments: dict[str, str]
-    """Names in order, and the digest of each."""
-    next_number: int
-
-
 class LogReader:
     """A committed log, for reading. Nothing it returns was not verified.
 
@@ -58,7 +48,8 @@ class LogReader:
         digest: Identifies this very commit; see `SegmentLog.digest`.
         holder: What the log was written for.
         state: The state given to `commit`.
-        segments: Names of the segments, in the order given to `commit`.
+        digests: Names of the segments, in the order given to `commit`, and the digest of each.
+        next_number: Of the next segment.
 
     Example:
         with SegmentLog.read("runs/x/replay") as log:
@@ -67,14 +58,30 @@ class LogReader:
                     lengths = segment.read("lengths")
     """
 
-    def __init__(self, folder: Path, pack: PackReader, manifest: _Manifest) -> None:
+    def __init__(self, folder: Path, pack: PackReader) -> None:
         self.folder = folder
-        self.digest = pack.index.digest
-        self.holder = manifest.holder
-        self.state = manifest.state
-        self.segments = list(manifest.segments)
-        self._digests = manifest.segments
         self._pack = pack
+        self.digest = pack.index.digest
+        meta = pack.index.meta
+        if pack.index.kind != KIND:
+            raise UnknownFormat(f"{pack.path} is a {pack.index.kind!r}, not a saved replay")
+        try:
+            self.holder, self.next_number = str(meta["holder"]), int(meta["next"])
+            self.state: dict[str, Any] = meta["state"]
+            self.digests = {str(one["name"]): str(one["digest"]) for one in meta["segments"]}
+            whole = isinstance(self.state, dict) and len(self.digests) == len(meta["segments"])
+        except (LookupError, TypeError, ValueError) as error:
+            raise CorruptFile(
+                f"{pack.path} is damaged: its manifest makes no sense ({error!r})"
+            ) from error
+        # A name from a file never leaves the folder of that file.
+        if not whole or not all(map(_SEGMENT.fullmatch, self.digests)):
+            raise CorruptFile(f"{pack.path} is damaged: its list of segments makes no sense")
+
+    @property
+    def segments(self) -> list[str]:
+        """Names of the segments, in order."""
+        return list(self.digests)
 
     @property
     def names(self) -> list[str]:
@@ -89,7 +96,7 @@ class LogReader:
 
     def open_segment(self, name: str) -> PackReader:
         """Open a segment and check that it is the file that was committed; close it yourself."""
-        if name not in self._digests:
+        if name not in self.digests:
             raise UsageError(f"{self.folder} lists no segment {name!r}")
         path = self.folder / name
         try:
@@ -107,7 +114,7 @@ class LogReader:
             raise CorruptFile(f"{path} is damaged: {error}") from error
         except OSError as error:
             raise storage_error("read", path, error) from error
-        if segment.index.digest != self._digests[name] or segment.index.kind != SEGMENT_KIND:
+        if segment.index.digest != self.digests[name] or segment.index.kind != SEGMENT_KIND:
             segment.close()
             raise CorruptFile(f"{path} is not the segment that {MANIFEST} was written with")
         return segment
@@ -138,6 +145,12 @@ class LogReader:
 class SegmentLog:
     """The one writer of a log; made by `create_or_open`.
 
+    Attributes:
+        folder: Where the log lies.
+        digest: Identifies the committed manifest; "" before the first commit. Who saved here before
+            compares it with what it remembers: if it differs, somebody else committed since, and
+            the segments in here must not be taken for one's own.
+
     Example:
         with SegmentLog.create_or_open("runs/x/replay") as log:
             name = log.append([Item("data", data)], {"episodes": 3})
@@ -151,7 +164,7 @@ class SegmentLog:
         self._committed: dict[str, str] = {}
         self._appended: dict[str, str] = {}
         self._next = 0
-        self._digest = ""
+        self.digest = ""
 
     @classmethod
     def create_or_open(cls, folder: Path | str, holder: str = "replay") -> SegmentLog:
@@ -194,30 +207,21 @@ class SegmentLog:
         except OSError as error:
             raise storage_error("read", path, error) from error
         try:
-            manifest = _parse(path, pack)
-            if holder is not None and manifest.holder != holder:
+            log = LogReader(folder, pack)
+            if holder is not None and log.holder != holder:
                 raise UnknownFormat(
-                    f"{folder} was saved by {manifest.holder!r}, not by {holder!r}; "
+                    f"{folder} was saved by {log.holder!r}, not by {holder!r}; "
                     "load it with what wrote it"
                 )
         except BaseException:
             pack.close()
             raise
-        return LogReader(folder, pack, manifest)
+        return log
 
     @property
     def segments(self) -> list[str]:
         """Names in the committed manifest, in order."""
         return list(self._committed)
-
-    @property
-    def digest(self) -> str:
-        """Identifies the committed manifest; "" before the first commit.
-
-        Who saved here before compares it with what it remembers: if it differs, somebody else
-        committed since, and the segments in here must not be taken for one's own.
-        """
-        return self._digest
 
     def append(self, items: Sequence[Item], meta: dict[str, Any]) -> str:
         """Publish a segment, durably, and return its name; it counts when `commit` keeps it."""
@@ -252,7 +256,7 @@ class SegmentLog:
         }
         with PackWriter(self.folder / MANIFEST, kind=KIND, meta=meta) as pack:
             pack.write(items)
-        self._digest = pack.index.digest
+        self.digest = pack.index.digest
         self._committed, self._appended = kept, {}
         self._remove_unlisted()
 
@@ -280,10 +284,8 @@ class SegmentLog:
                         f"{self.folder} holds a replay saved by {reader.holder!r}, not by "
                         f"{self._holder!r}; choose another folder"
                     )
-                manifest = _parse(self.folder / MANIFEST, reader._pack)
-                self._committed = manifest.segments
-                self._next = manifest.next_number
-                self._digest = reader.digest
+                self._committed, self._next = reader.digests, reader.next_number
+                self.digest = reader.digest
         self._remove_unlisted()
 
     def _remove_unlisted(self) -> None:
@@ -311,22 +313,6 @@ def _refuse_strangers(folder: Path) -> None:
             raise UsageError(
                 f"{folder} holds something else ({name}); choose a new or empty folder"
             )
-
-
-def _parse(path: Path, pack: PackReader) -> _Manifest:
-    if pack.index.kind != KIND:
-        raise UnknownFormat(f"{path} is a {pack.index.kind!r}, not a saved replay")
-    meta = pack.index.meta
-    try:
-        segments = {str(record["name"]): str(record["digest"]) for record in meta["segments"]}
-        manifest = _Manifest(str(meta["holder"]), meta["state"], segments, int(meta["next"]))
-        whole = isinstance(manifest.state, dict) and len(segments) == len(meta["segments"])
-    except (LookupError, TypeError, ValueError) as error:
-        raise CorruptFile(f"{path} is damaged: its manifest makes no sense ({error!r})") from error
-    # A name from a file never leaves the folder of that file.
-    if not whole or not all(_SEGMENT.fullmatch(name) for name in segments):
-        raise CorruptFile(f"{path} is damaged: its list of segments makes no sense")
-    return manifest
 
 
 class Block(NamedTuple):

@@ -11,7 +11,6 @@ from contextlib import suppress
 from dataclasses import dataclass
 from queue import Empty, SimpleQueue
 from time import perf_counter
-from types import TracebackType
 from typing import Any
 
 import torch
@@ -56,7 +55,6 @@ class PipelinedDataCollector:
 
     Attributes:
         base_collector: The collector.
-        staleness: Of the batch handed out last.
 
     Example:
         with PipelinedDataCollector(Collector(env, policy, frames_per_batch=4096)) as collector:
@@ -85,14 +83,9 @@ class PipelinedDataCollector:
                 f"base_collector is a {type(base_collector).__name__}, which cannot be iterated"
             )
         self.base_collector = base_collector
-        self.staleness = 0
+        target = None if device is None else torch.device(device)
         self._prefetcher = _Prefetcher(
-            base_collector,
-            None if device is None else torch.device(device),
-            prefetch_count,
-            max_bytes,
-            max_staleness,
-            policy_version,
+            base_collector, target, prefetch_count, max_bytes, max_staleness, policy_version
         )
         # The thread does not hold this object: one that is forgotten stops its thread.
         weakref.finalize(self, self._prefetcher.stop).atexit = False
@@ -101,9 +94,13 @@ class PipelinedDataCollector:
         if self._prefetcher.stopped:
             raise SaverClosed("this collector was shut down; make a new one")
         self._prefetcher.start()
-        while (ready := self._prefetcher.take()) is not None:
-            self.staleness = ready.staleness
-            yield ready.give_away()
+        while box := self._prefetcher.take():
+            yield box.pop()  # nothing here keeps it alive while the learner works
+
+    @property
+    def staleness(self) -> int:
+        """Of the batch handed out last."""
+        return self._prefetcher.staleness
 
     def advance_policy(self, versions: int = 1) -> None:
         """Say that the policy was updated."""
@@ -152,12 +149,7 @@ class PipelinedDataCollector:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         close_after(self.shutdown, error)
 
     def __reduce__(self) -> Any:
@@ -171,14 +163,9 @@ class _Ready:
     batch: Any
     nbytes: int
     version: int
-    staleness: int = 0
-
-    def give_away(self) -> Any:
-        """Return the batch, so that nothing here keeps it alive while the learner works."""
-        batch, self.batch = self.batch, None
-        return batch
 
 
+@dataclass(eq=False)
 class _Prefetcher:
     """Runs an iterable in a thread of its own, as far ahead as it may.
 
@@ -186,21 +173,16 @@ class _Prefetcher:
     waits without the lock, in C: an interrupt of the main thread leaves nothing half done.
     """
 
-    def __init__(
-        self,
-        base: Iterable[Any],
-        device: torch.device | None,
-        count: int,
-        max_bytes: int | None,
-        max_staleness: int | None,
-        policy_version: Callable[[], int] | None,
-    ) -> None:
-        self._base = base
-        self._device = device
-        self._count = count
-        self._max_bytes = max_bytes
-        self._max_staleness = max_staleness
-        self._policy_version = policy_version
+    base: Iterable[Any]
+    device: torch.device | None
+    count: int
+    max_bytes: int | None
+    max_staleness: int | None
+    policy_version: Callable[[], int] | None
+    stopped: bool = False
+    staleness: int = 0
+
+    def __post_init__(self) -> None:
         self._lock = threading.RLock()
         self._calls: SimpleQueue[None] = SimpleQueue()  # to the thread, while it waits
         self._answers: SimpleQueue[None] = SimpleQueue()  # to learners, while they wait
@@ -213,9 +195,7 @@ class _Prefetcher:
         self._last_bytes = 0
         self._error: BaseException | None = None
         self._ended = False
-        self.stopped = False
-        self._shuts_base = False
-        self._base_shut = False
+        self._shuts_base = self._base_shut = False
         self._shutdown_error: BaseException | None = None
         self._batches = self._dropped = 0
         self._stale_sum = self._stale_max = self._peak_bytes = 0
@@ -238,8 +218,8 @@ class _Prefetcher:
             )
             start(self._thread)
 
-    def take(self) -> _Ready | None:
-        """Wait for the next batch; None at the end of the iterable."""
+    def take(self) -> list[Any]:
+        """Wait for the next batch, alone in a list; nothing at the end of the iterable."""
         begin = perf_counter()
         with self._lock:
             self._close_turn()
@@ -248,14 +228,14 @@ class _Prefetcher:
             while True:
                 self._calls.put(None)
                 with self._lock:
-                    ready = self._next_ready()
-                    if ready is not None or self.stopped:
-                        return ready
+                    box = self._next_ready()
+                    if box or self.stopped:
+                        return box
                     if self._ended:
                         error, self._error = self._error, None
                         if error is not None:
                             raise error
-                        return None
+                        return []
                 _hear(self._answers)
         finally:
             with self._lock:
@@ -292,7 +272,7 @@ class _Prefetcher:
             error, self._shutdown_error = self._shutdown_error, None
         if error is not None:
             raise error
-        shutdown = getattr(self._base, "shutdown", None)
+        shutdown = getattr(self.base, "shutdown", None)
         if first and shutdown is not None:
             shutdown()
 
@@ -317,29 +297,30 @@ class _Prefetcher:
         if self._handed_at is None:
             return
         updates = self._now() - self._handed_at
-        if updates == 0 and self._policy_version is None:
+        if updates == 0 and self.policy_version is None:
             self._version += 1  # it does not count its updates: one batch, one update
             updates = 1
         self._per_batch = max(self._per_batch, updates)
         self._handed_at = None
 
-    def _next_ready(self) -> _Ready | None:
+    def _next_ready(self) -> list[Any]:
         while self._queue:
             ready = self._queue.popleft()
             now = self._now()
-            ready.staleness = max(0, now - ready.version)
-            if self._max_staleness is not None and ready.staleness > self._max_staleness:
+            staleness = max(0, now - ready.version)
+            if self.max_staleness is not None and staleness > self.max_staleness:
                 self._dropped += 1
                 continue
             self._handed_at = now
             self._batches += 1
-            self._stale_sum += ready.staleness
-            self._stale_max = max(self._stale_max, ready.staleness)
-            return ready
-        return None
+            self.staleness = staleness
+            self._stale_sum += staleness
+            self._stale_max = max(self._stale_max, staleness)
+            return [ready.batch]
+        return []
 
     def _now(self) -> int:
-        return self._version if self._policy_version is None else int(self._policy_version())
+        return self._version if self.policy_version is None else int(self.policy_version())
 
     def _queued_bytes(self) -> int:
         return sum(ready.nbytes for ready in self._queue)
@@ -349,20 +330,20 @@ class _Prefetcher:
     def _may_start(self) -> bool:
         """Tell whether the next batch may be collected now; what is in hand is counted before."""
         queued = len(self._queue)
-        if queued >= self._count:
+        if queued >= self.count:
             return False
-        over = self._max_bytes is not None and (
-            self._queued_bytes() + self._last_bytes > self._max_bytes
+        over = self.max_bytes is not None and (
+            self._queued_bytes() + self._last_bytes > self.max_bytes
         )
         if queued and over:
             return False
-        if self._max_staleness is None:
+        if self.max_staleness is None:
             return True
         # Each batch before this one, in the queue or with the learner, brings its updates.
         expected = queued * self._per_batch
         if self._handed_at is not None:
             expected += max(0, self._per_batch - (self._now() - self._handed_at))
-        return expected <= self._max_staleness and (self._max_staleness > 0 or bool(self._askers))
+        return expected <= self.max_staleness and (self.max_staleness > 0 or bool(self._askers))
 
     def _run(self, torch_threads: int) -> None:
         # The setting is the thread's own: without this, a learner that asked for few threads would
@@ -371,7 +352,7 @@ class _Prefetcher:
         iterator: Iterator[Any] | None = None
         error: BaseException | None = None
         try:
-            iterator = iter(self._base)
+            iterator = iter(self.base)
             while self._collect(iterator):
                 pass
         except BaseException as failure:
@@ -400,10 +381,8 @@ class _Prefetcher:
             return False
         finally:
             self._collect_s += perf_counter() - begin
-        batch = cloned(batch, self._device)
-        ready = _Ready(batch, sum(map(tensor_bytes, tensors_in(batch))), version)
-        if not ready.nbytes:
-            ready.nbytes = int(getattr(batch, "nbytes", 0) or 0)
+        batch, nbytes = _cloned(batch, self.device)
+        ready = _Ready(batch, nbytes or int(getattr(batch, "nbytes", 0) or 0), version)
         del batch
         with self._lock:
             if self.stopped:
@@ -436,25 +415,17 @@ def _hear(calls: SimpleQueue[None]) -> None:
             calls.get_nowait()
 
 
-def tensors_in(value: Any) -> Iterator[torch.Tensor]:
-    """Yield every tensor in TensorDicts, dicts, lists and tuples."""
-    if isinstance(value, torch.Tensor):
-        yield value
-    elif is_tensor_collection(value):
-        for key in value.keys():  # noqa: SIM118
-            yield from tensors_in(value.get(key))
-    elif isinstance(value, dict | list | tuple):
-        for child in value.values() if isinstance(value, dict) else value:
-            yield from tensors_in(child)
-
-
-def cloned(value: Any, device: torch.device | None = None) -> Any:
-    """Return a copy that shares no memory, on a device; what holds no tensors stays as it is."""
+def _cloned(value: Any, device: torch.device | None) -> tuple[Any, int]:
+    """Return a copy that shares no memory, on a device, and its bytes; others stay as they are."""
     if isinstance(value, torch.Tensor) or is_tensor_collection(value):
         # What is on the device already is not copied by `to`; a copy there costs little.
-        return (value if device is None else value.to(device)).clone()
+        copy = (value if device is None else value.to(device)).clone()
+        tensors = [copy] if isinstance(copy, torch.Tensor) else copy.values(True, True)
+        return copy, sum(tensor_bytes(t) for t in tensors if isinstance(t, torch.Tensor))
     if isinstance(value, dict):
-        return {key: cloned(child, device) for key, child in value.items()}
+        pairs = {key: _cloned(child, device) for key, child in value.items()}
+        return {key: copy for key, (copy, _) in pairs.items()}, sum(n for _, n in pairs.values())
     if type(value) in (list, tuple):
-        return type(value)(cloned(child, device) for child in value)
-    return value
+        parts = [_cloned(child, device) for child in value]
+        return type(value)(copy for copy, _ in parts), sum(n for _, n in parts)
+    return value, 0

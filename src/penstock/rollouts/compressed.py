@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterable, Iterator, Sequence
-from types import TracebackType
 from typing import Any, Literal
 from weakref import WeakKeyDictionary
 
@@ -17,13 +16,13 @@ from penstock.core.pack import DTYPES
 from penstock.core.threads import parallel_list
 from penstock.errors import UsageError
 from penstock.rollouts.file import check_level, codec_for
-from penstock.rollouts.structure import Key, Leaf, Picked, choose, whole_number
+from penstock.rollouts.structure import Key, Leaf, Picked, as_path, choose, dense, whole_number
 from penstock.rollouts.tensordicts import MemoryMappedTensor, TensorDict, TensorDictBase
-from penstock.tensors import DTYPE_NAMES, check_storable, empty_tensor, flat_words, tensor_bytes
+from penstock.tensors import DTYPE_NAMES, check_storable, empty_array, tensor_bytes, tensor_over
 from penstock.ui.suggestions import did_you_mean
 
 Keys = Literal["auto"] | Sequence[Any]
-Ints = NDArray[np.int64]
+Words = NDArray[Any]
 
 _GROUP_BYTES = 256 * 1024  # half of it takes half as long again, measured
 _SMALLEST_BYTES = 64 * 1024  # of a key that is worth the trouble
@@ -81,11 +80,7 @@ class CompressedDataCollector:
         """Compress one batch."""
         if not isinstance(data, TensorDictBase):
             raise UsageError(f"the collector yields {type(data).__name__}, not TensorDicts")
-        if type(data) is not TensorDict:
-            try:
-                data = data.contiguous()  # a lazy stack, most often
-            except RuntimeError as error:
-                raise UsageError(f"the batch is a stack of unequal parts ({error})") from error
+        data = dense(data, "the batch")
         shape = tuple(data.batch_size)
         if self._num_envs is not None and len(shape) == 1:
             if shape[0] % self._num_envs:
@@ -110,12 +105,7 @@ class CompressedDataCollector:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.shutdown()
 
 
@@ -140,7 +130,7 @@ class CompressedBatch:
     ) -> None:
         leaves: dict[Key, torch.Tensor] = {}
         for key, value in data.items(include_nested=True, leaves_only=True):
-            path = key if isinstance(key, tuple) else (key,)
+            path = as_path(key)
             if isinstance(value, MemoryMappedTensor):
                 value = value.as_subclass(torch.Tensor)
             check_storable(".".join(path), value)
@@ -152,7 +142,7 @@ class CompressedBatch:
         for path, value in leaves.items():
             if chosen is None or path in chosen:
                 leaf = Leaf("", path, DTYPE_NAMES[value.dtype], value)
-                packed = compress_key(leaf, data.ndim > 1, level, always=bool(chosen))
+                packed = compress_key(leaf, data.ndim > 1, level, always=chosen is not None)
                 if packed is not None:
                     self._compressed[path] = packed
         self._rest = data.exclude(*self._compressed).clone()
@@ -192,7 +182,7 @@ class CompressedBatch:
         """Return the whole batch, in memory of its own."""
         data = self._rest.clone()
         for path, key in self._compressed.items():
-            data.set(path, key.decode().to(key.device))
+            data.set(path, key.tensor(key.decode()))
         data = data.select(*self._order)
         return data if data.batch_size == self.batch_size else data.reshape(self.batch_size)
 
@@ -211,16 +201,15 @@ class CompressedBatch:
         picked = Picked.of("indices", indices, sizes[0] if of == "envs" else sizes.numel())
         if picked.drops:
             raise UsageError(f"indices={indices!r}: give a list, as [{indices!r}]")
-        envs, steps = picked.positions, None
+        where: tuple[Words, ...] = (picked.positions,)
         if of == "steps" and len(sizes) > 1:
-            envs, steps = np.divmod(picked.positions, sizes[1])
-        where = (envs,) if steps is None else (envs, steps)
-        if envs.size:
+            where = np.divmod(picked.positions, sizes[1])
+        if picked.positions.size:
             data = self._rest[tuple(map(torch.from_numpy, where))]
         else:  # an empty list is no index for stacks of other things than tensors
             data = self._rest[tuple(torch.zeros(1, dtype=torch.int64) for _ in where)][:0]
         for path, key in self._compressed.items():
-            data.set(path, self._cache.gather(key, envs, steps).to(key.device))
+            data.set(path, key.tensor(self._cache.decoded(key)[where]))
         return data
 
     def minibatches(
@@ -240,14 +229,14 @@ class CompressedBatch:
 
     def __getitem__(self, index: Any) -> Any:
         """Return one key, as a tensor; or environments, as `decompress()[index]` would."""
-        path = index if isinstance(index, tuple) else (index,)
+        path = as_path(index)
         if path and all(isinstance(name, str) for name in path):
             if path in self._compressed:
                 key = self._compressed[path]
-                return key.decode().to(key.device)
+                return key.tensor(key.decode())
             if path not in self._rest.keys(True):
                 known = [*self._compressed, *self._rest.keys(True)]
-                names = [name if isinstance(name, str) else ".".join(name) for name in known]
+                names = [".".join(as_path(name)) for name in known]
                 raise UsageError(
                     f"no key {path!r} in this batch: {did_you_mean('.'.join(path), names)}"
                 )
@@ -261,16 +250,16 @@ class CompressedKey:
     """A tensor of shape [env, …] or [env, time, …], compressed in groups of environments."""
 
     def __init__(self, leaf: Leaf, time: bool, level: int) -> None:
-        self.dtype, self.shape = leaf.dtype, leaf.shape
-        self.words = DTYPES[leaf.dtype].words
-        self.device = leaf.value.device if isinstance(leaf.value, torch.Tensor) else "cpu"
-        rank = len(self.shape)
+        self._dtype, self._shape = leaf.dtype, leaf.shape
+        self._device = leaf.value.device if isinstance(leaf.value, torch.Tensor) else "cpu"
+        rank = len(self._shape)
         self._order = (0, *range(2, rank), 1) if time else tuple(range(rank))
-        self._codec = codec_for(self.words, max(1, level), time_last=time)
-        row_bytes = leaf.nbytes // self.shape[0]
-        self.rows = min(max(1, _GROUP_BYTES // row_bytes), self.shape[0])
+        codec = codec_for(DTYPES[leaf.dtype].words, max(1, level), time_last=time)
+        assert codec is not None
+        self._codec = codec
         self.raw_bytes = leaf.nbytes
-        self.groups = -(-self.shape[0] // self.rows)
+        rows = max(1, _GROUP_BYTES * self._shape[0] // leaf.nbytes)
+        self.groups = [slice(start, start + rows) for start in range(0, self._shape[0], rows)]
         self._blobs: list[bytes] = []
 
     @property
@@ -278,36 +267,37 @@ class CompressedKey:
         """Bytes of the compressed groups."""
         return sum(map(len, self._blobs))
 
-    def encode(self, values: NDArray[Any]) -> None:
+    def encode(self, values: Words) -> None:
         """Compress the tensor, given as words in its own shape."""
         self._blobs = parallel_list(
-            lambda group: self.encoded(values, group),
-            range(self.groups),
+            lambda group: self.encoded(values[group]),
+            self.groups,
             name="compress",
             nbytes=values.nbytes,
         )
 
-    def encoded(self, values: NDArray[Any], group: int) -> bytes:
+    def encoded(self, rows: Words) -> bytes:
         """Return one group of the tensor, compressed."""
-        assert self._codec is not None
-        rows = values[group * self.rows : (group + 1) * self.rows]
         stored = np.ascontiguousarray(rows.transpose(self._order))
         return b"".join(self._codec.encode(stored.reshape(-1)))
 
-    def decode(self) -> torch.Tensor:
-        """Return the tensor, in memory of its own."""
-        tensor = empty_tensor(self.dtype, self.shape)
-        out = flat_words(tensor).reshape(self.shape)
+    def decode(self) -> Words:
+        """Return the words of the tensor, in memory of their own."""
+        out = empty_array(self._dtype, self._shape)
 
-        def decode(group: int) -> None:
-            assert self._codec is not None
-            place = out[group * self.rows : (group + 1) * self.rows].transpose(self._order)
-            stored = np.empty(place.shape, self.words)
-            self._codec.decode(memoryview(self._blobs[group]), stored.reshape(-1))
+        def decode(number: int) -> None:
+            place = out[self.groups[number]].transpose(self._order)
+            stored = np.empty(place.shape, out.dtype)
+            self._codec.decode(memoryview(self._blobs[number]), stored.reshape(-1))
             np.copyto(place, stored)
 
-        parallel_list(decode, range(self.groups), name="decompress", nbytes=out.nbytes)
-        return tensor
+        numbers = range(len(self.groups))
+        parallel_list(decode, numbers, name="decompress", nbytes=out.nbytes)
+        return out
+
+    def tensor(self, words: Words) -> torch.Tensor:
+        """Return words of it as a tensor, where it was."""
+        return tensor_over(words, self._dtype).to(self._device)
 
 
 def compress_key(
@@ -320,9 +310,8 @@ def compress_key(
     if not leaf.nbytes or (not always and leaf.nbytes < _SMALLEST_BYTES):
         return None
     key, values = CompressedKey(leaf, time, level), leaf.words()
-    middle = key.groups // 2
-    raw_bytes = values[middle * key.rows : (middle + 1) * key.rows].nbytes
-    if not always and raw_bytes < _WORTH_IT * len(key.encoded(values, middle)):
+    some = values[key.groups[len(key.groups) // 2]]
+    if not always and some.nbytes < _WORTH_IT * len(key.encoded(some)):
         return None
     key.encode(values)
     return key
@@ -337,32 +326,22 @@ class _DecodedKeys:
     def __init__(self, limit_bytes: int) -> None:
         self._limit_bytes = limit_bytes
         self._lock = threading.Lock()
-        self._keys: WeakKeyDictionary[CompressedKey, torch.Tensor] = WeakKeyDictionary()
+        self._keys: WeakKeyDictionary[CompressedKey, Words] = WeakKeyDictionary()
 
     @property
     def nbytes(self) -> int:
         """Memory held."""
-        return sum(map(tensor_bytes, self._keys.values()))
+        return sum(words.nbytes for words in self._keys.values())
 
-    def gather(self, key: CompressedKey, envs: Ints, steps: Ints | None) -> torch.Tensor:
-        """Return rows of a key by environment, or by environment and step."""
-        inner = key.shape[1:] if steps is None else key.shape[2:]
-        tensor = empty_tensor(key.dtype, (envs.size, *inner))
-        if tensor.numel():
-            rows = envs if steps is None else envs * key.shape[1] + steps
-            out = flat_words(tensor).reshape(envs.size, -1)
-            values = flat_words(self._decoded(key)).reshape(-1, out.shape[1])
-            np.take(values, rows, axis=0, out=out, mode="clip")
-        return tensor
-
-    def _decoded(self, key: CompressedKey) -> torch.Tensor:
+    def decoded(self, key: CompressedKey) -> Words:
+        """Return the words of a key; not to be written to."""
         with self._lock:
-            tensor = self._keys.pop(key, None)
-            if tensor is None:
-                tensor = key.decode()
+            words = self._keys.pop(key, None)
+            if words is None:
+                words = key.decode()
                 for oldest in list(self._keys):
                     if self.nbytes + key.raw_bytes > self._limit_bytes:
                         del self._keys[oldest]
             if key.raw_bytes <= self._limit_bytes:
-                self._keys[key] = tensor  # the last is the one used last
-            return tensor
+                self._keys[key] = words  # the last is the one used last
+            return words

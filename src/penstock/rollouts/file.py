@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from typing_extensions import Self
 
 from penstock.core.codecs import Codec, Layout, Planes, Series, Zstd
 from penstock.core.files import storage_error
@@ -31,7 +32,7 @@ from penstock.rollouts.structure import (
     keys_of,
     put_together,
 )
-from penstock.tensors import empty_array, tensor_over
+from penstock.tensors import empty_array
 
 KIND = "rollout"
 Index = int | slice | list[int] | NDArray[Any] | torch.Tensor
@@ -122,6 +123,7 @@ class RolloutFile:
         except OSError as error:
             raise storage_error("read", path, error) from error
         self._memory = memory
+        self.digest = self._pack.index.digest
         self.identity = identity(os.fstat(self._pack.fileno()))
         try:
             self.axes, self.node, self._items = self._read_meta()
@@ -166,12 +168,10 @@ class RolloutFile:
             if item is not None and (chosen is None or key in chosen)
         ]
         words = self._read(names, part)
-
-        def fetch(name: str) -> torch.Tensor:
-            return tensor_over(words[name], self._pack.entry(name).dtype)
-
         try:
-            return put_together(self.node, fetch, device, chosen, selection=part, arrays=words)
+            return put_together(
+                self.node, words, lambda name: self._pack.entry(name).dtype, device, chosen, part
+            )
         except (CorruptFile, *NONSENSE) as error:
             raise CorruptFile(
                 f"{self._pack.path} is damaged: its description makes no sense ({error!r})"
@@ -264,7 +264,7 @@ class RolloutFile:
         """Close the file."""
         self._pack.close()
 
-    def __enter__(self) -> RolloutFile:
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:

@@ -29,7 +29,6 @@ from numpy.typing import NDArray
 
 from penstock.core.files import storage_error
 from penstock.core.memory import format_bytes
-from penstock.core.pack import PackReader
 from penstock.core.reuse import ReusedMemory
 from penstock.dataset.layout import AUTO_FEATURES, DTYPES, VERSIONS, Feature, Version
 from penstock.dataset.unit import Episode
@@ -37,7 +36,7 @@ from penstock.dataset.writer import DatasetWriter, is_empty
 from penstock.dataset.writer import Mode as OpenMode
 from penstock.errors import DataError, UsageError
 from penstock.rollouts.file import RolloutFile
-from penstock.rollouts.structure import Key, Picked
+from penstock.rollouts.structure import Key, Picked, as_path
 from penstock.rollouts.tensordicts import TensorDict
 from penstock.tensors import DTYPE_NAMES
 from penstock.ui.progress import Mode, Progress
@@ -47,6 +46,12 @@ from penstock.ui.suggestions import did_you_mean
 DONE = "next.done"
 FLAGS = ("done", "terminated", "truncated")
 _RESULTS = ("reward", *FLAGS)
+_DONE_WORDS = ("done", DONE, ("done",))
+_KNOWN = {
+    ("observation",): "observation.state",
+    ("state",): "observation.state",
+    ("lidar",): "observation.lidar",
+}
 _WIDENED = ("bfloat16", "float16", "float8_e4m3fn", "float8_e5m2")
 _MOST_DIMENSIONS = 5
 _MODES: tuple[OpenMode, ...] = ("create", "resume", "overwrite")
@@ -136,121 +141,100 @@ class _Export:
     """Rollouts that were looked at, all alike, and the plan for them."""
 
     def __init__(self, files: Sequence[Found], keys: Sequence[str | Key] | None, envs: Any) -> None:
+        if isinstance(envs, bool) or (type(envs) is int and envs < 1):
+            raise UsageError(f"envs={envs!r}: give how many environments, at least 1")
         self._memory = ReusedMemory()
         self._files = files
-        self._envs = slice(0, envs) if type(envs) is int and envs > 0 else envs
-        if envs is not None and (isinstance(envs, bool) or (type(envs) is int and envs < 1)):
-            raise UsageError(f"envs={envs!r}: give how many environments, at least 1")
-        first: dict[Key, Leaf] | None = None
+        self._envs = slice(envs) if envs is None or type(envs) is int else envs
         self.frames = 0
+        first: dict[Key, Leaf] = {}
         for found in files:  # all of them, before anything is written
-            with RolloutFile(found.path, self._memory) as file:
-                leaves, odd = _look(file, found.path)
-                self.frames += len(self._positions(file)) * _steps(file)
-                if first is None:
-                    first = leaves
-                    self.plan = make_plan(leaves, odd, keys)
+            with self._open(found) as file:
+                self.frames += len(file.positions) * file.steps
+                if not first:
+                    first = file.leaves
+                    self.plan = make_plan(first, file.odd, keys)
                     self._settle_shifted(file)
-                self._check_alike(found.path, first, leaves)
+                for key in self.plan.keys_read():
+                    if file.leaves.get(key) != first[key]:
+                        there = file.leaves.get(key, "missing")
+                        raise DataError(
+                            f"{found.path}: {dotted(key)} is {there}, and {first[key]} in the "
+                            "first rollout; export them apart (iterations=…), or name the keys"
+                        )
+
+    def _open(self, found: Found) -> _Rollout:
+        return _Rollout(found.path, self._memory, self._envs)
 
     def run(
         self, writer: DatasetWriter, task: str, report: ExportReport, progress: Mode | None
     ) -> None:
-        """Write what is not in the dataset yet."""
+        """Write what is not in the dataset yet, from where the last commit ended."""
         plan = self.plan
         report.features = {name: dotted(key) for name, key in plan.columns.items()}
         if plan.makes_done:
             report.features[DONE] = ""
         report.cut_by = [dotted(key) for key in plan.flags]
         report.widened, report.left_out = plan.widened, plan.left_out
-        before: dict[tuple[int, int], dict[str, Any]] = {}
-        for source in writer.committed:
-            before[source["iteration"], source["rank"]] = source
+        before = {(source["iteration"], source["rank"]): source for source in writer.committed}
         with Progress(self.frames, "export", "frames", progress) as bar:
             for found in self._files:
+                bar.note(found.path.name)
                 last = before.get((found.iteration, found.rank))
-                with RolloutFile(found.path, self._memory) as file:
-                    bar.note(found.path.name)
-                    self._one(file, found, last, writer, task, report, bar)
+                with self._open(found) as file:
+                    if last is not None and last["digest"] != file.digest:
+                        raise UsageError(
+                            f"{found.path} is another file than the one exported before: export "
+                            "with --overwrite, or to another folder"
+                        )
+                    done = 0 if last is None else int(last["stop"])
+                    report.skipped_frames += done * file.steps
+                    bar.advance(done * file.steps)
+                    for source, columns, lengths in self._units(file, found, done):
+                        episodes = [Episode(length, task) for length in lengths]
+                        with writer.unit(source, episodes) as unit:
+                            unit.add_rows(columns)
+                            unit.commit()
+                        report.episodes += len(lengths)
+                        report.frames += sum(lengths)
+                        bar.advance(sum(lengths))
 
-    def _one(
-        self,
-        file: RolloutFile,
-        found: Found,
-        last: Mapping[str, Any] | None,
-        writer: DatasetWriter,
-        task: str,
-        report: ExportReport,
-        bar: Progress,
-    ) -> None:
-        """Write one rollout, from where the last commit of it ended."""
-        with PackReader(found.path) as pack:
-            digest = pack.index.digest
-        if last is not None and last["digest"] != digest:
-            raise UsageError(
-                f"{found.path} is another file than the one exported before: export with "
-                "--overwrite, or to another folder"
-            )
-        positions, steps = self._positions(file), _steps(file)
-        done = 0 if last is None else int(last["stop"])
-        report.skipped_frames += done * steps
-        bar.advance(done * steps)
-        for block in self._blocks(file, positions, done):
-            values = _read(file, self.plan.keys_read(), positions[block])
-            ended = self._ended(values, len(positions[block]), steps)
-            for key, other in self.plan.shifted.items():
+    def _units(
+        self, file: _Rollout, found: Found, done: int
+    ) -> Iterator[tuple[dict[str, Any], dict[str, NDArray[Any]], list[int]]]:
+        """Yield blocks of environments, cut into episodes: source, columns, lengths."""
+        plan = self.plan
+        for block, values, ended in self._blocks(file, plan.keys_read(), done):
+            for key, other in plan.shifted.items():
                 if not _is_shifted(values[key], values[other], ended):
                     raise DataError(
                         f"{found.path}: {dotted(key)} is not always the next {dotted(other)}, as "
                         "in the first rollout; name the keys to write"
                     )
-            columns, lengths = self._cut(values, ended)
+            cuts = ended.copy()
+            cuts[:, -1] = True  # a row that does not end with an episode is cut at its end
+            lengths = np.diff(np.flatnonzero(cuts), prepend=-1).tolist()
+            columns = {
+                name: np.ascontiguousarray(values[key]).reshape(-1, *plan.features[name].shape)
+                for name, key in plan.columns.items()
+            }
+            if plan.makes_done:
+                columns[DONE] = ended.reshape(-1, 1)
             source = {
                 "rollout": found.path.name,
                 "iteration": found.iteration,
                 "rank": found.rank,
-                "digest": digest,
+                "digest": file.digest,
                 "start": block.start,
                 "stop": block.stop,
             }
-            with writer.unit(source, [Episode(length, task) for length in lengths]) as unit:
-                unit.add_rows(columns)
-                unit.commit()
-            report.episodes += len(lengths)
-            report.frames += sum(lengths)
-            bar.advance(sum(lengths))
+            yield source, columns, lengths
 
-    def _cut(
-        self, values: Mapping[Key, NDArray[Any]], ended: NDArray[np.bool_]
-    ) -> tuple[dict[str, NDArray[Any]], list[int]]:
-        """Cut a block into episodes; a row that does not end with one is cut at its end."""
-        cuts = ended.copy()
-        cuts[:, -1] = True
-        lengths = np.diff(np.flatnonzero(cuts.reshape(-1)), prepend=-1).tolist()
-        columns = {
-            name: _rows(values[key], self.plan.leaves[key].feature)
-            for name, key in self.plan.columns.items()
-        }
-        if self.plan.makes_done:
-            columns[DONE] = ended.reshape(-1, 1)
-        return columns, lengths
-
-    def _ended(
-        self, values: Mapping[Key, NDArray[Any]], count: int, steps: int
-    ) -> NDArray[np.bool_]:
-        """Tell after which steps an episode ended: (environments, steps)."""
-        ended = np.zeros((count, steps), np.bool_)
-        for key in self.plan.flags:
-            ended |= values[key].reshape(count, steps) != 0
-        return ended
-
-    def _settle_shifted(self, file: RolloutFile) -> None:
+    def _settle_shifted(self, file: _Rollout) -> None:
         """Leave out what is the next frame of another key, all through the first rollout."""
-        plan, positions = self.plan, self._positions(file)
-        for block in self._blocks(file, positions, 0) if plan.shifted else ():
-            wanted = [*plan.shifted, *plan.shifted.values(), *plan.flags]
-            values = _read(file, wanted, positions[block])
-            ended = self._ended(values, len(positions[block]), _steps(file))
+        plan = self.plan
+        wanted = [*plan.shifted, *plan.shifted.values(), *plan.flags]
+        for _, values, ended in self._blocks(file, wanted, 0) if plan.shifted else ():
             for key, other in list(plan.shifted.items()):
                 if not _is_shifted(values[key], values[other], ended):
                     del plan.shifted[key]
@@ -260,103 +244,83 @@ class _Export:
                 f"it is {dotted(other)} of the next frame; that after an episode's last is not kept"
             )
 
-    def _positions(self, file: RolloutFile) -> NDArray[np.int64]:
-        size = file.axes.batch[_env_axis(file)]
-        return Picked.of("envs", slice(None) if self._envs is None else self._envs, size).positions
-
     def _blocks(
-        self, file: RolloutFile, positions: NDArray[np.int64], start: int
-    ) -> Iterator[slice]:
-        """Yield blocks of environments that take little memory, at least one at a time."""
-        count = max(1, _BLOCK_BYTES // max(1, self.plan.frame_bytes * _steps(file)))
+        self, file: _Rollout, keys: Sequence[Key], start: int
+    ) -> Iterator[tuple[slice, dict[Key, NDArray[Any]], NDArray[np.bool_]]]:
+        """Read blocks of environments that take little memory; yield which, what, and the ends."""
+        count = max(1, _BLOCK_BYTES // max(1, self.plan.frame_bytes * file.steps))
         if count > _ROWS_OF_A_BLOCK:
             count -= count % _ROWS_OF_A_BLOCK
-        while start < len(positions):
-            stop = min(len(positions), start - start % count + count)
-            yield slice(start, stop)
+        while start < len(file.positions):
+            stop = min(len(file.positions), start - start % count + count)
+            values = file.arrays(keys, file.positions[start:stop])
+            ended = np.zeros((stop - start, file.steps), np.bool_)
+            for key in self.plan.flags:
+                ended |= values[key].reshape(ended.shape) != 0
+            yield slice(start, stop), values, ended
             start = stop
 
-    def _check_alike(
-        self, path: Path, first: Mapping[Key, Leaf], leaves: Mapping[Key, Leaf]
-    ) -> None:
-        for key in self.plan.keys_read():
-            if leaves.get(key) != first[key]:
-                there = leaves.get(key, "missing")
-                raise DataError(
-                    f"{path}: {dotted(key)} is {there}, and {first[key]} in the first rollout; "
-                    "export them apart (iterations=…), or name the keys to write"
-                )
 
+class _Rollout(RolloutFile):
+    """A rollout of [environments, steps].
 
-def _env_axis(file: RolloutFile) -> int:
-    assert file.axes.env is not None  # seen by `_look`
-    return file.axes.env
+    Attributes:
+        positions: The environments that are wanted.
+        steps: How many each has.
+        leaves: What a frame of each key is.
+        odd: What is odd about the other keys.
+    """
 
-
-def _steps(file: RolloutFile) -> int:
-    return file.axes.batch[1 - _env_axis(file)]
-
-
-def _look(file: RolloutFile, path: Path) -> tuple[dict[Key, Leaf], dict[Key, str]]:
-    """Return what a frame of each key is, and what is odd about the other keys; nothing is read."""
-    axes = file.axes
-    if axes.env is None or axes.time is None or 0 in axes.batch:
-        raise DataError(
-            f"{path}: its batch size {list(axes.batch)} is no [environments, steps]; save rollouts "
-            "with these two axes"
-        )
-    leaves: dict[Key, Leaf] = {}
-    odd: dict[Key, str] = {}
-    for key, value in _leaves(file.read(_CPU, envs=slice(0, 0)), ()):
-        if not isinstance(value, torch.Tensor | np.ndarray):
-            odd[key] = f"a {type(value).__name__}, no tensor"
-        elif value.ndim < 2 or value.shape[axes.env] or value.shape[axes.time] != _steps(file):
-            odd[key] = f"its shape {list(value.shape)} does not begin with [environments, steps]"
-        else:
-            dtype = (
-                DTYPE_NAMES[value.dtype] if isinstance(value, torch.Tensor) else value.dtype.name
+    def __init__(self, path: Path, memory: ReusedMemory, envs: Any) -> None:
+        super().__init__(path, memory)
+        env, time = self.axes.env, self.axes.time
+        if env is None or time is None or 0 in self.axes.batch:
+            self.close()
+            raise DataError(
+                f"{path}: its batch size {list(self.axes.batch)} is no [environments, steps]; save "
+                "rollouts with these two axes"
             )
-            leaves[key] = Leaf(dtype, tuple(value.shape[2:]))
-    return leaves, odd
+        self.positions = Picked.of("envs", envs, self.axes.batch[env]).positions
+        self.steps = self.axes.batch[time]
+        self.leaves: dict[Key, Leaf] = {}
+        self.odd: dict[Key, str] = {}
+        for key, value in _leaves(self.read(_CPU, envs=slice(0, 0)), ()):
+            if not isinstance(value, torch.Tensor | np.ndarray):
+                self.odd[key] = f"a {type(value).__name__}, no tensor"
+            elif value.ndim < 2 or value.shape[env] or value.shape[time] != self.steps:
+                shape = list(value.shape)
+                self.odd[key] = f"its shape {shape} does not begin with [environments, steps]"
+            else:
+                dtype = DTYPE_NAMES.get(value.dtype) or str(value.dtype)  # torch's or numpy's
+                self.leaves[key] = Leaf(dtype, tuple(value.shape[2:]))
+
+    def arrays(self, keys: Sequence[Key], envs: NDArray[np.int64]) -> dict[Key, NDArray[Any]]:
+        """Read keys of some environments as arrays [env, time, …] that LeRobot can hold."""
+        found: dict[Key, NDArray[Any]] = {}
+        for key, value in _leaves(self.read(_CPU, keys=keys, envs=envs), ()):
+            if key not in keys:
+                continue  # a key below another, in a dict
+            if isinstance(value, torch.Tensor):
+                wide = value.is_floating_point() and value.element_size() < 4
+                array = (value.float() if wide else value).numpy()
+            else:
+                array = value.astype(np.float32) if value.dtype == np.float16 else value
+            found[key] = array if self.axes.env == 0 else array.swapaxes(0, 1)
+        return found
 
 
 def _leaves(value: Any, key: Key) -> Iterator[tuple[Key, Any]]:
     if isinstance(value, TensorDict | dict):
         for name in value.keys():  # noqa: SIM118 - a TensorDict iterates over its steps instead
-            below = value.get(name)
-            yield from _leaves(below, (*key, *(name if isinstance(name, tuple) else (name,))))
+            yield from _leaves(value.get(name), (*key, *as_path(name)))
     else:
         yield key, value
-
-
-def _read(
-    file: RolloutFile, keys: Sequence[Key], positions: NDArray[np.int64]
-) -> dict[Key, NDArray[Any]]:
-    """Read keys of some environments as arrays (environments, steps, …) that LeRobot can hold."""
-    found: dict[Key, NDArray[Any]] = {}
-    for key, value in _leaves(file.read(_CPU, keys=keys, envs=positions), ()):
-        if key not in keys:
-            continue  # a key below another, in a dict
-        if isinstance(value, torch.Tensor):
-            wide = value.is_floating_point() and value.element_size() < 4
-            array = (value.float() if wide else value).numpy()
-        else:
-            array = value.astype(np.float32) if value.dtype == np.float16 else value
-        found[key] = array if file.axes.env == 0 else array.swapaxes(0, 1)
-    return found
-
-
-def _rows(values: NDArray[Any], feature: Feature) -> NDArray[Any]:
-    """Return the frames of all environments, one behind the other."""
-    return np.ascontiguousarray(values).reshape(-1, *feature.shape)
 
 
 def _is_shifted(following: NDArray[Any], values: NDArray[Any], ended: NDArray[np.bool_]) -> bool:
     """Tell whether each frame is, bit for bit, the next one of the other, inside episodes."""
     inside = ~ended[:, :-1]
-    one = np.ascontiguousarray(following[:, :-1][inside])
-    other = np.ascontiguousarray(values[:, 1:][inside])
-    return one.tobytes() == other.tobytes()
+    return following[:, :-1][inside].tobytes() == values[:, 1:][inside].tobytes()
 
 
 def _json_of(envs: Any) -> Any:
@@ -387,31 +351,31 @@ def find_rollouts(path: Path, iterations: Iterable[int] | None) -> list[Found]:
     else:
         folder = path / "rollouts" if (path / "rollouts").is_dir() else path
         try:
-            found = list(_in_folder(folder, 0))
+            folders = {0: [folder]}
             for below in folder.iterdir():
                 if (match := _RANK.fullmatch(below.name)) and below.is_dir():
-                    found += _in_folder(below, int(match[1]))
+                    folders.setdefault(int(match[1]), []).append(below)
+            found = [
+                Found(file, int(match[1]), rank)
+                for rank, some in folders.items()
+                for each in some
+                for file in each.iterdir()
+                if (match := _NAME.fullmatch(file.name))
+            ]
         except OSError as error:
             raise storage_error("read", folder, error) from error
     if not found:
         raise UsageError(f"there is no rollout in {path}; give a folder with rollout_*.pack files")
-    if iterations is not None:
-        wanted = set(iterations)
-        missing = wanted - {each.iteration for each in found}
-        if missing:
-            numbers = sorted({each.iteration for each in found})
-            raise UsageError(
-                f"no rollout {min(missing)} in {path}: there are {len(numbers)}, from "
-                f"{numbers[0]} to {numbers[-1]}"
-            )
-        found = [each for each in found if each.iteration in wanted]
+    numbers = sorted({each.iteration for each in found})
+    wanted = set(numbers if iterations is None else iterations)
+    missing = wanted.difference(numbers)
+    if missing:
+        raise UsageError(
+            f"no rollout {min(missing)} in {path}: there are {len(numbers)}, from {numbers[0]} to "
+            f"{numbers[-1]}"
+        )
+    found = [each for each in found if each.iteration in wanted]
     return sorted(found, key=lambda each: (each.iteration, each.rank))
-
-
-def _in_folder(folder: Path, rank: int) -> Iterator[Found]:
-    for file in folder.iterdir():
-        if match := _NAME.fullmatch(file.name):
-            yield Found(file, int(match[1]), rank)
 
 
 @dataclass(frozen=True)
@@ -428,16 +392,15 @@ class Leaf:
     def feature(self) -> Feature:
         """Return the feature that holds it exactly."""
         dtype = "float32" if self.dtype in _WIDENED else self.dtype
-        shape = self.shape or (1,)
-        if len(shape) > _MOST_DIMENSIONS:
-            first = shape[: _MOST_DIMENSIONS - 1]
-            shape = (*first, math.prod(shape[len(first) :]))
-        return Feature(dtype, shape)
+        first, rest = self.shape[: _MOST_DIMENSIONS - 1], self.shape[_MOST_DIMENSIONS - 1 :]
+        return Feature(dtype, (*first, *([math.prod(rest)] if rest else [])) or (1,))
 
     @property
-    def nbytes(self) -> int:
-        """Bytes of one frame of the feature."""
-        return math.prod(self.shape) * np.dtype(self.feature.dtype).itemsize
+    def problem(self) -> str:
+        """Say why it cannot be written; nothing if it can."""
+        if not math.prod(self.shape):
+            return f"its frames are empty: {self}"
+        return "" if self.feature.dtype in DTYPES else f"LeRobot has no {self.dtype}"
 
 
 @dataclass
@@ -446,10 +409,10 @@ class Plan:
 
     Attributes:
         columns: The key of each feature.
-        leaves: What a frame of each key is, of those that are read.
+        leaves: What a frame of each key is, of those that can be written.
         flags: The keys that say where an episode ends; any of them does.
         makes_done: `next.done` is written though there is no such key: any of the flags.
-        shifted: Keys left out since they are the next frame of another; see `check_shifted`.
+        shifted: Keys left out since they are the next frame of another.
         left_out: Keys that are not written, and why.
     """
 
@@ -469,36 +432,34 @@ class Plan:
     @property
     def widened(self) -> dict[str, str]:
         """Features that hold their numbers in a wider type, and in which they were."""
-        return {
-            name: self.leaves[key].dtype
-            for name, key in self.columns.items()
-            if self.leaves[key].dtype in _WIDENED
-        }
+        dtypes = {name: self.leaves[key].dtype for name, key in self.columns.items()}
+        return {name: dtype for name, dtype in dtypes.items() if dtype in _WIDENED}
 
     @property
     def frame_bytes(self) -> int:
         """Bytes of one frame of everything that is read."""
-        return sum(self.leaves[key].nbytes for key in self.keys_read())
+        features = [self.leaves[key].feature for key in self.keys_read()]
+        return sum(math.prod(one.shape) * np.dtype(one.dtype).itemsize for one in features)
 
     def keys_read(self) -> list[Key]:
         """Return every key that is read."""
-        return list(
-            dict.fromkeys(
-                [*self.columns.values(), *self.flags, *self.shifted, *self.shifted.values()]
-            )
-        )
+        keys = (*self.columns.values(), *self.flags, *self.shifted, *self.shifted.values())
+        return list(dict.fromkeys(keys))
 
 
 def make_plan(
     leaves: Mapping[Key, Leaf], odd: Mapping[Key, str], asked: Sequence[str | Key] | None
 ) -> Plan:
     """Decide what is written."""
-    good = {key: leaf for key, leaf in leaves.items() if not _problem(leaf)}
-    bad = dict(odd) | {key: problem for key, leaf in leaves.items() if (problem := _problem(leaf))}
+    good = {key: leaf for key, leaf in leaves.items() if not leaf.problem}
+    bad = dict(odd) | {key: leaf.problem for key, leaf in leaves.items() if leaf.problem}
     names = feature_names(good)
+    flags = [k for k, leaf in good.items() if k[-1] in FLAGS and math.prod(leaf.shape) == 1]
+    # What TorchRL's collectors store under "next" is the state after the step; the same names
+    # outside of it are then the state before.
+    flags = [key for key in flags if key[0] == "next"] or flags
     chosen = names if asked is None else _asked(asked, names, bad)
-    flags = flags_of(good)
-    plan = Plan({name: key for key, name in chosen.items()}, dict(good), flags)
+    plan = Plan({name: key for key, name in chosen.items()}, good, flags)
     if asked is None:
         plan.left_out = {dotted(key): why for key, why in bad.items()}
         plan.shifted = {
@@ -506,28 +467,11 @@ def make_plan(
             for key in good
             if key[0] == "next" and key[-1] not in _RESULTS and good.get(key[1:]) == good[key]
         }
-    wants_done = asked is None or any(word in (DONE, "done", ("done",)) for word in asked)
+    wants_done = asked is None or any(word in _DONE_WORDS for word in asked)
     plan.makes_done = bool(flags) and DONE not in names.values() and wants_done
     if not plan.columns and not plan.makes_done:
         raise UsageError("the rollout has no key that a dataset can hold")
     return plan
-
-
-def _problem(leaf: Leaf) -> str:
-    """Say why a key cannot be written; nothing if it can."""
-    if not math.prod(leaf.shape):
-        return f"its frames are empty: {leaf}"
-    return "" if leaf.feature.dtype in DTYPES else f"LeRobot has no {leaf.dtype}"
-
-
-def flags_of(leaves: Mapping[Key, Leaf]) -> list[Key]:
-    """Return the keys that say, with one value per frame, that an episode ended with the step.
-
-    What TorchRL's collectors store under "next" is the state after the step; the same names outside
-    of it are then the state before.
-    """
-    found = [k for k, leaf in leaves.items() if k[-1] in FLAGS and math.prod(leaf.shape) == 1]
-    return [key for key in found if key[0] == "next"] or found
 
 
 def feature_names(keys: Iterable[Key]) -> dict[Key, str]:
@@ -565,10 +509,8 @@ def _lerobot_name(key: Key) -> str:
         return f"next.{own[-1]}"
     if own[-1] == "action":
         return f"{after}action"
-    if own in (("observation",), ("state",)):
-        return f"{after}observation.state"
-    if own == ("lidar",):
-        return f"{after}observation.lidar"
+    if own in _KNOWN:
+        return after + _KNOWN[own]
     if "observation" in own[:-1]:
         own = own[own.index("observation") :]
     return after + dotted(own)
@@ -577,38 +519,26 @@ def _lerobot_name(key: Key) -> str:
 def _asked(
     asked: Sequence[str | Key], names: Mapping[Key, str], bad: Mapping[Key, str]
 ) -> dict[Key, str]:
-    """Return the keys that are asked for."""
+    """Return the keys that are asked for: by feature, by tuple, or with dots; or how they begin."""
     if isinstance(asked, str | tuple):
         raise UsageError(f"keys={asked!r}: give a list of keys, as [{asked!r}]")
+
+    def means(word: str | Key, key: Key) -> bool:
+        if isinstance(word, tuple):
+            return key[: len(word)] == word
+        return word == names.get(key) or f"{dotted(key)}.".startswith(f"{word}.")
+
     chosen: set[Key] = set()
     for word in asked:
-        problem = next((f"{w!r}: {why}" for w, why in bad.items() if _is(word, w)), None)
-        found = {key for key, name in names.items() if _is(word, key) or word == name}
-        if not found and word in ("done", DONE, ("done",)) and flags_of_names(names):
-            continue  # it is made of the flags
-        if not found:
-            known = [*names.values(), *map(dotted, names)]
-            hint = problem or did_you_mean(dotted(_path(word)), list(dict.fromkeys(known)))
-            raise UsageError(f"no key {word!r} in this rollout can be written: {hint}")
+        found = {key for key in names if means(word, key)}
         chosen |= found
+        made = word in _DONE_WORDS and any(key[-1] in FLAGS for key in names)  # of the flags
+        if not found and not made:
+            known = dict.fromkeys([*names.values(), *map(dotted, names)])
+            problem = next((f"{key!r}: {why}" for key, why in bad.items() if means(word, key)), "")
+            hint = problem or did_you_mean(dotted(as_path(word)), list(known))
+            raise UsageError(f"no key {word!r} in this rollout can be written: {hint}")
     return {key: name for key, name in names.items() if key in chosen}
-
-
-def flags_of_names(names: Iterable[Key]) -> bool:
-    """Tell whether a key is named like one that ends episodes."""
-    return any(key[-1] in FLAGS for key in names)
-
-
-def _path(word: str | Key) -> Key:
-    return word if isinstance(word, tuple) else (word,)
-
-
-def _is(word: str | Key, key: Key) -> bool:
-    """Tell whether a word means a key: by its tuple or the beginning of it, or with dots."""
-    if isinstance(word, tuple):
-        return key[: len(word)] == word
-    text = dotted(key)
-    return text == word or text.startswith(f"{word}.")
 
 
 @dataclass

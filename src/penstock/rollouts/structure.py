@@ -28,11 +28,10 @@ from penstock.rollouts.tensordicts import (
     TensorDictBase,
     is_tensorclass,
 )
-from penstock.tensors import DTYPE_NAMES, check_storable, flat_words, tensor_bytes
+from penstock.tensors import DTYPE_NAMES, check_storable, flat_words, tensor_bytes, tensor_over
 from penstock.ui.suggestions import did_you_mean
 
 Key = tuple[Any, ...]
-Fetch = Callable[[str], torch.Tensor]
 MAX_DEPTH = 100
 # What a description that was not made here may raise when it is put together.
 NONSENSE = (LookupError, ValueError, TypeError, AttributeError, RuntimeError, RecursionError)
@@ -114,9 +113,8 @@ def take_apart(data: Any) -> Batch:
         raise UsageError(
             f"a rollout is a TensorDict or nested dicts of tensors, not {_class(data)}; wrap it"
         )
-    batch = Batch(None, [])
-    batch.node = _describe(data, (), batch.leaves, {"__metadata__", ""})
-    return batch
+    leaves: list[Leaf] = []
+    return Batch(_describe(data, (), leaves, {"__metadata__", ""}), leaves)
 
 
 def _describe(value: Any, key: Key, leaves: list[Leaf], taken: set[str]) -> Json:
@@ -124,67 +122,60 @@ def _describe(value: Any, key: Key, leaves: list[Leaf], taken: set[str]) -> Json
         raise UnsupportedValue(
             f"{_dotted(key)[:60]}… is nested deeper than {MAX_DEPTH}, or contains itself"
         )
-    if isinstance(value, NonTensorStack):
-        node = {"kind": "nontensors", "v": _plain(value.tolist(), key)}
-        return {**node, "batch_size": list(value.batch_size)}
-    if isinstance(value, NonTensorData):
+    if isinstance(value, NonTensorStack | NonTensorData):
+        stack = isinstance(value, NonTensorStack)
         return {
-            "kind": "nontensor",
+            "kind": "nontensors" if stack else "nontensor",
+            "v": _plain(value.tolist() if stack else value.data, key),
             "batch_size": list(value.batch_size),
-            "v": _plain(value.data, key),
         }
     if is_tensorclass(value):
         raise UnsupportedValue(
             f"{_dotted(key)} is a {_class(value)}; store its TensorDict: to_tensordict()"
         )
     if isinstance(value, TensorDictBase):
-        return _describe_tensordict(value, key, leaves, taken)
+        data = dense(value, _dotted(key))
+        children = [
+            [name, _describe(data.get(name), (*key, name), leaves, taken)]
+            for name in data.keys()  # noqa: SIM118 - it iterates over its steps instead
+        ]
+        return {
+            "kind": "tensordict",
+            "batch_size": list(data.batch_size),
+            "names": data.names if any(data.names) else None,
+            "v": children,
+        }
     if isinstance(value, dict):
         children = []
         for name, child in value.items():
-            path = (*key, *(name if isinstance(name, tuple) else (name,)))
+            path = (*key, *as_path(name))
             children.append([_plain(name, path), _describe(child, path, leaves, taken)])
         return {"kind": "dict", "v": children}
     if isinstance(value, torch.Tensor):
         if isinstance(value, MemoryMappedTensor):
             value = value.as_subclass(torch.Tensor)
         check_storable(_dotted(key), value)
-        leaf = Leaf(_item_name(key, taken), key, DTYPE_NAMES[value.dtype], value)
-        leaves.append(leaf)
-        return {"kind": "tensor", "item": leaf.item, "device": str(value.device)}
+        leaves.append(Leaf(_item_name(key, taken), key, DTYPE_NAMES[value.dtype], value))
+        return {"kind": "tensor", "item": leaves[-1].item, "device": str(value.device)}
     if isinstance(value, np.ndarray):
         array = value.astype(value.dtype.newbyteorder("="), copy=False)
         if array.dtype.name not in DTYPES or DTYPES[array.dtype.name].words != array.dtype:
             raise UnsupportedValue(
                 f"{_dotted(key)} is an array of {value.dtype}, which cannot be stored; convert it"
             )
-        leaf = Leaf(_item_name(key, taken), key, array.dtype.name, array)
-        leaves.append(leaf)
-        return {"kind": "array", "item": leaf.item}
+        leaves.append(Leaf(_item_name(key, taken), key, array.dtype.name, array))
+        return {"kind": "array", "item": leaves[-1].item}
     return {"kind": "value", "v": _plain(value, key)}
 
 
-def _describe_tensordict(
-    data: TensorDictBase, key: Key, leaves: list[Leaf], taken: set[str]
-) -> Json:
-    if type(data) is not TensorDict:
-        try:
-            data = data.contiguous()  # a lazy stack, most often
-        except RuntimeError as error:
-            raise UnsupportedValue(
-                f"{_dotted(key)} is a stack of unequal parts, which cannot be stored; pad them"
-            ) from error
-    names = data.names if any(data.names) else None
-    children = []
-    for name in data.keys():  # noqa: SIM118
-        path = (*key, name)
-        children.append([name, _describe(data.get(name), path, leaves, taken)])
-    return {
-        "kind": "tensordict",
-        "batch_size": list(data.batch_size),
-        "names": names,
-        "v": children,
-    }
+def dense(data: TensorDictBase, name: str) -> TensorDictBase:
+    """Return a TensorDict of whole tensors; refuse a stack of unequal ones."""
+    try:
+        return data if type(data) is TensorDict else data.contiguous()  # a lazy stack, most often
+    except RuntimeError as error:
+        raise UnsupportedValue(
+            f"{name} is a stack of unequal parts, which cannot be stored; pad them"
+        ) from error
 
 
 def _plain(value: Any, key: Key) -> Json:
@@ -196,12 +187,16 @@ def _plain(value: Any, key: Key) -> Json:
 
 def _item_name(key: Key, taken: set[str]) -> str:
     name = "/".join(map(str, key))
-    if name.encode(errors="replace").decode() != name or name in taken:
-        number = 0
-        while (name := f"tensor {number}") in taken:
-            number += 1
+    number = 0
+    while name in taken or name.encode(errors="replace").decode() != name:
+        name, number = f"tensor {number}", number + 1
     taken.add(name)
     return name
+
+
+def as_path(name: Any) -> Key:
+    """Return the name of a key, which may be a tuple of names, as a tuple."""
+    return name if isinstance(name, tuple) else (name,)
 
 
 def _dotted(key: Key) -> str:
@@ -253,8 +248,7 @@ def _walk(node: Json, key: Key) -> Iterator[tuple[Key, str | None]]:
         yield key, node.get("item")
         return
     for name, child in node["v"]:
-        name = _key_name(node, name)
-        yield from _walk(child, (*key, *(name if isinstance(name, tuple) else (name,))))
+        yield from _walk(child, (*key, *as_path(_key_name(node, name))))
 
 
 def _key_name(node: Json, name: Json) -> Any:
@@ -274,22 +268,13 @@ def choose(known: Iterable[Key], wanted: Iterable[Any] | None) -> set[Key] | Non
     known = list(known)
     chosen: set[Key] = set()
     for word in wanted:
-        prefix = word if isinstance(word, tuple) else (word,)
+        prefix = as_path(word)
         found = {key for key in known if key[: len(prefix)] == prefix}
         if not found:
-            shown = sorted({_dotted(key) for key in known})
-            raise UsageError(
-                f"no key {word!r} in this rollout: {did_you_mean(_dotted(prefix), shown)}"
-            )
+            hint = did_you_mean(_dotted(prefix), sorted({_dotted(key) for key in known}))
+            raise UsageError(f"no key {word!r} in this rollout: {hint}")
         chosen |= found
     return chosen
-
-
-def stack_of(rows: list[Any], shape: tuple[int, ...]) -> Any:
-    """Return nested lists of values as a TensorDict holds them; an empty stack holds nothing."""
-    if 0 in shape:
-        return NonTensorData(None, batch_size=shape)
-    return NonTensorStack.from_list(rows)
 
 
 @dataclass(frozen=True)
@@ -302,37 +287,28 @@ class Picked:
     @staticmethod
     def of(name: str, index: Any, size: int) -> Picked:
         """Check an index against the length of its axis."""
-        if isinstance(index, slice):
-            try:
+        try:
+            if isinstance(index, slice):
                 return Picked(np.arange(*index.indices(size), dtype=np.int64))
-            except (TypeError, ValueError) as error:
-                raise UsageError(f"{name}={index!r}: {error}") from None
-        if not isinstance(index, list | tuple | np.ndarray | torch.Tensor):
-            try:
-                return Picked(_in_range(name, np.array([operator.index(index)]), size), True)
-            except TypeError:
-                raise UsageError(
-                    f"{name}={index!r}: give a number, a slice, or a list of numbers"
-                ) from None
+            if not isinstance(index, list | tuple | np.ndarray | torch.Tensor):
+                index = np.array(operator.index(index))
+        except (TypeError, ValueError) as error:
+            raise UsageError(
+                f"{name}={index!r}: give a number, a slice, or a list of numbers ({error})"
+            ) from None
         array = index.cpu().numpy() if isinstance(index, torch.Tensor) else np.asarray(index)
-        if array.ndim == 0 and array.dtype.kind in "iu":
-            return Picked(_in_range(name, array.reshape(1), size), True)
         if array.dtype == np.bool_ and array.shape == (size,):
             return Picked(np.flatnonzero(array))
-        if array.ndim != 1 or (array.size and array.dtype.kind not in "iu"):
+        if array.ndim > 1 or (array.size and array.dtype.kind not in "iu"):
             raise UsageError(
                 f"{name}: an index of shape {list(array.shape)} and type {array.dtype} does not "
                 f"fit an axis of {size}; give one list of whole numbers"
             )
-        return Picked(_in_range(name, array, size))
-
-
-def _in_range(name: str, positions: NDArray[Any], size: int) -> NDArray[np.int64]:
-    outside = positions[(positions < -size) | (positions >= size)]
-    if outside.size:
-        raise UsageError(f"{name}: {outside[0]} is not in an axis of {size}")
-    wrapped: NDArray[np.int64] = np.where(positions < 0, positions + size, positions)
-    return wrapped.astype(np.int64)
+        outside = array[(array < -size) | (array >= size)]
+        if outside.size:
+            raise UsageError(f"{name}: {outside.flat[0]} is not in an axis of {size}")
+        positions = array.reshape(-1).astype(np.int64)
+        return Picked(np.where(positions < 0, positions + size, positions), array.ndim == 0)
 
 
 @dataclass(frozen=True)
@@ -383,7 +359,10 @@ class Selection:
         """Index nested lists of values as the tensors were indexed; `shape` is the result's."""
         if len(self.axes.batch) > 1:
             rows = [self._picked(row, 1) for row in rows]
-        return stack_of(self._picked(rows, 0), shape)
+        rows = self._picked(rows, 0)
+        if 0 in shape:  # an empty stack holds nothing
+            return NonTensorData(None, batch_size=shape)
+        return NonTensorStack.from_list(rows)
 
     def _picked(self, values: Any, axis: int) -> Any:
         picked = self.on(axis)
@@ -395,68 +374,52 @@ class Selection:
 
 def put_together(
     node: Json,
-    fetch: Fetch,
-    device: torch.device | None,
-    chosen: set[Key] | None = None,
-    *,
-    selection: Selection,
-    arrays: Mapping[str, NDArray[Any]] | None = None,
+    words: Mapping[str, NDArray[Any]],
+    dtype_of: Callable[[str], str],
+    device: torch.device,
+    chosen: set[Key] | None,
+    part: Selection,
 ) -> Any:
     """Rebuild a batch.
 
     Args:
         node: Its description.
-        fetch: Returns the tensor of a name.
-        device: Where tensors go, and TensorDicts say they are; None leaves them.
+        words: The tensors and arrays by their names, as words of a pack.
+        dtype_of: Tells the type of one.
+        device: Where tensors go, and TensorDicts say they are.
         chosen: Keys to rebuild; None for all.
-        selection: What of the batch the tensors are.
-        arrays: The numpy arrays, by their names; torch may lack their types.
+        part: What of the batch the tensors are.
     """
-    return _Builder(fetch, device, chosen, selection, arrays or {}).build(node, ())
 
+    def build(node: Json, key: Key) -> Any:
+        kind = node["kind"]
+        if kind == "array":
+            return words[node["item"]]
+        if kind == "tensor":
+            return tensor_over(words[node["item"]], dtype_of(node["item"])).to(device)
+        if kind == "value":
+            return tree.unflatten(node["v"], _refuse)
+        if kind == "dict":
+            return children(node, key)
+        shape = tuple(node["batch_size"])
+        if kind == "tensordict":
+            names = node["names"] and part.names(shape, node["names"])
+            content = children(node, key)
+            return TensorDict(content, batch_size=part.shape(shape), device=device, names=names)
+        value = tree.unflatten(node["v"], _refuse)
+        if kind == "nontensor":
+            return NonTensorData(value, batch_size=part.shape(shape))
+        if kind == "nontensors":
+            return part.narrow(value, part.shape(shape))
+        raise CorruptFile(f"unknown kind of value {kind!r} at {_dotted(key)}")
 
-@dataclass
-class _Builder:
-    fetch: Fetch
-    device: torch.device | None
-    chosen: set[Key] | None
-    selection: Selection
-    arrays: Mapping[str, NDArray[Any]]
-
-    def build(self, node: Json, key: Key) -> Any:
-        match node["kind"]:
-            case "tensor":
-                tensor = self.fetch(node["item"])
-                return tensor if self.device is None else tensor.to(self.device)
-            case "array":
-                return self.arrays[node["item"]]
-            case "value":
-                return tree.unflatten(node["v"], _refuse)
-            case "nontensor":
-                shape = self.selection.shape(tuple(node["batch_size"]))
-                return NonTensorData(tree.unflatten(node["v"], _refuse), batch_size=shape)
-            case "nontensors":
-                rows = tree.unflatten(node["v"], _refuse)
-                return self.selection.narrow(rows, self.selection.shape(tuple(node["batch_size"])))
-            case "dict":
-                return dict(self._children(node, key))
-            case "tensordict":
-                return self._tensordict(node, key)
-        raise CorruptFile(f"unknown kind of value {node['kind']!r} at {_dotted(key)}")
-
-    def _children(self, node: Json, key: Key) -> Iterator[tuple[Any, Any]]:
+    def children(node: Json, key: Key) -> dict[Any, Any]:
+        found = {}
         for record, child in node["v"]:
             name = _key_name(node, record)
-            path = (*key, *(name if isinstance(name, tuple) else (name,)))
-            if self.chosen is None or any(full[: len(path)] == path for full in self.chosen):
-                yield name, self.build(child, path)
+            path = (*key, *as_path(name))
+            if chosen is None or any(full[: len(path)] == path for full in chosen):
+                found[name] = build(child, path)
+        return found
 
-    def _tensordict(self, node: Json, key: Key) -> TensorDict:
-        whole = tuple(node["batch_size"])
-        shape = self.selection.shape(whole)
-        names = node["names"]
-        if names is not None:
-            names = self.selection.names(whole, names)
-        return TensorDict(
-            dict(self._children(node, key)), batch_size=shape, device=self.device, names=names
-        )
+    return build(node, ())

@@ -7,7 +7,6 @@ import os
 import threading
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -84,16 +83,9 @@ class DictReplayBuffer:
         seed: int | None = None,
         spill_dir: str | os.PathLike[str] | None = None,
     ) -> None:
+        default = "auto" if img_compressed else "raw"
         settings = Settings.check(
-            max_size=max_size,
-            max_bytes=max_bytes,
-            keys=keys,
-            img_compressed=img_compressed,
-            codecs=codecs,
-            eviction=eviction,
-            next_keys=next_keys,
-            priority=priority,
-            spill_dir=spill_dir,
+            max_size, max_bytes, keys, codecs, default, eviction, next_keys, priority, spill_dir
         )
         state = persist.BufferState(settings, np.random.default_rng(seed))
         self._begin(state, torch.device(device), spill_dir)
@@ -455,12 +447,7 @@ class EpisodeInParts:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, kind: object, error: object, trace: object) -> None:
         if kind is None:
             self._commit()
         self._writers = []

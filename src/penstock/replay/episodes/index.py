@@ -7,7 +7,7 @@ Its *id* counts every frame that was ever added: it never changes and never come
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, SupportsIndex, overload
+from typing import Any
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
@@ -163,9 +163,7 @@ class EpisodeIndex:
             bad = wanted[(wanted < 0) | (wanted >= frames)].flat[0]
             raise UsageError(f"frame {bad} is not one of the {frames} frames held")
         at = self._column(_AT)
-        if not wanted.size:
-            return np.zeros(wanted.shape, np.int64), np.zeros(wanted.shape, np.int64)
-        absolute = wanted + at[0]
+        absolute = wanted + at[:1].sum()
         rows = at.searchsorted(absolute, side="right") - 1
         return rows, absolute - at[rows]
 
@@ -176,8 +174,8 @@ class EpisodeIndex:
         """
         wanted = np.asarray(frame_ids, np.int64)
         if not len(self):
-            nothing = np.zeros(wanted.shape, np.int64)
-            return nothing, nothing, np.zeros(wanted.shape, np.bool_)
+            nothing = np.zeros_like(wanted)
+            return nothing, nothing, nothing.astype(np.bool_)
         starts = self.starts
         rows = np.maximum(starts.searchsorted(wanted, side="right") - 1, 0)
         steps = wanted - starts[rows]
@@ -233,32 +231,23 @@ class PrefixSum:
             self._index.evict_oldest()
         self._index.append(length)
 
-    @overload
-    def get_range_idx(self, idx: SupportsIndex) -> int: ...
-    @overload
-    def get_range_idx(self, idx: ArrayLike) -> Ints: ...
     def get_range_idx(self, idx: Any) -> Any:
         """Return the number, in `ar`, of the episode that holds a frame, or each of an array."""
         positions = whole_numbers("a frame", idx)
         rows, _ = self._index.find(positions)
         return rows if positions.ndim else int(rows)
 
-    @overload
-    def get_range_relative_idx(self, idx: SupportsIndex, range_idx: SupportsIndex) -> int: ...
-    @overload
-    def get_range_relative_idx(self, idx: ArrayLike, range_idx: ArrayLike) -> Ints: ...
     def get_range_relative_idx(self, idx: Any, range_idx: Any) -> Any:
         """Return the step of a frame inside its episode, or of each of an array."""
         positions, given = whole_numbers("a frame", idx), whole_numbers("an episode", range_idx)
         rows, steps = self._index.find(positions)
+        frames, rows, steps, given = np.broadcast_arrays(positions, rows, steps, given)
         wrong = rows != given
-        if np.any(wrong):
-            frame = np.broadcast_to(positions, wrong.shape)[wrong].flat[0]
+        if wrong.any():
             raise UsageError(
-                f"frame {frame} is not in episode {np.broadcast_to(given, wrong.shape)[wrong][0]}; "
-                "ask get_range_idx"
+                f"frame {frames[wrong][0]} is not in episode {given[wrong][0]}; ask get_range_idx"
             )
-        return np.broadcast_to(steps, wrong.shape).copy() if wrong.ndim else int(steps)
+        return steps.copy() if steps.ndim else int(steps)
 
 
 def _read_only(values: Ints) -> Ints:

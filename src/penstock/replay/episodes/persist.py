@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -74,7 +74,7 @@ class BufferState:
         store = self.store
         state: dict[str, Any] = {
             "version": _VERSION,
-            "settings": self.settings.to_json(),
+            "settings": asdict(self.settings),
             "rng": tree.flatten(self.rng.bit_generator.state, lambda path, value: None),
             "columns": None,
         }
@@ -191,22 +191,14 @@ def _read_segment(
 
 def _check_order(log: LogReader, table: dict[str, Ints], following: list[int]) -> None:
     """Refuse tables from which no index could have come."""
-    ids, starts, lengths = table["ids"], table["starts"], table["lengths"]
+    ids, starts, lengths, segments = (table[n] for n in ("ids", "starts", "lengths", "segment"))
     good = all(values.shape == ids.shape and ids.ndim == 1 for values in table.values())
-    good = good and bool((lengths > 0).all() and (np.diff(ids) > 0).all())
     if good and len(ids):
-        segments = table["segment"]
-        good = bool(
-            ids[0] >= 0
-            and starts[0] >= 0
-            and lengths.max() < 2**62
-            and starts.max() < 2**62
-            and (starts[:-1] + lengths[:-1] <= starts[1:]).all()
-            and ids[-1] < following[0]
-            and starts[-1] + lengths[-1] <= following[1]
-            and segments.min() >= 0
-            and segments.max() < len(log.segments)
-        )
+        small = max(lengths.max(), starts.max()) < 2**62
+        rising = (np.diff(ids) > 0).all() and (starts[:-1] + lengths[:-1] <= starts[1:]).all()
+        least = min(ids[0], starts[0], lengths.min() - 1, segments.min()) >= 0
+        ends = ids[-1] < following[0] and starts[-1] + lengths[-1] <= following[1]
+        good = bool(small and rising and least and ends and segments.max() < len(log.segments))
     if not good:
         raise CorruptFile(f"{log.folder} is damaged: its list of episodes makes no sense")
 

@@ -16,16 +16,7 @@ from numpy.typing import NDArray
 from penstock.core.memory import parse_bytes
 from penstock.core.pack import DTYPES
 from penstock.errors import CorruptFile, UnsupportedValue, UsageError
-from penstock.replay.keys import (
-    Codecs,
-    Field,
-    Key,
-    KeyPath,
-    as_paths,
-    codecs_of,
-    known,
-    show,
-)
+from penstock.replay.keys import Codecs, Field, Key, KeyPath, as_paths, codecs_of, known, show
 from penstock.tensors import DTYPE_NAMES, check_storable, flat_words
 from penstock.ui.suggestions import did_you_mean
 
@@ -49,12 +40,11 @@ class Settings:
     @classmethod
     def check(
         cls,
-        *,
         max_size: int | None,
         max_bytes: int | str | None,
         keys: Iterable[Key],
-        img_compressed: bool,
         codecs: Codecs | None,
+        default_codec: str,
         eviction: str,
         next_keys: Iterable[Key],
         priority: bool | float,
@@ -79,12 +69,11 @@ class Settings:
         next_paths = as_paths(next_keys)
         for path in next_paths:
             known(path, paths, "next_keys")
-        default = "auto" if img_compressed else "raw"
         settings = cls(
             None if max_size is None else natural("max_size", max_size),
             limit,
             tuple(paths),
-            tuple(codecs_of(default if codecs is None else codecs, paths, default)),
+            tuple(codecs_of(default_codec if codecs is None else codecs, paths, default_codec)),
             eviction,
             tuple(next_paths),
             alpha,
@@ -109,26 +98,17 @@ class Settings:
         if any(path[0] == made for path in self.paths):
             raise UsageError(f"the key {made!r} of the episodes is in the way of that of a batch")
 
-    def to_json(self) -> dict[str, Any]:
-        """Return JSON-able settings."""
-        return asdict(self)
-
     @classmethod
     def from_json(cls, record: Mapping[str, Any]) -> Settings:
         """Rebuild settings; raises what Python or the checks raise if they make no sense."""
         paths = [tuple(path) for path in record["paths"]]
-        settings = cls.check(
-            max_size=record["max_size"],
-            max_bytes=record["max_bytes"],
-            keys=paths,
-            img_compressed=False,
-            codecs=dict(zip(paths, record["codecs"], strict=True)),
-            eviction=record["eviction"],
-            next_keys=[tuple(path) for path in record["next_paths"]],
-            priority=False if record["alpha"] is None else float(record["alpha"]),
-            spill_dir=None,
-        )
-        if record.keys() - _OF_OLD_FILES != settings.to_json().keys():
+        codecs = dict(zip(paths, record["codecs"], strict=True))
+        alpha = False if record["alpha"] is None else float(record["alpha"])
+        following = [tuple(path) for path in record["next_paths"]]
+        limits = record["max_size"], record["max_bytes"]
+        eviction = record["eviction"]
+        settings = cls.check(*limits, paths, codecs, "raw", eviction, following, alpha, None)
+        if record.keys() - _OF_OLD_FILES != asdict(settings).keys():
             raise CorruptFile("settings of a newer penstock; upgrade it")
         return settings
 

@@ -52,7 +52,6 @@ class Column:
         self.codec = codec
         self.plain = codec.id == "raw"
         self._old: Mapping[str, Any] | None = None
-        self._sizes = np.zeros(0, np.int64)
 
     @classmethod
     def choose(cls, field: Field, frames: NDArray[Any], codec: str) -> Column:
@@ -92,25 +91,10 @@ class Column:
         return self._old is not None
 
     def encode(self, frames: NDArray[Any]) -> Bytes:
-        """Return the record of an episode's frames [T, *shape]; perhaps a view of them."""
-        if self.plain:
-            return frames.reshape(-1).view(np.uint8)
-        self.check_size(len(frames), len(frames) * self.field.size)
-        data, lengths = self.encode_frames(frames)
-        return np.concatenate([_table(lengths), data])
-
-    def encode_frames(self, frames: NDArray[Any]) -> tuple[Bytes, Ints]:
-        """Encode frames; return all bytes, perhaps a view, and their lengths."""
-        rows = frames.reshape(len(frames), -1).view(np.uint8)
-        return self.codec.encode(rows.reshape(len(frames), self.field.size))
-
-    def check_size(self, length: int, nbytes: int) -> None:
-        """Refuse an episode whose record is larger than its table can say."""
-        if _ENTRY.itemsize * (length + 1) + nbytes > _LARGEST_RECORD:
-            raise UsageError(
-                f"{show(self.field.path)}: an episode of {length} frames is too large for "
-                f"{self.codec.id}; use raw, or shorter episodes"
-            )
+        """Return the record of an episode's frames [T, *shape]."""
+        writer = RecordWriter(self)
+        writer.add(frames, copied=False)
+        return np.concatenate(list(writer.take()))
 
     def from_file(self, record: Bytes, length: int) -> Bytes:
         """Return a record that comes from a file as it is kept in memory."""
@@ -141,18 +125,13 @@ class Column:
 
     def gather(self, records: Addresses, steps: Ints, out: Bytes) -> None:
         """Fill the rows of `out` [n, size] with frames."""
-        if self.plain:
-            if len(self._sizes) != len(out):  # kept, since batches are mostly alike
-                self._sizes = np.full(len(out), self.field.size)
-            RawFrames(self.field.size).decode(
-                _moved(records, steps * self.field.size), self._sizes, out
-            )
-            return
-        entries = _moved(records, steps * _ENTRY.itemsize)
-        pairs = np.empty((len(entries), _PAIRS.size), np.uint8)
-        _PAIRS.decode(entries, np.full(len(entries), _PAIRS.size), pairs)
-        table = pairs.view(_ENTRY).astype(np.int64)
-        self.codec.decode(_moved(records, table[:, 0]), table[:, 1] - table[:, 0], out)
+        plain, size = (self.codec, self.field.size) if self.plain else (_PAIRS, _ENTRY.itemsize)
+        found = out if self.plain else np.empty((len(out), _PAIRS.size), np.uint8)
+        addresses = _moved(records, steps * size)
+        plain.decode(addresses, np.full(len(out), found.shape[1]), found)
+        if not self.plain:  # those were the offsets of each frame and of the next
+            table = found.view(_ENTRY).astype(np.int64)
+            self.codec.decode(_moved(records, table[:, 0]), table[:, 1] - table[:, 0], out)
 
 
 class RecordWriter:
@@ -172,15 +151,18 @@ class RecordWriter:
 
     def add(self, frames: NDArray[Any], *, copied: bool = True) -> None:
         """Add frames [n, *shape]; unless `copied`, the caller leaves them alone until `finish`."""
-        self._frames += len(frames)
-        if self._column.plain:
-            data = frames.reshape(-1).view(np.uint8)
-        else:
-            data, lengths = self._column.encode_frames(frames)
-            self._lengths.append(lengths)
-            self._column.check_size(self._frames, self._nbytes + data.size)
+        column = self._column
+        rows = frames.reshape(len(frames), -1).view(np.uint8).reshape(-1, column.field.size)
+        data, lengths = column.codec.encode(rows)  # perhaps a view
+        self._lengths.append(lengths)
         self._parts.append(data.copy() if copied else data)
+        self._frames += len(frames)
         self._nbytes += data.size
+        if not column.plain and self.size > _LARGEST_RECORD:
+            raise UsageError(
+                f"{show(column.field.path)}: an episode of {self._frames} frames is too large for "
+                f"{column.codec.id}; use raw, or shorter episodes"
+            )
 
     def take(self) -> Iterator[Bytes]:
         """Hand the record over, part by part, each of which is then given up; once only."""

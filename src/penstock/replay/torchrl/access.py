@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from tensordict import TensorDict, TensorDictBase, is_tensor_collection, unravel_key
+from tensordict import TensorDict, TensorDictBase, is_tensor_collection
 from torch.utils._pytree import tree_leaves
 
 from penstock.errors import UsageError
@@ -32,13 +32,13 @@ _COLUMN_METHODS = ("set_at_", "set_", "update_")
 _INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8)
 
 
-def key_path(index: Any) -> tuple[str, ...] | None:
-    """Return the path of a key, if an index is one: a string, or strings in a tuple."""
+def key_path(index: Any) -> KeyPath:
+    """Return the path of a key, if an index is one: a string, or strings in tuples; () if not."""
     if isinstance(index, str):
         return (index,)
-    if isinstance(index, tuple) and index and all(isinstance(part, str) for part in index):
-        return index
-    return None
+    if type(index) is not tuple or not all(map(key_path, index)):
+        return ()
+    return tuple(name for part in index for name in key_path(part))
 
 
 def slots_at(dims: tuple[int, ...], index: Any) -> Slots:
@@ -61,12 +61,8 @@ def place(
 ) -> tuple[Slots, Any, TensorDictBase]:
     """Work out where data goes.
 
-    Args:
-        cursor: One place along the first dimension, or several; or any index.
-        data: What goes there.
-        ndim: Leading dimensions that count as slots.
-        max_size: Slots that were asked for.
-        dims: The slots per dimension; () before the first write, when the data decides.
+    `cursor` is one place along the first dimension, or several; or any index. `dims` are the slots
+    per dimension, () before the first write, when `max_size` and the data decide.
 
     Returns:
         The slots, in the shape in which the data covers them; the cursor and the data, without what
@@ -86,33 +82,25 @@ def place(
     elif single:
         rows = np.asarray(cursor + dims[0] if cursor < 0 else cursor, np.int64)
     else:
-        return _place_anywhere(cursor, data, dims)
+        slots = slots_at(dims, cursor)
+        if np.unique(slots).size != slots.size:
+            raise UsageError("an index names a slot twice; which value should it get?")
+        return _fits(slots, data), cursor, data
     if rows.size and (int(rows.min()) < 0 or int(rows.max()) >= dims[0]):
         bad = rows.min() if rows.min() < 0 else rows.max()
         raise UsageError(f"slot {int(bad)} is not one of {dims[0]}")
-    expected = (*rows.shape, *dims[1:])
-    if tuple(data.batch_size[: len(expected)]) != expected:
-        raise UsageError(
-            f"data of batch size {list(data.batch_size)} does not fill {list(expected)} slots "
-            f"(ndim={ndim}); give one item per slot"
-        )
     inner = np.arange(int(np.prod(dims[1:])), dtype=np.int64).reshape(dims[1:])
     as_outer = (..., *[None] * inner.ndim)
-    slots = np.asarray(rows[as_outer] * inner.size + inner)
-    return slots, cursor, data
+    return _fits(np.asarray(rows[as_outer] * inner.size + inner), data), cursor, data
 
 
-def _place_anywhere(
-    index: Any, data: TensorDictBase, dims: tuple[int, ...]
-) -> tuple[Slots, Any, TensorDictBase]:
-    slots = slots_at(dims, index)
-    if np.unique(slots).size != slots.size:
-        raise UsageError("an index names a slot twice; which value should it get?")
+def _fits(slots: Slots, data: TensorDictBase) -> Slots:
     if tuple(data.batch_size[: slots.ndim]) != slots.shape:
         raise UsageError(
-            f"data of batch size {list(data.batch_size)} does not fill {list(slots.shape)} slots"
+            f"data of batch size {list(data.batch_size)} does not fill {list(slots.shape)} slots; "
+            "give one item per slot"
         )
-    return slots, index, data
+    return slots
 
 
 def _last_of_each(rows: Slots) -> Slots | None:
@@ -175,7 +163,7 @@ class StorageSlice(TensorDict):  # type: ignore[misc]
 
     def __setitem__(self, index: Any, value: Any) -> None:
         """Write items; or, as in any TensorDict, put another tensor under a key of this one."""
-        if self._owner is None or isinstance(index, str) or (type(index) is tuple and _key(index)):
+        if self._owner is None or key_path(index):
             super().__setitem__(index, value)
             return
         numbers = TensorDict({"slot": torch.from_numpy(self._slots)}, self._slots.shape)[index]
@@ -200,7 +188,7 @@ class StorageSlice(TensorDict):  # type: ignore[misc]
 
     def set_(self, key: Any, item: Any, **options: Any) -> StorageSlice:
         """Write one key of all slots."""
-        path = _key(key)
+        path = key_path(key)
         if self._owner is None or path not in self._compressed:
             super().set_(key, item, **options)
             return self
@@ -211,7 +199,7 @@ class StorageSlice(TensorDict):  # type: ignore[misc]
 
     def set_at_(self, key: Any, value: Any, index: Any, **options: Any) -> StorageSlice:
         """Write one key of some slots."""
-        path = _key(key)
+        path = key_path(key)
         if self._owner is None or path not in self._compressed:
             super().set_at_(key, value, index, **options)
             return self
@@ -305,9 +293,3 @@ class TensorSlice(torch.Tensor):
                 ):
                     return TensorSlice.over(result, one._content, one._whole)
         return result
-
-
-def _key(key: Any) -> KeyPath:
-    """Return a key as a path; () if it is an index."""
-    found = unravel_key(key)
-    return (found,) if isinstance(found, str) else tuple(found or ())

@@ -170,11 +170,10 @@ def _tables(log: LogReader) -> tuple[Ints, Ints, Ints]:
         segment, place = home[block], np.zeros(block.size, np.int64)
     else:
         block, segment, place = (log.item(name) for name in ("block", "segment", "place"))
-    whole = block.ndim == 1 and block.shape == segment.shape == place.shape
-    if not whole or any(table.dtype != np.int64 for table in (block, segment, place)):
-        raise CorruptFile("its table of blocks makes no sense")
-    if segment.size and not 0 <= int(segment.min()) <= int(segment.max()) < len(log.segments):
-        raise CorruptFile("its table of blocks makes no sense")
+    good = block.ndim == 1 and block.shape == segment.shape == place.shape
+    good = good and all(table.dtype == np.int64 for table in (block, segment, place))
+    good = good and bool(((segment >= 0) & (segment < len(log.segments))).all())
+    _need(good, "its table of blocks")
     return block, segment, place
 
 
@@ -263,9 +262,7 @@ def _import_plain(storage: CompressedStorage, state: dict[str, Any]) -> None:
     except _NONSENSE as error:
         raise CorruptFile(f"this state makes no sense ({error!r})") from error
     _check_dims(storage, dims)
-    slots = int(np.prod(dims))
-    if not 0 <= length <= slots:
-        raise CorruptFile(f"this state makes no sense (a length of {length} in {slots} slots)")
+    _need(0 <= length <= int(np.prod(dims)), f"a length of {length}")
     if not length:
         storage._empty()
         return
@@ -274,6 +271,11 @@ def _import_plain(storage: CompressedStorage, state: dict[str, Any]) -> None:
     apart.set(range(len(written)), written)
     apart._len = length
     import_state(storage, export_state(apart))
+
+
+def _need(condition: bool | np.bool_, problem: str) -> None:
+    if not condition:
+        raise CorruptFile(f"this makes no sense: {problem}")
 
 
 def _check_dims(storage: CompressedStorage, dims: tuple[int, ...]) -> None:
@@ -320,26 +322,21 @@ def install(storage: CompressedStorage, state: Any, parts: Iterable[Part]) -> No
         dims = tuple(int(n) for n in state["dims"])
         _check_dims(storage, dims)
         keys = [Field.from_config(record) for record in state["keys"]]
-        if len({key.path for key in keys}) != len(keys):
-            raise CorruptFile("a key is there twice")
+        _need(len({key.path for key in keys}) == len(keys), "a key is there twice")
         codecs: dict[int, FrameCodec] = {}
         for k, record in enumerate(state["keys"]):
             if record["codec"] is not None:
                 codecs[k] = frame_codec(record["codec"])
-                if codecs[k].size != keys[k].size:
-                    raise CorruptFile(f"the codec of {keys[k].name} is for frames of another size")
+                _need(codecs[k].size == keys[k].size, f"the codec of {keys[k].name} does not fit")
         extras = {tuple(path): tuple(extra) for path, extra in state["extras"]}
         tree = KeyTree(keys, extras, list(codecs))
-        first = frozenset(
-            key.path for key, record in zip(keys, state["keys"], strict=True) if record["first"]
-        )
+        first = frozenset(keys[k].path for k, record in enumerate(state["keys"]) if record["first"])
         form = Form.from_json(state.get("form"))  # files of before have none
         length, cursor, names = state["len"], state["cursor"], state["names"]
         slots = int(np.prod(dims))
-        if type(length) is not int or not 0 <= length <= slots:
-            raise CorruptFile(f"a length of {length!r} makes no sense")
-        if cursor is not None and (type(cursor) is not int or not 0 <= cursor < slots):
-            raise CorruptFile(f"a cursor at {cursor!r} makes no sense")
+        _need(type(length) is int and 0 <= length <= slots, f"a length of {length!r}")
+        good = cursor is None or (type(cursor) is int and 0 <= cursor < slots)
+        _need(good, f"a cursor at {cursor!r}")
         known = isinstance(storage.device, torch.device)
         device = storage.device if known else torch.device("cpu")  # "auto" has nothing to follow
         leaves = {
@@ -373,28 +370,25 @@ def _fill(
     tracker: SlotTracker,
 ) -> None:
     slots = part["slots"]
-    if slots.dtype != np.int64 or slots.ndim != 1:
-        raise CorruptFile("its table of slots makes no sense")
-    if len(part) != 1 + len(tree.plain) + 2 * len(tree.big):
-        raise CorruptFile("it has other keys than those of its description")
-    if slots.size and not 0 <= int(slots.min()) <= int(slots.max()) < tracker.written.size:
-        raise CorruptFile("a slot is out of range")
-    if np.unique(slots).size != slots.size or tracker.written[slots].any():
-        raise CorruptFile("a slot is there twice")
+    _need(slots.dtype == np.int64 and slots.ndim == 1, "its table of slots")
+    _need(len(part) == 1 + len(tree.plain) + 2 * len(tree.big), "it has other keys")
+    last = tracker.written.size - 1
+    _need(((slots >= 0) & (slots <= last)).all(), "a slot is out of range")
+    once = np.unique(slots).size == slots.size and not tracker.written[slots].any()
+    _need(once, "a slot is there twice")
     for k, leaf in leaves.items():
         key, array = tree.keys[k], part[f"plain.{k}"]
-        if array.dtype != DTYPES[key.dtype].words or array.shape != (slots.size, *key.shape):
-            raise CorruptFile(f"{key.name} is {array.dtype} {list(array.shape)}")
+        good = array.dtype == DTYPES[key.dtype].words and array.shape == (slots.size, *key.shape)
+        _need(good, f"{key.name} is {array.dtype} {list(array.shape)}")
         rows = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
         as_rows(leaf, 1)[slots] = rows.reshape(slots.size, key.size)
     encoded: dict[int, Encoded] = {}
     for k in tree.big:
         lengths, data = part[f"lengths.{k}"], part[f"data.{k}"]
-        whole = lengths.shape == slots.shape and lengths.dtype == np.int64 and data.ndim == 1
-        if not whole or data.dtype != np.uint8 or int(lengths.min(initial=0)) < 0:
-            raise CorruptFile(f"the frames of {tree.keys[k].name} make no sense")
-        if int(lengths.max(initial=0)) > data.size or int(lengths.sum()) != data.size:
-            raise CorruptFile(f"the frames of {tree.keys[k].name} have {data.size} bytes")
+        good = lengths.shape == slots.shape and lengths.dtype == np.int64 and data.ndim == 1
+        good = good and data.dtype == np.uint8 and bool((lengths >= 0).all())
+        good = good and bool((lengths <= data.size).all()) and int(lengths.sum()) == data.size
+        _need(good, f"the frames of {tree.keys[k].name}")
         encoded[k] = Encoded(data, lengths)
     columns.store(slots, encoded)
     tracker.touch(slots)

@@ -214,7 +214,7 @@ class CompressedStorage(LazyTensorStorage):  # type: ignore[misc]
     def _read(self, index: Any, big: list[int]) -> Any:
         """Read slots, in the form of the data; of the compressed keys only those in `big`."""
         path = key_path(index)
-        if path is not None:
+        if path:
             wanted = [k for k in self._tree.big if self._tree.keys[k].path[: len(path)] == path]
             return self._get_any(slice(None), wanted)[path]
         slots = self._fast_slots(index)

@@ -9,7 +9,7 @@ fixed order, and building the nested TensorDict around them costs a few microsec
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -133,14 +133,6 @@ def stack_items(items: list[Any]) -> Any:
         raise UsageError(f"the items of the list do not fit together ({error})") from error
 
 
-@dataclass
-class _Node:
-    """A (nested) TensorDict: tensors by their number, others by their own node."""
-
-    extra: tuple[int, ...]
-    children: dict[str, int | _Node] = field(default_factory=dict)
-
-
 class KeyTree:
     """The keys of a storage, and the structure that all answers of it have.
 
@@ -162,21 +154,17 @@ class KeyTree:
         self.number = {key.path: k for k, key in enumerate(self.keys)}
         self.big = list(big)
         self.plain = [k for k in range(len(self.keys)) if k not in big]
-        self._root = _Node(self.extras.get((), ()))
-        for path in sorted(self.extras, key=len):
-            self._node(path)
-        for number, key in enumerate(self.keys):
-            self._node(key.path[:-1]).children[key.path[-1]] = number
-
-    def _node(self, path: KeyPath) -> _Node:
-        node = self._root
-        for depth, name in enumerate(path):
-            extra = self.extras.get(path[: depth + 1], self._root.extra)
-            child = node.children.setdefault(name, _Node(extra))
-            if not isinstance(child, _Node):
+        # Each (nested) TensorDict by its path: tensors by their number, others by their path.
+        inner = {key.path[:n] for key in self.keys for n in range(len(key.path))}
+        self._nodes: dict[KeyPath, dict[str, int | KeyPath]] = {}
+        for path in sorted({(), *self.extras, *inner}, key=len):
+            if path in self.number:
                 raise CorruptFile(f"{'.'.join(path)} is a tensor and holds others at once")
-            node = child
-        return node
+            self._nodes[path] = {}
+            if path:
+                self._nodes[path[:-1]][path[-1]] = path
+        for number, key in enumerate(self.keys):
+            self._nodes[key.path[:-1]][key.path[-1]] = number
 
     def assemble(
         self,
@@ -186,31 +174,21 @@ class KeyTree:
         names: Sequence[str | None] | None = None,
     ) -> TensorDict:
         """Build the TensorDict of an answer."""
-        size = torch.Size((*batch, *self._root.extra))
-        answer = self._build(self._root, tensors, batch, size, device)
-        if names is not None:
-            answer.names = list(names)
-        return answer
-
-    def _build(
-        self,
-        node: _Node,
-        tensors: Mapping[int, torch.Tensor],
-        batch: tuple[int, ...],
-        size: torch.Size,
-        device: torch.device | None,
-    ) -> TensorDict:
-        source: dict[str, Any] = {}
-        for name, child in node.children.items():
-            if isinstance(child, int):
-                if child in tensors:
+        built: dict[KeyPath, TensorDict] = {}
+        for path, children in reversed(self._nodes.items()):
+            source: dict[str, Any] = {}
+            for name, child in children.items():
+                if not isinstance(child, int):
+                    source[name] = built[child]
+                elif child in tensors:
                     source[name] = tensors[child]
-            else:
-                inner = size if child.extra == node.extra else torch.Size((*batch, *child.extra))
-                source[name] = self._build(child, tensors, batch, inner, device)
-        # The shapes are known to fit; the public constructor would check every one of them again,
-        # at five times the cost of gathering a small key.
-        return TensorDict._new_unsafe(source=source, batch_size=size, device=device)
+            size = torch.Size((*batch, *self.extras.get(path, self.extras.get((), ()))))
+            # The shapes are known to fit; the public constructor would check every one of them
+            # again, at five times the cost of gathering a small key.
+            built[path] = TensorDict._new_unsafe(source=source, batch_size=size, device=device)
+        if names is not None:
+            built[()].names = list(names)
+        return built[()]
 
 
 def leaves_of(data: TensorDictBase, path: KeyPath = ()) -> Iterator[tuple[KeyPath, torch.Tensor]]:
