@@ -295,8 +295,8 @@ class TestRefused:
         draws.add(episode(20))
         for options, message in [
             ({"sequence": 21}, "longer than every episode"),
-            ({"sequence": 0}, "sequence is 0"),
-            ({"n_step": 0}, "n_step is 0"),
+            ({"sequence": 0}, "sequence=0"),
+            ({"n_step": 0}, "n_step=0"),
             ({"n_step": 2, "gamma": 1.5}, "gamma is 1.5"),
             ({"n_step": 2, "reward_key": "rew"}, "did you mean"),
             ({"n_step": 2, "done_key": "obs"}, "one value per frame"),
@@ -329,9 +329,9 @@ class TestRefused:
     @pytest.mark.parametrize(
         ("options", "message"),
         [
-            ({"max_size": 0}, "max_size is 0"),
+            ({"max_size": 0}, "max_size=0"),
             ({"max_size": None}, "nothing bounds"),
-            ({"max_size": 2.5}, "max_size is 2.5"),
+            ({"max_size": 2.5}, "max_size=2.5"),
             ({"keys": []}, "keys is empty"),
             ({"keys": "obs"}, "keys is the text"),
             ({"keys": ["a", "a"]}, "'a' is given twice"),

@@ -1,14 +1,15 @@
-"""Memory as numbers: sizes as text, and what this process holds."""
+"""Numbers as users give them, sizes as text, and the memory that this process holds."""
 
 from __future__ import annotations
 
 import ctypes
+import operator
 import os
 import re
 from contextlib import suppress
 from decimal import Decimal
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 import psutil
 
@@ -27,6 +28,17 @@ _UNIT_BYTES: Final = {
 _M_MMAP_THRESHOLD: Final = -3  # of glibc's malloc.h
 _M_ARENA_MAX: Final = -8
 _SIZE_TEXT: Final = re.compile(r"\s*([0-9]+(?:\.[0-9]+)?)\s*([a-z]*)\s*", re.IGNORECASE)
+
+
+def whole_number(name: str, value: Any, least: int = 1) -> int:
+    """Return an argument as a number; refuse what is no whole number, or less than the least."""
+    try:
+        number = operator.index(value)
+    except TypeError:
+        number = least - 1
+    if number < least or isinstance(value, bool):
+        raise UsageError(f"{name}={value!r}: give a whole number, at least {least}")
+    return number
 
 
 def parse_bytes(value: str | int) -> int:

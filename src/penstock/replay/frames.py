@@ -216,23 +216,15 @@ def frame_codec(config: Mapping[str, Any]) -> FrameCodec:
         raise CorruptFile(f"frame codec {dict(config)!r} makes no sense ({error})") from error
 
 
-def choose_codec(
-    sample: NDArray[Any], codec: str | Mapping[str, Any] = "auto", where: str = "a frame"
-) -> FrameCodec:
+def choose_codec(sample: NDArray[Any], codec: str = "auto", where: str = "a frame") -> FrameCodec:
     """Choose a codec for frames like these.
 
     Args:
         sample: Frames [n, *shape]; some of them are tried.
-        codec: A name, "auto" (the smallest of the fast ones, raw if it saves less than 10 %), or
-            the settings of a codec.
+        codec: A name, or "auto": the smallest of the fast ones, raw if it saves less than 10 %.
         where: Names the key in messages.
     """
     size = int(np.prod(sample.shape[1:], dtype=np.int64)) * sample.itemsize
-    if not isinstance(codec, str):
-        chosen = frame_codec(codec)
-        if chosen.size != size:
-            raise UsageError(f"{where}: frames of {size} bytes, the codec is for {chosen.size}")
-        return chosen
     if codec not in CODEC_NAMES:
         raise UsageError(
             f"{where}: there is no codec {codec!r}; {did_you_mean(codec, CODEC_NAMES)}"

@@ -7,9 +7,12 @@ children, never adjusted by differences, so that no rounding error gathers.
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
+from penstock.core.memory import whole_number
 from penstock.errors import MissingExtra, UsageError
 
 try:
@@ -41,9 +44,7 @@ class SumTree:
     """
 
     def __init__(self, capacity: int, seed: int | None = None) -> None:
-        if isinstance(capacity, bool) or not isinstance(capacity, int | np.integer) or capacity < 1:
-            raise UsageError(f"capacity is {capacity!r}; give a whole number, at least 1")
-        self.capacity = int(capacity)
+        self.capacity = whole_number("capacity", capacity)
         self.rng = np.random.default_rng(seed)
         # Above the entries lie levels of totals over 16 each, until one is left: the root. A level
         # is padded with zeros to whole nodes, so that a node needs no look at where it ends.
@@ -58,7 +59,8 @@ class SumTree:
         self._totals = np.zeros(count)
         self._sums = np.zeros(count)  # the running sums of the totals inside each node
         self._mins = np.full(count, np.inf)
-        self._marks = np.zeros(count, np.int64)
+        marks = np.zeros(count, np.int64)  # in which call a node was recomputed
+        self._all = (self._entries, self._totals, self._sums, self._mins, self._starts, marks)
         self._round = 0
 
     @property
@@ -74,8 +76,7 @@ class SumTree:
     @property
     def nbytes(self) -> int:
         """Memory held."""
-        arrays = (self._entries, self._totals, self._sums, self._mins, self._marks)
-        return sum(array.nbytes for array in arrays)
+        return sum(array.nbytes for array in self._all)
 
     def get(self, indices: ArrayLike) -> Floats:
         """Return the priorities of entries."""
@@ -103,17 +104,7 @@ class SumTree:
                 f"{self.capacity - 1}, priorities 0 to {_LARGEST:g}"
             )
         self._round += 1
-        _set(
-            self._entries,
-            self._totals,
-            self._sums,
-            self._mins,
-            self._starts,
-            self._marks,
-            self._round,
-            where,
-            values,
-        )
+        _set(self._all, self._round, where, values)
 
     def sample(
         self, n: int, rng: np.random.Generator | None = None, *, stratified: bool = True
@@ -181,18 +172,9 @@ def _first_bad(indices: Ints, capacity: int, values: Floats) -> int:
 
 
 @compiled
-def _set(
-    entries: Floats,
-    totals: Floats,
-    sums: Floats,
-    mins: Floats,
-    starts: Ints,
-    marks: Ints,
-    mark: int,
-    indices: Ints,
-    values: Floats,
-) -> None:
+def _set(arrays: Any, mark: int, indices: Ints, values: Floats) -> None:
     """Write entries, then recompute each touched node once, level by level."""
+    entries, totals, sums, mins, starts, marks = arrays
     for k in range(indices.size):
         entries[indices[k]] = values[k]
     nodes = np.empty(indices.size, np.int64)

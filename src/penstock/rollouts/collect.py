@@ -16,10 +16,10 @@ from typing import Any
 import torch
 from typing_extensions import Self
 
+from penstock.core.memory import whole_number
 from penstock.core.threads import POLL_S, start
 from penstock.core.writes import close_after
 from penstock.errors import SaverClosed, UsageError
-from penstock.rollouts.structure import whole_number
 from penstock.rollouts.tensordicts import is_tensor_collection
 from penstock.tensors import tensor_bytes
 

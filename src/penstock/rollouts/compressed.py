@@ -12,11 +12,12 @@ import torch
 from numpy.typing import NDArray
 from typing_extensions import Self
 
+from penstock.core.memory import whole_number
 from penstock.core.pack import DTYPES
 from penstock.core.threads import parallel_list
 from penstock.errors import UsageError
 from penstock.rollouts.file import check_level, codec_for
-from penstock.rollouts.structure import Key, Leaf, Picked, as_path, choose, dense, whole_number
+from penstock.rollouts.structure import Key, Leaf, Picked, as_path, choose, dense
 from penstock.rollouts.tensordicts import MemoryMappedTensor, TensorDict, TensorDictBase
 from penstock.tensors import DTYPE_NAMES, check_storable, empty_array, tensor_bytes, tensor_over
 from penstock.ui.suggestions import did_you_mean

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import threading
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
@@ -35,6 +36,7 @@ from penstock.rollouts.structure import (
 from penstock.tensors import empty_array
 
 KIND = "rollout"
+NAME = re.compile(r"rollout_(\d{6,})\.pack")
 Index = int | slice | list[int] | NDArray[Any] | torch.Tensor
 HIGHEST_LEVEL = 16
 
@@ -232,7 +234,7 @@ class RolloutFile:
     def _read_rows(self, entry: Entry, rows: NDArray[np.int64]) -> NDArray[Any]:
         """Read rows of the first axis on disk, each block of them once."""
         shape = entry.stored_shape
-        row_bytes = _row_bytes(entry)
+        row_bytes = entry.nbytes // shape[0] if shape[0] else 0
         self._pack.check_memory(rows.size * row_bytes)
         if not rows.size * row_bytes:
             return np.empty((rows.size, *shape[1:]), entry.words)
@@ -241,9 +243,6 @@ class RolloutFile:
             return np.concatenate(parts)
         per_block = entry.block_bytes // row_bytes
         blocks = rows // per_block
-        first = int(blocks[0])
-        if (blocks == first).all():
-            return self._block_rows(entry, first)[rows - first * per_block]
         wanted = np.unique(blocks)
         out = np.empty((rows.size, *shape[1:]), entry.words)
         if 2 * wanted.size >= entry.blocks and entry.nbytes > _PARALLEL_BYTES:
@@ -251,14 +250,10 @@ class RolloutFile:
             self._pack.read_into([(entry.name, stored)])
             return np.take(stored.reshape(shape), rows, axis=0, out=out, mode="clip")
         for block in wanted.tolist():
+            content = self._pack.read_block(entry.name, block).reshape(-1, *shape[1:])
             places = blocks == block
-            out[places] = self._block_rows(entry, block)[rows[places] - block * per_block]
+            out[places] = content[rows[places] - block * per_block]
         return out
-
-    def _block_rows(self, entry: Entry, block: int) -> NDArray[Any]:
-        """Decode a block of whole rows, into memory that this thread will use again."""
-        content = self._pack.read_block(entry.name, block)
-        return content.reshape(-1, *entry.stored_shape[1:])
 
     def close(self) -> None:
         """Close the file."""
@@ -307,9 +302,3 @@ class OpenRollouts:
             files, self._idle = list(self._idle.values()), {}
         for file in files:
             file.close()
-
-
-def _row_bytes(entry: Entry) -> int:
-    """Return the bytes of one step along the first axis on disk."""
-    rows = entry.stored_shape[0]
-    return entry.nbytes // rows if rows else 0

@@ -35,7 +35,7 @@ from penstock.dataset.unit import Episode
 from penstock.dataset.writer import DatasetWriter, is_empty
 from penstock.dataset.writer import Mode as OpenMode
 from penstock.errors import DataError, UsageError
-from penstock.rollouts.file import RolloutFile
+from penstock.rollouts.file import NAME, RolloutFile
 from penstock.rollouts.structure import Key, Picked, as_path
 from penstock.rollouts.tensordicts import TensorDict
 from penstock.tensors import DTYPE_NAMES
@@ -58,7 +58,6 @@ _MODES: tuple[OpenMode, ...] = ("create", "resume", "overwrite")
 _BLOCK_BYTES = 16 << 20
 _ROWS_OF_A_BLOCK = 128  # environments that lie together in a file
 _CPU = torch.device("cpu")
-_NAME = re.compile(r"rollout_(\d{6,})\.pack")
 _RANK = re.compile(r"rank_(\d+)")
 
 
@@ -346,7 +345,7 @@ def find_rollouts(path: Path, iterations: Iterable[int] | None) -> list[Found]:
     if not path.exists():
         raise UsageError(f"{path} does not exist; check the path")
     if path.is_file():
-        match = _NAME.fullmatch(path.name)
+        match = NAME.fullmatch(path.name)
         found = [Found(path, int(match[1]) if match else 0)]
     else:
         folder = path / "rollouts" if (path / "rollouts").is_dir() else path
@@ -360,7 +359,7 @@ def find_rollouts(path: Path, iterations: Iterable[int] | None) -> list[Found]:
                 for rank, some in folders.items()
                 for each in some
                 for file in each.iterdir()
-                if (match := _NAME.fullmatch(file.name))
+                if (match := NAME.fullmatch(file.name))
             ]
         except OSError as error:
             raise storage_error("read", folder, error) from error

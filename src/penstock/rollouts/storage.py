@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import operator
 import os
-import re
 import sys
 import time
 import weakref
 from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 import numpy as np
@@ -19,16 +16,14 @@ import torch
 from typing_extensions import Self
 
 from penstock.core.files import make_folder, storage_error, sweep
-from penstock.core.memory import format_bytes
+from penstock.core.memory import format_bytes, whole_number
 from penstock.core.pack import PackReader
 from penstock.core.reuse import ReusedMemory
 from penstock.core.threads import poll
 from penstock.core.writes import SaveHandle, Write, WriteQueue, close_after
 from penstock.errors import DataError, PenstockError, UnknownFormat, UsageError
-from penstock.rollouts.file import KIND, OpenRollouts, check_level, write_rollout
-from penstock.rollouts.structure import Batch, Leaf, find_axes, take_apart, whole_number
-
-_NAME = re.compile(r"rollout_(\d{6,})\.pack")
+from penstock.rollouts.file import KIND, NAME, OpenRollouts, check_level, write_rollout
+from penstock.rollouts.structure import Axes, Batch, Leaf, find_axes, take_apart
 
 
 class RolloutStorage:
@@ -91,7 +86,7 @@ class RolloutStorage:
 
     def path(self, iteration: int) -> Path:
         """Return where the rollout of an iteration is, or would be."""
-        return self.save_dir / f"rollout_{_iteration(iteration):06d}.pack"
+        return self.save_dir / f"rollout_{whole_number('iteration', iteration, 0):06d}.pack"
 
     def save(self, data: Any, iteration: int) -> Path | SaveHandle:
         """Save a rollout; one of the same iteration is replaced once the new one is durable.
@@ -107,18 +102,20 @@ class RolloutStorage:
             UnsupportedValue: Something in it cannot be stored; nothing was written.
             StorageError: The disk refuses; or, with `background`, an earlier save failed.
         """
-        number = _iteration(iteration)
+        number = whole_number("iteration", iteration, 0)
         path = self.path(number)
         batch = take_apart(data)
         axes = find_axes(data, batch, self._time_dim)
         if self._queue is None:
-            return self._write(path, lambda: write_rollout(path, batch, axes, number, self._level))
+            try:
+                self._write(path, batch, axes, number)
+            except OSError as error:
+                raise storage_error("write", path, error) from error
+            return path
 
         def prepare() -> Write:
             copy = Batch(batch.node, [self._copied(leaf) for leaf in batch.leaves])
-            return lambda: self._finish(
-                path, lambda: write_rollout(path, copy, axes, number, self._level)
-            )
+            return lambda: self._write(path, copy, axes, number)
 
         return self._queue.put(path, sum(leaf.nbytes for leaf in batch.leaves), prepare)
 
@@ -148,7 +145,7 @@ class RolloutStorage:
             UsageError: There is no such rollout, key, environment or step.
             CorruptFile: The file is damaged.
         """
-        number = _iteration(iteration)
+        number = whole_number("iteration", iteration, 0)
         path = self.path(number)
         if self._queue is not None:
             queue = self._queue
@@ -166,7 +163,7 @@ class RolloutStorage:
             names = os.listdir(self.save_dir)
         except OSError as error:
             raise storage_error("list", self.save_dir, error) from error
-        found = (int(match[1]) for name in names if (match := _NAME.fullmatch(name)))
+        found = (int(match[1]) for name in names if (match := NAME.fullmatch(name)))
         return sorted(number for number in set(found) if self.path(number).name in names)
 
     def iterate(self, **options: Any) -> Iterator[tuple[int, Any]]:
@@ -196,8 +193,7 @@ class RolloutStorage:
 
         Files that are not rollouts are left alone, whatever their name.
         """
-        whole_number("keep_last", keep_last, 0)
-        return self._prune(keep_last)
+        return self._prune(whole_number("keep_last", keep_last, 0))
 
     def __len__(self) -> int:
         return len(self.iterations())
@@ -225,27 +221,15 @@ class RolloutStorage:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         close_after(self.close, error)
 
-    def _write(self, path: Path, write: Write) -> Path:
-        try:
-            self._finish(path, write)
-        except OSError as error:
-            raise storage_error("write", path, error) from error
-        return path
-
-    def _finish(self, path: Path, write: Write) -> dict[str, Any]:
+    def _write(self, path: Path, batch: Batch, axes: Axes, number: int) -> dict[str, Any]:
         if not self._swept:
             sweep(self.save_dir)
             self._swept = True
         begin = time.perf_counter()
-        stats = write()
+        stats = write_rollout(path, batch, axes, number, self._level)
         stats["write_s"] = time.perf_counter() - begin
         if self._keep_last is not None:
             self._prune(self._keep_last, spared=path)
@@ -287,12 +271,8 @@ class RolloutStorage:
                 "program that wrote it, and save it again"
             )
         numbers = self.iterations()
-        there = (
-            f"there are {len(numbers)}, from {numbers[0]} to {numbers[-1]}"
-            if numbers
-            else "it is empty"
-        )
-        return UsageError(f"no rollout {number} in {self.save_dir}: {there}")
+        there = f"there are {len(numbers)}, from {numbers[0]} to {numbers[-1]}" if numbers else ""
+        return UsageError(f"no rollout {number} in {self.save_dir}: {there or 'it is empty'}")
 
 
 def _device(device: str | torch.device) -> torch.device:
@@ -307,13 +287,3 @@ def _is_rollout(path: Path) -> bool:
     with suppress(OSError, DataError), PackReader(path) as pack:
         return pack.index.kind == KIND
     return False
-
-
-def _iteration(value: Any) -> int:
-    try:
-        number = operator.index(value)
-    except TypeError:
-        number = -1
-    if number < 0 or isinstance(value, bool):
-        raise UsageError(f"iteration={value!r}: give a whole number, at least 0")
-    return number

@@ -37,13 +37,6 @@ MAX_DEPTH = 100
 NONSENSE = (LookupError, ValueError, TypeError, AttributeError, RuntimeError, RecursionError)
 
 
-def whole_number(name: str, value: Any, least: int) -> int:
-    """Refuse an argument that is no whole number, or less than the least."""
-    if type(value) is not int or value < least:
-        raise UsageError(f"{name}={value!r}: give a whole number, at least {least}")
-    return value
-
-
 @dataclass
 class Leaf:
     """One tensor of a batch: as it came, or as an array of the pack's words for its dtype."""

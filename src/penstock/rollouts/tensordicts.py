@@ -12,7 +12,6 @@ from penstock.core.extras import installed
 from penstock.errors import MissingExtra
 
 __all__ = [
-    "LazyStackedTensorDict",
     "MemoryMappedTensor",
     "NonTensorData",
     "NonTensorStack",
@@ -24,7 +23,6 @@ __all__ = [
 
 if TYPE_CHECKING:
     from tensordict import (
-        LazyStackedTensorDict,
         MemoryMappedTensor,
         NonTensorData,
         NonTensorStack,
@@ -52,7 +50,6 @@ else:
     def _is_none(value: Any) -> bool:
         return False
 
-    LazyStackedTensorDict = getattr(tensordict, "LazyStackedTensorDict", _Absent)
     MemoryMappedTensor = getattr(tensordict, "MemoryMappedTensor", _Absent)
     NonTensorData = getattr(tensordict, "NonTensorData", _Absent)
     NonTensorStack = getattr(tensordict, "NonTensorStack", _Absent)

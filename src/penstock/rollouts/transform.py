@@ -17,7 +17,7 @@ from penstock.core.extras import needs_torchrl
 from penstock.core.pack import DTYPES
 from penstock.errors import CorruptFile, UnsupportedValue, UsageError
 from penstock.rollouts.file import check_level, codec_for
-from penstock.rollouts.structure import Leaf
+from penstock.rollouts.structure import Leaf, as_path
 from penstock.tensors import DTYPE_NAMES, check_storable, empty_tensor, flat_words
 
 with needs_torchrl("CompressedLidarTransform"):
@@ -67,7 +67,7 @@ class CompressedLidarTransform(Transform):  # type: ignore[misc]
         if isinstance(in_keys, str) or isinstance(out_keys, str) or not in_keys:
             raise UsageError(f"in_keys={in_keys!r}, out_keys={out_keys!r}: give lists of keys")
         outs = [_renamed(key) for key in in_keys] if out_keys is None else list(out_keys)
-        if len(outs) != len(in_keys) or {*map(_path, outs)} & {*map(_path, in_keys)}:
+        if len(outs) != len(in_keys) or {*map(as_path, outs)} & {*map(as_path, in_keys)}:
             raise UsageError(f"out_keys={outs!r}: give one other name for each of the in_keys")
         if check_level(compression_level) == 0 and epsilon is None:
             raise UsageError("compression_level=0 compresses nothing; leave the transform out")
@@ -160,19 +160,15 @@ class CompressedLidarTransform(Transform):  # type: ignore[misc]
     def _decompressed(
         self, value: NonTensorData | NonTensorStack, batch: tuple[int, ...], key: Name
     ) -> torch.Tensor:
-        inner = _Blob(_first(value)).inner
-        outer = max(0, len(batch) - inner)
+        outer = max(0, len(batch) - _Blob(_first(value)).inner)
         blobs = _blobs(value, outer)
-        decoded: dict[bytes, _Blob] = {}
-        for blob in blobs:
-            if blob not in decoded:
-                decoded[blob] = _Blob(blob)
-        parts = [decoded[blob] for blob in blobs]
-        if not parts:
+        if not blobs:
             raise UsageError(f"{key!r} is empty: nothing says what shape it had")
+        made = {blob: _Blob(blob) for blob in set(blobs)}
+        parts = [made[blob] for blob in blobs]
         dtype, shape = parts[0].dtype, parts[0].shape
         whole = (*batch[:outer], *shape)
-        same = all((part.dtype, part.shape) == (dtype, shape) for part in parts)
+        same = all((part.dtype, part.shape) == (dtype, shape) for part in made.values())
         if not same or whole[: len(batch)] != batch or len(parts) != math.prod(batch[:outer]):
             raise UsageError(
                 f"{key!r} was reshaped, or holds unequal items; decompress it before that"
@@ -220,13 +216,9 @@ class _Blob:
         self.kind, code, rank, self.inner, self.crc = _HEAD.unpack_from(data)
         end = _HEAD.size + 8 * rank
         # Its own checksum: a damaged shape must not be allocated first.
-        if (
-            len(data) < end + _CRC.size
-            or isal_zlib.crc32(data[:end]) != _CRC.unpack_from(data, end)[0]
-        ):
-            raise CorruptFile(
-                "a compressed item is damaged: its header does not match its checksum"
-            )
+        whole = len(data) >= end + _CRC.size
+        if not whole or isal_zlib.crc32(data[:end]) != _CRC.unpack_from(data, end)[0]:
+            raise CorruptFile("a compressed item is damaged: its header is not what was written")
         if self.kind not in (_RAW, _CODED) or code >= len(_DTYPES) or self.inner > rank:
             raise CorruptFile("a compressed item has a header that makes no sense")
         self.dtype = _DTYPES[code]
@@ -251,14 +243,9 @@ def _blobs(value: Any, outer: int) -> list[Any]:
     return [blob for part in value.unbind(0) for blob in _blobs(part, outer - 1)]
 
 
-def _path(key: Name) -> tuple[str, ...]:
-    return key if isinstance(key, tuple) else (key,)
-
-
 def _renamed(key: Name) -> Name:
-    if isinstance(key, str):
-        return f"{key}_compressed"
-    return (*key[:-1], f"{key[-1]}_compressed")
+    name = f"{as_path(key)[-1]}_compressed"
+    return name if isinstance(key, str) else (*key[:-1], name)
 
 
 def _refuse_environment() -> NoReturn:

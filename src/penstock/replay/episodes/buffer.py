@@ -14,15 +14,10 @@ import torch
 from numpy.typing import ArrayLike, NDArray
 from typing_extensions import Self
 
+from penstock.core.memory import whole_number
 from penstock.errors import UsageError
 from penstock.replay.episodes import batches, persist
-from penstock.replay.episodes.schema import (
-    Settings,
-    is_tensordict,
-    natural,
-    read_episode,
-    whole_numbers,
-)
+from penstock.replay.episodes.schema import Settings, is_tensordict, read_episode, whole_numbers
 from penstock.replay.episodes.store import Column, EpisodeStore, RecordWriter
 from penstock.replay.keys import Codecs, Key, as_key, as_path
 from penstock.replay.segments import Saved, save_blocks
@@ -87,8 +82,9 @@ class DictReplayBuffer:
         settings = Settings.check(
             max_size, max_bytes, keys, codecs, default, eviction, next_keys, priority, spill_dir
         )
-        state = persist.BufferState(settings, np.random.default_rng(seed))
-        self._begin(state, torch.device(device), spill_dir)
+        store = EpisodeStore(settings, spill_dir)
+        state = persist.BufferState(settings, np.random.default_rng(seed), store)
+        self._begin(state, torch.device(device))
 
     @classmethod
     def from_lerobot(
@@ -131,15 +127,10 @@ class DictReplayBuffer:
         return buffer
 
     def _begin(
-        self,
-        state: persist.BufferState,
-        device: torch.device,
-        spill_dir: str | os.PathLike[str] | None,
-        saved: Saved | None = None,
+        self, state: persist.BufferState, device: torch.device, saved: Saved | None = None
     ) -> None:
         self._state = state
         self._device = device
-        self._spill_dir = spill_dir
         self._lock = threading.RLock()
         self._saving = threading.Lock()
         self._saved = saved
@@ -147,37 +138,38 @@ class DictReplayBuffer:
     def __len__(self) -> int:
         """Count the frames."""
         with self._lock:
-            return self._state.store.index.frames if self._state.store else 0
+            return self._state.store.index.frames
 
     @property
     def episodes(self) -> list[int]:
         """Ids of the episodes held, oldest first."""
         with self._lock:
-            return self._state.store.index.ids.tolist() if self._state.store else []
+            ids: list[int] = self._state.store.index.ids.tolist()
+            return ids
 
     @property
     def nbytes(self) -> int:
         """Memory held: episodes, tables, and what was freed and not yet reused."""
         with self._lock:
-            return self._state.store.nbytes if self._state.store else 0
+            return self._state.store.nbytes
 
     @property
     def stored_bytes(self) -> int:
         """Bytes of the episodes as they are stored: what `max_bytes` limits."""
         with self._lock:
-            return self._state.store.arena.live_bytes if self._state.store else 0
+            return self._state.store.arena.live_bytes
 
     @property
     def spilled_bytes(self) -> int:
         """Bytes that lie in `spill_dir`."""
         with self._lock:
-            return self._state.store.arena.spilled_bytes if self._state.store else 0
+            return self._state.store.arena.spilled_bytes
 
     @property
     def codecs(self) -> dict[Key, str]:
         """The codec of each key; empty before the first episode."""
         with self._lock:
-            columns = self._state.store.columns if self._state.store else []
+            columns = self._state.store.columns
         return {as_key(column.field.path): column.codec.id for column in columns}
 
     def add(self, episode: Any) -> int:
@@ -196,7 +188,7 @@ class DictReplayBuffer:
                 unchanged.
         """
         with self._lock:
-            if self._state.store is None:  # the codecs are not settled: nobody may come between
+            if not self._state.store.columns:  # the codecs are not settled: nobody may come between
                 return self._add(episode)
         return self._add(episode)
 
@@ -222,8 +214,8 @@ class DictReplayBuffer:
         """Forget one episode."""
         with self._lock:
             store = self._state.store
-            row = store.index.row_of(natural("episode_id", episode_id, 0)) if store else None
-            if store is None or row is None:
+            row = store.index.row_of(whole_number("episode_id", episode_id, 0))
+            if row is None:
                 raise UsageError(f"episode {episode_id} is not held; see the property episodes")
             store.remove(row)
 
@@ -267,10 +259,10 @@ class DictReplayBuffer:
             UsageError: The buffer is empty, no episode is as long as `sequence`, or an argument is
                 not as above.
         """
-        count = natural("batch_size", batch_size)
+        count = whole_number("batch_size", batch_size)
         if sequence is not None:
-            sequence = natural("sequence", sequence)
-        steps_ahead = natural("n_step", n_step)
+            sequence = whole_number("sequence", sequence)
+        steps_ahead = whole_number("n_step", n_step)
         settings = self._state.settings
         if not 0 <= gamma <= 1:
             raise UsageError(f"gamma is {gamma}; give a number from 0 to 1")
@@ -299,7 +291,7 @@ class DictReplayBuffer:
 
     def sample_indices(self, batch_size: int) -> Ints:
         """Draw frames as `sample` does, and return only their ids, for `get`."""
-        count = natural("batch_size", batch_size)
+        count = whole_number("batch_size", batch_size)
         with self._lock:
             store = self._filled()
             drawn = batches.draw(store, count, self._state.rng, None, False)
@@ -320,7 +312,7 @@ class DictReplayBuffer:
         return batches.finished(leaves, ids.shape, self._device, store.as_tensordict)
 
     def _filled(self) -> EpisodeStore:
-        if self._state.store is None or not len(self._state.store.index):
+        if not len(self._state.store.index):
             raise UsageError("the buffer is empty; add an episode first")
         return self._state.store
 
@@ -346,8 +338,7 @@ class DictReplayBuffer:
             raise UsageError(f"{values.size} priorities for {ids.size} frames")
         with self._lock:
             store = self._state.store
-            if store is None or store.priorities is None:
-                return
+            assert store.priorities is not None
             store.priorities.raised(values)  # also those of forgotten frames must make sense
             rows, steps, alive = store.index.locate(ids)
             entries = store.priority_offsets[rows[alive]] + steps[alive]
@@ -390,7 +381,7 @@ class DictReplayBuffer:
         """
         state, saved = persist.load(Path(folder), spill_dir)
         buffer = cls.__new__(cls)
-        buffer._begin(state, torch.device(device), spill_dir, saved)
+        buffer._begin(state, torch.device(device), saved)
         return buffer
 
 
@@ -407,7 +398,8 @@ class EpisodeInParts:
     def __init__(self, buffer: DictReplayBuffer) -> None:
         self.id = -1
         self._buffer = buffer
-        self._store: EpisodeStore | None = None
+        self._columns: list[Column] = []
+        self._as_tensordict = False
         self._writers: list[RecordWriter] = []
         self._length = 0
 
@@ -426,23 +418,25 @@ class EpisodeInParts:
         self._encode(part, copied=True)
 
     def _encode(self, part: Any, *, copied: bool) -> None:
-        buffer = self._buffer
-        fields, arrays, length = read_episode(part, buffer._state.settings.paths)
-        if self._store is None:
-            with buffer._lock:
-                self._store = buffer._state.store
-                if self._store is None:  # the first episode decides about the codecs
-                    settings = buffer._state.settings
-                    columns = list(map(Column.choose, fields, arrays, settings.codecs))
-                    self._store = EpisodeStore(
-                        columns, settings, buffer._spill_dir, is_tensordict(part)
-                    )
-            self._writers = [RecordWriter(column) for column in self._store.columns]
-        self._store.check_fields(fields)
+        state = self._buffer._state
+        fields, arrays, length = read_episode(part, state.settings.paths)
+        if not self._columns:
+            with self._buffer._lock:
+                self._columns = state.store.columns
+                if not self._columns:  # the first episode decides about the codecs
+                    self._columns = list(map(Column.choose, fields, arrays, state.settings.codecs))
+                    self._as_tensordict = is_tensordict(part)
+            self._writers = [RecordWriter(column) for column in self._columns]
+        for column, field in zip(self._columns, fields, strict=True):
+            if column.field != field:
+                raise UsageError(
+                    f"the episode has {field}, the first one had {column.field}; "
+                    "use a buffer of its own"
+                )
         for writer, array in zip(self._writers, arrays, strict=True):
             writer.add(array, copied=copied)
         self._length += length
-        self._store.check_fits(self._length, self._writers)
+        state.store.check_fits(self._length, self._writers)
 
     def __enter__(self) -> Self:
         return self
@@ -453,18 +447,17 @@ class EpisodeInParts:
         self._writers = []
 
     def _commit(self) -> None:
-        store, buffer = self._store, self._buffer
-        if store is None:
+        if not self._columns:
             raise UsageError("the episode has no frames; extend it by at least one")
-        with buffer._lock:
-            if buffer._state.store is None:
-                buffer._state.store = store
-            elif any(
-                mine.config() != theirs.config()
-                for mine, theirs in zip(store.columns, buffer._state.store.columns, strict=True)
-            ):
+        with self._buffer._lock:
+            store = self._buffer._state.store
+            first = not store.columns
+            mine, theirs = ([one.config() for one in c] for c in (self._columns, store.columns))
+            if not first and mine != theirs:
                 raise UsageError(
                     "another thread added the first episode meanwhile, and it has other types, "
                     "shapes or codecs; add this one again"
                 )
-            self.id = buffer._state.store.put(self._length, self._writers)
+            self.id = store.put(self._length, self._writers)
+            if first:
+                store.columns, store.as_tensordict = self._columns, self._as_tensordict

@@ -12,8 +12,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
+from penstock.core.memory import whole_number
 from penstock.errors import UsageError
-from penstock.replay.episodes.schema import natural, whole_numbers
+from penstock.replay.episodes.schema import whole_numbers
 
 Ints = NDArray[np.int64]
 
@@ -200,7 +201,7 @@ class PrefixSum:
     """
 
     def __init__(self, max_len: int) -> None:
-        self.max_len = natural("max_len", max_len)
+        self.max_len = whole_number("max_len", max_len)
         self._index = EpisodeIndex()
 
     def __len__(self) -> int:
@@ -224,7 +225,7 @@ class PrefixSum:
 
     def add(self, val: int) -> None:
         """Add an episode of `val` frames, forgetting the oldest ones that no longer fit."""
-        length = natural("the length of an episode", val)
+        length = whole_number("val", val)
         if length > self.max_len:
             raise UsageError(f"an episode of {length} frames; at least 1, at most {self.max_len}")
         while self._index.frames + length > self.max_len:

@@ -37,17 +37,15 @@ class BufferState:
     Attributes:
         settings: What the buffer was told.
         rng: Source of its random numbers.
-        store: What it holds; None before the first episode.
+        store: What it holds.
     """
 
     settings: Settings
     rng: np.random.Generator
-    store: EpisodeStore | None = None
+    store: EpisodeStore
 
     def blocks(self, some: Sequence[int] | None = None) -> dict[int, Block]:
         """Return the episodes by their ids; they never change."""
-        if self.store is None:
-            return {}
         ids, sizes = self.store.index.ids, self.store.record_bytes()
         if some is not None:
             held = np.isin(ids, some)
@@ -57,13 +55,8 @@ class BufferState:
     def copy(self, blocks: Sequence[int]) -> list[Item]:
         """Return the records of episodes."""
         store = self.store
-        if store is None:
-            return []
         rows = np.searchsorted(store.index.ids, np.array(blocks, np.int64))
-        items = [
-            Item("ids", store.index.ids[rows]),
-            Item("lengths", store.index.lengths[rows]),
-        ]
+        items = [Item("ids", store.index.ids[rows]), Item("lengths", store.index.lengths[rows])]
         for number in range(len(store.columns)):
             data, sizes = store.records(number, rows)
             items += [Item(f"sizes.{number}", sizes), Item(f"records.{number}", data)]
@@ -71,19 +64,13 @@ class BufferState:
 
     def state(self, blocks: Mapping[int, Block]) -> tuple[dict[str, Any], dict[str, NDArray[Any]]]:
         """Return what is not in the episodes."""
-        store = self.store
+        store, index, priorities = self.store, self.store.index, self.store.priorities
         state: dict[str, Any] = {
             "version": _VERSION,
             "settings": asdict(self.settings),
             "rng": tree.flatten(self.rng.bit_generator.state, lambda path, value: None),
-            "columns": None,
-        }
-        if store is None:
-            return state, {"ids": np.zeros(0, np.int64)}
-        index, priorities = store.index, store.priorities
-        state |= {
             "tensordict": store.as_tensordict,
-            "columns": [column.config() for column in store.columns],
+            "columns": [column.config() for column in store.columns] or None,
             "clock": store.clock,
             "next": [index.next_id, index.next_frame],
         }
@@ -123,12 +110,13 @@ def _load(log: LogReader, spill_dir: str | os.PathLike[str] | None) -> tuple[Buf
     rng.bit_generator.state = tree.unflatten(state["rng"], _refuse)
     settings = Settings.from_json(state["settings"])
     saved = Saved(log.folder.resolve(), log.digest)
+    store = EpisodeStore(settings, spill_dir)
     if state["columns"] is None:
-        return BufferState(settings, rng), saved
+        return BufferState(settings, rng, store), saved
     columns = [Column.from_config(config) for config in state["columns"]]
     if tuple(column.field.path for column in columns) != settings.paths:
         raise CorruptFile(f"{log.folder} is damaged: its keys contradict each other")
-    store = EpisodeStore(columns, settings, spill_dir, state["tensordict"] is True)
+    store.columns, store.as_tensordict = columns, state["tensordict"] is True
     names = ("ids", "starts", "lengths", "used", "leaves", "segment", "place")
     table = {name: _ints(log, name) for name in names}
     _check_order(log, table, state["next"])

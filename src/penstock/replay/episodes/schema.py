@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import operator
 import os
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -13,7 +12,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from penstock.core.memory import parse_bytes
+from penstock.core.memory import parse_bytes, whole_number
 from penstock.core.pack import DTYPES
 from penstock.errors import CorruptFile, UnsupportedValue, UsageError
 from penstock.replay.keys import Codecs, Field, Key, KeyPath, as_paths, codecs_of, known, show
@@ -70,7 +69,7 @@ class Settings:
         for path in next_paths:
             known(path, paths, "next_keys")
         settings = cls(
-            None if max_size is None else natural("max_size", max_size),
+            None if max_size is None else whole_number("max_size", max_size),
             limit,
             tuple(paths),
             tuple(codecs_of(default_codec if codecs is None else codecs, paths, default_codec)),
@@ -111,17 +110,6 @@ class Settings:
         if record.keys() - _OF_OLD_FILES != asdict(settings).keys():
             raise CorruptFile("settings of a newer penstock; upgrade it")
         return settings
-
-
-def natural(what: str, value: Any, least: int = 1) -> int:
-    """Return a whole number."""
-    try:
-        number = operator.index(value)
-    except TypeError:
-        raise UsageError(f"{what} is {value!r}, which is not a whole number") from None
-    if number < least:
-        raise UsageError(f"{what} is {value}; give at least {least}")
-    return number
 
 
 def whole_numbers(what: str, values: Any) -> NDArray[np.int64]:

@@ -9,26 +9,29 @@ Not thread-safe: the buffer that owns it holds a lock.
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
+from numpy.typing import ArrayLike, NDArray
 
 from penstock.core.memory import format_bytes
 from penstock.core.reuse import ReusedMemory
 from penstock.errors import CorruptFile, UsageError
 from penstock.replay.arena import Arena
-from penstock.replay.episodes.frame_priority import FramePriorities
 from penstock.replay.episodes.index import EpisodeIndex
 from penstock.replay.episodes.schema import Settings
 from penstock.replay.frames import FrameCodec, Lz4Frames, RawFrames, choose_codec, frame_codec
 from penstock.replay.keys import Field, show
+from penstock.replay.priority import SumTree, checked_priorities, importance_weights
 
 Bytes = NDArray[np.uint8]
 Ints = NDArray[np.int64]
 Addresses = NDArray[np.uint64]
+Bools = NDArray[np.bool_]
+Floats = NDArray[np.float64]
 
 _LARGEST_RECORD = 2**32 - 1
 _ENTRY = np.dtype("<u4")
@@ -40,6 +43,8 @@ _OLD_MODES = ("block", "episode")
 _USED, _OFFSET, _FIRST = range(3)
 _CHUNK_BYTES = 8 << 20
 _LEAST_CHUNK_BYTES = 64 << 10
+_FIRST_CAPACITY = 1024  # of the tree of priorities
+_EPSILON = 1e-8  # so that a frame without error is still drawn now and then
 _SLACK = 8  # memory held may exceed the byte limit by one part in so many, and these chunks
 _SPARE_CHUNKS = 3  # the oldest is partly dead, the newest partly empty, and so is what moves
 
@@ -196,19 +201,115 @@ def _moved(addresses: Addresses, by: Ints) -> Addresses:
     return addresses + by.view(np.uint64)  # never negative
 
 
-class EpisodeStore:
-    """Whole episodes, each key of each in one record."""
+class FramePriorities:
+    """One priority per frame held; new frames get the largest so far.
 
-    def __init__(
-        self,
-        columns: Sequence[Column],
-        settings: Settings,
-        spill_dir: str | os.PathLike[str] | None = None,
-        as_tensordict: bool = False,
+    The frames of an episode take consecutive entries of the tree, behind those of the episode
+    before; the *offset* of an episode is where they start. When the end is reached, all move to the
+    front: the tree has twice the entries needed, so that this costs little per frame.
+    """
+
+    def __init__(self, alpha: float) -> None:
+        self.alpha = float(alpha)
+        self.largest = 1.0
+        self.cursor = 0
+        self.tree = SumTree(_FIRST_CAPACITY)
+
+    def add(self, length: int, index: EpisodeIndex, offsets: Ints) -> int:
+        """Make room for an episode, and return its offset; `offsets` change if all move."""
+        if self.cursor + length > self.tree.capacity:
+            self._move(length, index, offsets)
+        start = self.cursor
+        self.tree.set(np.arange(start, start + length), self.largest)
+        self.cursor += length
+        return start
+
+    def remove(self, offset: int, length: int) -> None:
+        """Forget the priorities of an episode."""
+        self.tree.set(np.arange(offset, offset + length), 0.0)
+
+    def update(self, entries: Ints, priorities: ArrayLike) -> None:
+        """Set the priorities of frames, given by their entries."""
+        raised = self.raised(priorities)
+        self.tree.set(entries, raised)
+        if raised.size:
+            self.largest = max(self.largest, float(raised.max()))
+
+    def raised(self, priorities: ArrayLike) -> Floats:
+        """Return priorities as the tree holds them."""
+        return np.asarray((checked_priorities(priorities) + _EPSILON) ** self.alpha)
+
+    def draw(
+        self, count: int, rng: np.random.Generator, offsets: Ints, good: Bools | None
+    ) -> tuple[Ints, Ints]:
+        """Draw frames, of the rows that are `good` (None: all); return their rows and steps."""
+        drawn = self.tree.sample(count, rng)
+        rows = offsets.searchsorted(drawn, side="right") - 1
+        if good is not None:
+            bad = np.flatnonzero(~good[rows])
+            if bad.size:
+                drawn[bad] = self._draw_among(bad.size, rng, offsets, good)
+                rows = offsets.searchsorted(drawn, side="right") - 1
+        return rows, drawn - offsets[rows]
+
+    def weights(self, entries: Ints, beta: float) -> Floats:
+        """Return the importance weights of entries."""
+        return importance_weights(self.tree.get(entries), self.tree.min, beta)
+
+    def _draw_among(self, count: int, rng: np.random.Generator, offsets: Ints, good: Bools) -> Ints:
+        """Draw from some episodes only, by a running sum over all entries: exact, but linear."""
+        mass = self.tree.get(np.arange(self.cursor))
+        owner = np.searchsorted(offsets, np.arange(self.cursor), side="right") - 1
+        mass[(owner < 0) | ~good[owner]] = 0
+        sums = np.cumsum(mass)
+        drawn = np.searchsorted(sums, rng.random(count) * sums[-1], side="right")
+        kept: Ints = np.minimum(drawn, np.flatnonzero(mass)[-1])
+        return kept
+
+    def _move(self, length: int, index: EpisodeIndex, offsets: Ints) -> None:
+        frames = index.frames
+        values = self.held(index, offsets)
+        self.tree = SumTree(max(_FIRST_CAPACITY, 2 * (frames + length)))
+        self.tree.set(np.arange(frames), values)
+        offsets[:] = index.positions
+        self.cursor = frames
+
+    def held(self, index: EpisodeIndex, offsets: Ints) -> Floats:
+        """Return the entries of all frames held, by position."""
+        return self.tree.get(_entries(index, offsets))
+
+    def restore(
+        self, layout: dict[str, Any], index: EpisodeIndex, offsets: Ints, values: Floats
     ) -> None:
+        """Lay the tree out as it was, so that it draws the same."""
+        capacity, cursor = int(layout["capacity"]), int(layout["cursor"])
+        largest = float(layout["largest"])
+        ends = offsets + index.lengths
+        apart = (ends[:-1] <= offsets[1:]).all() and (not len(offsets) or offsets[0] >= 0)
+        last = int(ends[-1]) if len(ends) else 0
+        if not (apart and last <= cursor <= capacity and 0 < largest < math.inf):
+            raise UsageError("the layout of the priorities makes no sense")
+        self.tree = SumTree(capacity)
+        self.cursor, self.largest = cursor, largest
+        self.tree.set(_entries(index, offsets), values)
+
+
+def _entries(index: EpisodeIndex, offsets: Ints) -> Ints:
+    return np.repeat(offsets - index.positions, index.lengths) + np.arange(index.frames)
+
+
+class EpisodeStore:
+    """Whole episodes, each key of each in one record.
+
+    Attributes:
+        columns: How each key is stored; empty until the first episode is there.
+        as_tensordict: Whether that was a TensorDict.
+    """
+
+    def __init__(self, settings: Settings, spill_dir: str | os.PathLike[str] | None) -> None:
         max_bytes = settings.max_bytes
-        self.columns = list(columns)
-        self.as_tensordict = as_tensordict
+        self.columns: list[Column] = []
+        self.as_tensordict = False
         self._memory = ReusedMemory()
         self._max_frames = settings.max_size
         self._max_bytes = max_bytes if spill_dir is None else None
@@ -217,7 +318,8 @@ class EpisodeStore:
         self._chunk_bytes = chunk
         memory_bytes = max_bytes if spill_dir is not None else None
         self.arena = Arena(chunk, memory_bytes=memory_bytes, spill_dir=spill_dir)
-        self.index = EpisodeIndex(_FIRST + 2 * len(self.columns))
+        self._keys = len(settings.paths)
+        self.index = EpisodeIndex(_FIRST + 2 * self._keys)
         self.priorities = FramePriorities(settings.alpha) if settings.alpha is not None else None
         self.clock = 0
 
@@ -236,15 +338,6 @@ class EpisodeStore:
     def priority_offsets(self) -> Ints:
         """Where the priorities of each episode start, by row."""
         return self.index.column(_OFFSET)
-
-    def check_fields(self, fields: Sequence[Field]) -> None:
-        """Refuse an episode that looks other than the first one."""
-        for column, field in zip(self.columns, fields, strict=True):
-            if column.field != field:
-                raise UsageError(
-                    f"the episode has {field}, the first one had {column.field}; "
-                    "use a buffer of its own"
-                )
 
     def check_fits(self, length: int, records: Iterable[RecordWriter]) -> None:
         """Refuse an episode that could not be held even alone."""
@@ -352,8 +445,7 @@ class EpisodeStore:
         return self.arena.gather(self._locations()[column][rows], sizes), sizes
 
     def _locations(self) -> Ints:
-        return self.index.columns(_FIRST, _FIRST + len(self.columns))
+        return self.index.columns(_FIRST, _FIRST + self._keys)
 
     def _sizes(self) -> Ints:
-        count = len(self.columns)
-        return self.index.columns(_FIRST + count, _FIRST + 2 * count)
+        return self.index.columns(_FIRST + self._keys, _FIRST + 2 * self._keys)

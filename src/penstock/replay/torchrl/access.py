@@ -188,13 +188,9 @@ class StorageSlice(TensorDict):  # type: ignore[misc]
 
     def set_(self, key: Any, item: Any, **options: Any) -> StorageSlice:
         """Write one key of all slots."""
-        path = key_path(key)
-        if self._owner is None or path not in self._compressed:
-            super().set_(key, item, **options)
-            return self
-        self._owner.write_keys(
-            self._slots, {path: item}, lambda: self._update_copy(path, item, ...)
-        )
+        if self._owner is not None and key_path(key) in self._compressed:
+            return self.set_at_(key, item, ...)
+        super().set_(key, item, **options)
         return self
 
     def set_at_(self, key: Any, value: Any, index: Any, **options: Any) -> StorageSlice:
@@ -209,7 +205,10 @@ class StorageSlice(TensorDict):  # type: ignore[misc]
             whole = self._owner.get(path).view(-1, *self._owner.shape_of(path))[self._slots]
             whole[index] = value
             return self.set_(key, whole)
-        self._owner.write_keys(slots, {path: value}, lambda: self._update_copy(path, value, index))
+        copy = self.get(path, None)
+        self._owner.write_keys(
+            slots, {path: value}, lambda: copy is not None and copy.__setitem__(index, value)
+        )
         return self
 
     def update_(
@@ -240,11 +239,6 @@ class StorageSlice(TensorDict):  # type: ignore[misc]
     def _absent(self) -> list[KeyPath]:
         """The compressed keys that were not decoded."""
         return [path for path in self._compressed if self.get(path, None) is None]
-
-    def _update_copy(self, path: KeyPath, value: Any, index: Any) -> None:
-        copy = self.get(path, None)
-        if copy is not None:
-            copy[index] = value
 
 
 class TensorSlice(torch.Tensor):

@@ -26,7 +26,7 @@ from penstock.replay.keys import Field
 from penstock.replay.segments import Block, LogReader, Place, Saved, SegmentLog, save_blocks
 from penstock.replay.torchrl.slots import CompressedColumns, Encoded
 from penstock.replay.torchrl.structure import Form, KeyTree, as_rows
-from penstock.tensors import flat_words
+from penstock.tensors import flat_words, tensor_over
 
 if TYPE_CHECKING:
     from penstock.replay.torchrl.storage import CompressedStorage
@@ -131,13 +131,7 @@ class _Content:
         storage = self._storage
         slots = (np.array(blocks, np.int64)[:, None] * BLOCK + np.arange(BLOCK)).reshape(-1)
         slots = slots[slots < storage._tracker.written.size]
-        items = []
-        part = _part_of(storage, slots[storage._tracker.written[slots]])
-        for name, array in part.items():
-            kind, _, number = name.partition(".")
-            key = storage._tree.keys[int(number)] if kind == "plain" else None
-            items.append(Item(name, key.words(array), key.dtype) if key else Item(name, array))
-        return items
+        return _items_of(storage, slots[storage._tracker.written[slots]])
 
     def state(self, blocks: Mapping[int, Block]) -> tuple[dict[str, Any], dict[str, NDArray[Any]]]:
         """Return what is not in the blocks, but for their numbers."""
@@ -201,18 +195,12 @@ def export_state(storage: CompressedStorage) -> dict[str, Any]:
     """Return everything as tensors."""
     if not storage.initialized:
         return {"initialized": False, "_len": 0}
-    tensors = {}
-    for name, array in _part_of(storage, np.flatnonzero(storage._tracker.written)).items():
-        kind, _, number = name.partition(".")
-        if kind == "plain":
-            tensors[name] = storage._tree.keys[int(number)].tensor(array, (len(array),))
-        else:
-            tensors[name] = torch.from_numpy(array)
+    items = _items_of(storage, np.flatnonzero(storage._tracker.written))
     return {
         "initialized": True,
         "_len": len(storage),
         "description": json.dumps(describe(storage)),
-        "tensors": tensors,
+        "tensors": {i.name: tensor_over(i.values, i.dtype or i.values.dtype.name) for i in items},
     }
 
 
@@ -287,15 +275,17 @@ def _check_dims(storage: CompressedStorage, dims: tuple[int, ...]) -> None:
         )
 
 
-def _part_of(storage: CompressedStorage, slots: Ints) -> Part:
-    """Copy the content of slots; plain keys as rows of bytes."""
-    part: Part = {"slots": slots}
+def _items_of(storage: CompressedStorage, slots: Ints) -> list[Item]:
+    """Copy the content of slots."""
+    items = [Item("slots", slots)]
     for k, leaf, _ in storage._flat:
-        part[f"plain.{k}"] = as_rows(leaf.cpu(), 1)[slots]
+        key = storage._tree.keys[k]
+        items.append(Item(f"plain.{k}", key.words(as_rows(leaf.cpu(), 1)[slots]), key.dtype))
     for k in storage._tree.big:
         assert storage._columns is not None
-        part[f"data.{k}"], part[f"lengths.{k}"] = storage._columns.gather(k, slots)
-    return part
+        data, lengths = storage._columns.gather(k, slots)
+        items += [Item(f"data.{k}", data), Item(f"lengths.{k}", lengths)]
+    return items
 
 
 def describe(storage: CompressedStorage) -> dict[str, Any]:

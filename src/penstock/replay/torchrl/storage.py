@@ -19,7 +19,7 @@ import torch
 from numpy.typing import NDArray
 
 from penstock.core.extras import needs_torchrl
-from penstock.core.memory import parse_bytes
+from penstock.core.memory import parse_bytes, whole_number
 from penstock.core.reuse import ReusedMemory
 from penstock.errors import UnsupportedValue, UsageError
 
@@ -110,10 +110,7 @@ class CompressedStorage(LazyTensorStorage):  # type: ignore[misc]
         memory_bytes: int | str | None = None,
         spill_dir: str | PathLike[str] | None = None,
     ) -> None:
-        if not isinstance(max_size, int) or max_size < 1:
-            raise UsageError(f"max_size is {max_size!r}; give a whole number of slots, at least 1")
-        if not isinstance(ndim, int) or ndim < 1:
-            raise UsageError(f"ndim is {ndim!r}; give a whole number, at least 1")
+        max_size, ndim = whole_number("max_size", max_size), whole_number("ndim", ndim)
         if memory_bytes is not None and spill_dir is None:
             raise UsageError("memory_bytes needs spill_dir: where should the rest go?")
         check_codecs(codecs)
