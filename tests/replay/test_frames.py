@@ -10,6 +10,7 @@ from penstock.replay import frames as module
 from penstock.replay.frames import (
     BitFrames,
     Lz4Frames,
+    NarrowFrames,
     RawFrames,
     SparseFrames,
     ZstdFrames,
@@ -45,7 +46,7 @@ def codecs_for(size):
             found += [Lz4Frames(size, row), BitFrames(size, row)]
     found.append(BitFrames(size))
     if size % 4 == 0:
-        found.append(SparseFrames(size))
+        found += [SparseFrames(size), NarrowFrames(size), NarrowFrames(size, 1, size // 8, 1)]
     return found
 
 
@@ -71,6 +72,38 @@ def test_every_codec_gives_everything_back(kind, size):
         assert lengths.sum() == data.size <= frames.size
         again = frame_codec(codec.config())
         assert (decoded(again, data, lengths, which) == frames[which]).all(), codec.config()
+
+
+ODD = [-0.0, float("nan"), float("inf"), -1.0, 256.0, 0.3, 1e-40, 1e30, 254.99998]
+
+
+@settings(max_examples=100, deadline=None)
+@given(
+    st.sampled_from([1, 255]),
+    st.integers(0, 2**32),
+    st.lists(st.tuples(st.integers(0, 11), st.sampled_from(ODD))),
+)
+def test_floats_that_are_bytes_and_those_that_are_not(scale, seed, odd):
+    """Whatever is in a frame comes back bit for bit, and a frame of bytes is kept as bytes."""
+    values = np.random.default_rng(seed).integers(0, 256, (12, 80)).astype(np.float32)
+    values /= np.float32(scale)
+    for frame, value in odd:
+        values[frame, 7] = value
+    frames = values.view(np.uint8)
+    for codec in (NarrowFrames(320, scale), NarrowFrames(320, scale, 8, 1)):
+        data, lengths = codec.encode(frames)
+        assert (decoded(codec, data, lengths, np.arange(12)) == frames).all()
+        good = np.isin(np.arange(12), [frame for frame, _ in odd], invert=True)
+        assert (lengths[good] <= 80).all()
+
+
+def test_float_pictures_are_kept_as_bytes():
+    small = choose_codec(pictures()).encode(pictures().reshape(40, -1))[1].sum()
+    for values in (pictures() / np.float32(255), pictures().astype(np.float32)):
+        codec = choose_codec(values)
+        assert codec.id == "narrow"
+        assert codec.encode(values.reshape(40, -1).view(np.uint8))[1].sum() < 1.2 * small
+    assert choose_codec(pictures() * np.float32(0.37)).id == "lz4"
 
 
 @settings(max_examples=150, deadline=None)

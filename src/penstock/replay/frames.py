@@ -9,6 +9,7 @@ is kept as it is, so no codec ever makes data larger. Everything is lossless.
              to read
     bits     noisy pictures: the same differences, in as few bits as each 64 of them need
     sparse   lidar: a bitmap of what is not zero, then the rest (32-bit words)
+    narrow   float32 pictures that are bytes, or bytes / 255: as bytes, then lz4 or bits
     zstd     smallest, several times slower to read
 """
 
@@ -38,7 +39,7 @@ Bytes = NDArray[np.uint8]
 Longs = NDArray[np.int64]
 Addresses = NDArray[np.uint64]
 
-CODEC_NAMES = ("auto", "raw", "lz4", "lz4hc", "bits", "sparse", "zstd")
+CODEC_NAMES = ("auto", "raw", "lz4", "lz4hc", "bits", "sparse", "narrow", "zstd")
 LARGEST_FRAME_BYTES = 0x7E000000  # what LZ4 takes
 _LEAST_RATIO = 1.1
 _LEAST_FRAME_BYTES = 256
@@ -166,6 +167,63 @@ class SparseFrames(FrameCodec):
 
 
 @dataclass(frozen=True)
+class NarrowFrames(FrameCodec):
+    """Frames of float32 that are whole numbers of 0 to 255, divided by `scale`.
+
+    They are kept as bytes, by `BitFrames` or `Lz4Frames`; a frame that is not so, bit for bit, is
+    kept as it is.
+    """
+
+    id = "narrow"
+    scale: int = 255
+    row: int = 0
+    bits: int = 0
+
+    def __post_init__(self) -> None:
+        if self.size % 4 or self.scale < 1:
+            raise UsageError(f"narrow: frames of {self.size} bytes, a scale of {self.scale}")
+
+    @property
+    def _inner(self) -> FrameCodec:
+        return (BitFrames if self.bits else Lz4Frames)(self.size // 4, self.row)
+
+    def encode(self, frames: Bytes) -> tuple[Bytes, Longs]:
+        """Narrow, then compress."""
+        small, exact = self.narrowed(frames)
+        data, lengths = self._inner.encode(small)
+        if exact.all():
+            return data, lengths
+        coded = np.split(data, np.cumsum(lengths)[:-1])
+        kept = [part if good else row for part, good, row in zip(coded, exact, frames, strict=True)]
+        return np.concatenate(kept), np.where(exact, lengths, self.size)
+
+    def narrowed(self, frames: Bytes) -> tuple[Bytes, NDArray[np.bool_]]:
+        """Return frames as bytes, and which of them are so exactly."""
+        values = frames.view(np.float32)
+        small = BLOCKS.array(values.shape, np.uint8)
+        exact = np.empty(len(frames), np.bool_)
+        back = BLOCKS.array(values.shape[1:], np.float32)
+        kernels.narrow(values, np.float32(self.scale), small, back, exact)
+        return small, exact
+
+    def _decode(self, addresses: Addresses, lengths: Longs, out: Bytes) -> int:
+        exact = lengths != self.size
+        if not exact.all():
+            for some, decode in ((exact, self._decode), (~exact, RawFrames(self.size)._decode)):
+                rows = np.empty((int(some.sum()), self.size), np.uint8)
+                bad = decode(addresses[some], lengths[some], rows)
+                if bad >= 0:
+                    return int(np.flatnonzero(some)[bad])
+                out[some] = rows
+            return -1
+        small = BLOCKS.array((len(out), self.size // 4), np.uint8)
+        bad = self._inner._decode(addresses, lengths, small)
+        if bad < 0:
+            kernels.widen(small, np.float32(self.scale), out.view(np.float32))
+        return bad
+
+
+@dataclass(frozen=True)
 class ZstdFrames(FrameCodec):
     """Zstandard, frame by frame."""
 
@@ -199,7 +257,8 @@ class ZstdFrames(FrameCodec):
 
 
 _KINDS: dict[str, type[FrameCodec]] = {
-    kind.id: kind for kind in (RawFrames, Lz4Frames, BitFrames, SparseFrames, ZstdFrames)
+    kind.id: kind
+    for kind in (RawFrames, Lz4Frames, BitFrames, SparseFrames, NarrowFrames, ZstdFrames)
 }
 
 
@@ -237,7 +296,7 @@ def choose_codec(sample: NDArray[Any], codec: str = "auto", where: str = "a fram
     frames = _sample_bytes(sample)
     tried = [
         (_measured(candidate, frames, where), candidate)
-        for candidate in _candidates(codec, sample, size)
+        for candidate in _candidates(codec, sample, frames)
     ]
     if not tried:
         raise UsageError(
@@ -256,7 +315,8 @@ def _sample_bytes(sample: NDArray[Any]) -> Bytes:
     return chosen.reshape(len(chosen), -1).view(np.uint8)
 
 
-def _candidates(codec: str, sample: NDArray[Any], size: int) -> list[FrameCodec]:
+def _candidates(codec: str, sample: NDArray[Any], frames: Bytes) -> list[FrameCodec]:
+    size = frames.shape[1]
     rows = [0, *sorted(_row_bytes(sample.shape[1:], sample.itemsize))]
     found: list[FrameCodec] = []
     if codec in ("auto", "lz4"):
@@ -268,6 +328,10 @@ def _candidates(codec: str, sample: NDArray[Any], size: int) -> list[FrameCodec]
         found += [BitFrames(size, row) for row in rows]
     if codec in ("auto", "sparse") and size % 4 == 0:
         found.append(SparseFrames(size))
+    if codec in ("auto", "narrow") and sample.dtype == np.float32:
+        for scale in (1, 255):
+            if codec == "narrow" or NarrowFrames(size, scale).narrowed(frames)[1].all():
+                found += [NarrowFrames(size, scale, r // 4, b) for r in rows for b in (0, 1)]
     if codec == "zstd":
         found.append(ZstdFrames(size))
     return found

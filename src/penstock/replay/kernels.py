@@ -190,6 +190,38 @@ def sparse_decode(addresses, lengths, out):
 
 
 @compiled
+def narrow(values, scale, out, back, exact):
+    """Write float32 frames [n, size] as bytes, each times `scale`; note which are so exactly.
+
+    `back` is float32 [size], for what a reader would get: it must be the same bit for bit.
+    """
+    count, size = values.shape
+    again = back.view(np.uint32)
+    for i in range(count):
+        frame, bits = values[i], values[i].view(np.uint32)
+        for k in range(size):
+            out[i, k] = np.uint8(np.int32(frame[k] * scale + np.float32(0.5)))
+        _divide(out[i], scale, back)
+        differs = np.uint32(0)
+        for k in range(size):
+            differs |= again[k] ^ bits[k]
+        exact[i] = differs == 0
+
+
+@compiled
+def _divide(frame, scale, out):
+    for k in range(frame.size):
+        out[k] = np.float32(frame[k]) / scale
+
+
+@compiled
+def widen(frames, scale, out):
+    """Undo `narrow`."""
+    for i in range(len(frames)):
+        _divide(frames[i], scale, out[i])
+
+
+@compiled
 def _width(largest):
     bits = 0
     while largest >> bits:

@@ -41,8 +41,8 @@ class DictReplayBuffer:
         keys: What an episode holds: names, or tuples of names for nested keys.
         device: Where batches go.
         img_compressed: Compress every key that gains by it ("auto"); else store keys as they are.
-        codecs: "auto", "raw", "lz4", "lz4hc", "bits", "sparse" or "zstd", for all or by key; keys
-            left out follow `img_compressed`.
+        codecs: "auto", or a name of `penstock.replay.frames`, for all or by key; keys left out
+            follow `img_compressed`.
         max_bytes: Bytes of episodes to hold, as stored, such as "2GB". Memory (`nbytes`) may be
             about a fifth more, for what was freed and not yet reused.
         eviction: "fifo" forgets the oldest episode first, "lru" the one whose last appearance in a
