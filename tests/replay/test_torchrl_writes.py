@@ -382,3 +382,22 @@ def test_each_write_counts_once_as_in_torchrl(ndim):
         return revisions
 
     assert run(CompressedStorage(4, ndim=ndim)) == run(LazyTensorStorage(4, ndim=ndim))
+
+
+def test_a_later_key_that_does_not_fit_changes_nothing():
+    def some(seed, count):
+        return items(count, seed=seed).select("pixels", "action").to("cpu")
+
+    storage = CompressedStorage(10_000)
+    storage.set(range(5), some(0, 5))
+    huge = torch.zeros(1).expand(2, 10**11)  # 4 PB for all slots
+    late = TensorDict({"huge": huge, **some(1, 2)}, batch_size=[2])
+    for slots in (range(2), range(5, 7)):
+        with pytest.raises(errors.UsageError, match="have them from the start"):
+            storage.set(slots, late)
+    assert len(storage) == 5
+    assert_same(some(0, 5), storage[:])
+    late = TensorDict({**some(1, 2), "a": {"b": torch.ones(2, 3)}}, batch_size=[2])
+    storage.set(range(5, 7), late)
+    assert storage[:]["a", "b"].sum(1).tolist() == [0, 0, 0, 0, 0, 3, 3]
+    assert_same(late.to("cpu"), storage[5:7])

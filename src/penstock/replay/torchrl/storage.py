@@ -178,6 +178,9 @@ class CompressedStorage(LazyTensorStorage):  # type: ignore[misc]
                 tree, columns = self._choose(leaves, extras_of(data, lead), slots)
             else:
                 self._check(leaves, lead, partial=not set_cursor)
+                if not leaves.keys() <= tree.number.keys():
+                    self._add_keys(leaves, lead)
+                    tree = self._tree
             flat = slots.reshape(-1)
             encoded: dict[int, Encoded] = {}
             for k in tree.big:
@@ -191,8 +194,6 @@ class CompressedStorage(LazyTensorStorage):  # type: ignore[misc]
             if first:
                 self._form = form
                 self._adopt(tree, columns, SlotTracker(self._capacity, self._tracker.clock))
-            elif not leaves.keys() <= tree.number.keys():
-                self._add_keys(leaves, lead)
             self._tracker.touch(flat)
 
     def get(self, index: Any) -> Any:
@@ -398,14 +399,28 @@ class CompressedStorage(LazyTensorStorage):  # type: ignore[misc]
                 )
 
     def _add_keys(self, leaves: Leaves, lead: int) -> None:
-        """A later write brought keys (TorchRL adds "index" itself); they are plain."""
-        tree = self._tree
-        added = [
-            field_of(path, tensor, lead)
-            for path, tensor in leaves.items()
-            if path not in tree.number
-        ]
-        self._tree = KeyTree([*tree.keys, *added], tree.extras, tree.big)
+        """A later write brings keys (TorchRL adds "index" itself); they are plain.
+
+        Room for them is made before anything is written: it may be more than there is.
+        """
+        tree, device = self._tree, self._storage.device
+        fields = [field_of(path, tensor, lead) for path, tensor in leaves.items()]
+        added = [field for field in fields if field.path not in tree.number]
+        grown = KeyTree([*tree.keys, *added], tree.extras, tree.big)
+        try:
+            rooms = [
+                torch.zeros((*self._dims, *field.shape), dtype=field.torch_dtype, device=device)
+                for field in added
+            ]
+        except RuntimeError as error:
+            names = ", ".join(map(str, added))
+            raise UsageError(
+                f"the data has keys that the first data had not ({names}), and there is no memory "
+                f"for {self._capacity} slots of them; have them from the start"
+            ) from error
+        for field, room in zip(added, rooms, strict=True):
+            self._storage.set(field.path, room)
+        self._tree = grown
         self._tracker.touch_all()
         self._refresh()
 
