@@ -104,6 +104,8 @@ def test_float_pictures_are_kept_as_bytes():
         assert codec.id == "narrow"
         assert codec.encode(values.reshape(40, -1).view(np.uint8))[1].sum() < 1.2 * small
     assert choose_codec(pictures() * np.float32(0.37)).id == "lz4"
+    for level in (0, 1):  # black or white frames first: nothing is known of the others
+        assert choose_codec(np.full((40, 84, 84), level, np.float32)).id != "narrow"
 
 
 @settings(max_examples=150, deadline=None)

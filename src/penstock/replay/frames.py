@@ -44,6 +44,7 @@ LARGEST_FRAME_BYTES = 0x7E000000  # what LZ4 takes
 _LEAST_RATIO = 1.1
 _LEAST_FRAME_BYTES = 256
 _SAMPLE_FRAMES = 64
+_LEAST_LEVELS = 16
 _LZ4HC_LEVEL = 6
 _GROUP = kernels.GROUP
 
@@ -330,7 +331,9 @@ def _candidates(codec: str, sample: NDArray[Any], frames: Bytes) -> list[FrameCo
         found.append(SparseFrames(size))
     if codec in ("auto", "narrow") and sample.dtype == np.float32:
         for scale in (1, 255):
-            if codec == "narrow" or NarrowFrames(size, scale).narrowed(frames)[1].all():
+            small, exact = NarrowFrames(size, scale).narrowed(frames)
+            # Black frames at the beginning say nothing of those that come.
+            if codec == "narrow" or (exact.all() and np.unique(small).size >= _LEAST_LEVELS):
                 found += [NarrowFrames(size, scale, r // 4, b) for r in rows for b in (0, 1)]
     if codec == "zstd":
         found.append(ZstdFrames(size))
