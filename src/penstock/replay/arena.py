@@ -12,13 +12,12 @@ import os
 import tempfile
 from collections.abc import Iterable
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from penstock.core.files import storage_error, write_all
+from penstock.core.files import make_folder, storage_error, write_all
 from penstock.errors import UsageError
 
 Bytes = NDArray[np.uint8]
@@ -60,12 +59,7 @@ class Arena:
             raise UsageError("memory_bytes needs spill_dir: where should the rest go?")
         self._chunk_bytes = chunk_bytes
         self._memory_bytes = memory_bytes
-        self._spill_dir = Path(spill_dir) if spill_dir is not None else None
-        if self._spill_dir is not None:
-            try:
-                self._spill_dir.mkdir(parents=True, exist_ok=True)
-            except OSError as error:
-                raise storage_error("create", self._spill_dir, error) from error
+        self._spill_dir = None if spill_dir is None else make_folder(spill_dir)
         self._chunks: dict[int, _Chunk] = {}
         self._bases = np.zeros(16, np.uint64)
         self._free_numbers: list[int] = []
@@ -226,9 +220,7 @@ class Arena:
         except OSError as error:
             raise storage_error("spill to", self._spill_dir, error) from error
         with contextlib.suppress(OSError, AttributeError):
-            chunk.map.madvise(
-                mmap.MADV_RANDOM
-            )  # a sample reads single frames, not their neighbours
+            chunk.map.madvise(mmap.MADV_RANDOM)  # a sample reads single frames, no neighbours
         self.nbytes -= chunk.content.size
         chunk.content = np.frombuffer(chunk.map, np.uint8)
         self.spilled_bytes += chunk.content.size

@@ -50,12 +50,6 @@ class LogReader:
         state: The state given to `commit`.
         digests: Names of the segments, in the order given to `commit`, and the digest of each.
         next_number: Of the next segment.
-
-    Example:
-        with SegmentLog.read("runs/x/replay") as log:
-            for name in log.segments:
-                with log.open_segment(name) as segment:
-                    lengths = segment.read("lengths")
     """
 
     def __init__(self, folder: Path, pack: PackReader) -> None:
@@ -150,11 +144,6 @@ class SegmentLog:
         digest: Identifies the committed manifest; "" before the first commit. Who saved here before
             compares it with what it remembers: if it differs, somebody else committed since, and
             the segments in here must not be taken for one's own.
-
-    Example:
-        with SegmentLog.create_or_open("runs/x/replay") as log:
-            name = log.append([Item("data", data)], {"episodes": 3})
-            log.commit({"frames": 1200}, keep=[*log.segments, name])
     """
 
     def __init__(self, folder: Path, holder: str, lock: FolderLock) -> None:

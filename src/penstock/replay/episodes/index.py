@@ -34,12 +34,6 @@ class EpisodeIndex:
         next_id: Id that the next episode will get.
         next_frame: Frame id that the next episode will start with.
         reallocations: How often the table moved.
-
-    Example:
-        index = EpisodeIndex()
-        first, second = index.append(10), index.append(20)
-        index.evict_oldest()
-        rows, steps = index.find([0, 19])   # [0, 0], [0, 19]
     """
 
     def __init__(self, extra_columns: int = 0) -> None:

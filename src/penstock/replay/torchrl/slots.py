@@ -34,11 +34,6 @@ class CompressedColumns:
     """A fixed number of slots, each holding one compressed frame per column.
 
     Not for several threads at once: whoever owns it locks.
-
-    Example:
-        columns = CompressedColumns(1000, {0: codec})
-        columns.store(np.arange(8), {0: columns.encode(0, frames)})
-        columns.decode(0, np.array([3, 5]), out)
     """
 
     def __init__(
