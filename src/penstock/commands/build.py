@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 from dataclasses import asdict, dataclass
-from pathlib import Path
 
 from penstock.commands.base import Command, Outcome
 
@@ -61,7 +60,7 @@ def build(out: str) -> BuildReport:
         }
         writer.clear_units()
         return BuildReport(
-            str(Path(out)),
+            out,
             writer.total_episodes,
             writer.total_frames,
             writer.built_units - before,
@@ -71,7 +70,7 @@ def build(out: str) -> BuildReport:
 
 
 def _add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("out", metavar="OUT", help="the folder of the dataset")
+    parser.add_argument("out", metavar="OUT", help="the folder of the dataset, here or s3://…")
 
 
 def _run(arguments: argparse.Namespace) -> Outcome:

@@ -1,7 +1,7 @@
-"""Files in object storage (S3, Google Cloud Storage): found by listing, read by ranges.
+"""Files in object storage (S3, Google Cloud Storage): listed, read by ranges, written whole.
 
-Credentials come from the usual environment only, as the vendors' own tools take them. Nothing is
-written here.
+Credentials come from the usual environment only, as the vendors' own tools take them. An object
+appears when its upload is complete, and never in parts.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ import os
 import time
 from collections.abc import Iterator
 from functools import lru_cache
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, Final
 from urllib.parse import urlsplit
@@ -22,6 +23,7 @@ _CONNECT_S, _REQUEST_S = 10.0, 60.0
 _SDK_ATTEMPTS: Final = 5  # of the SDK, for one request
 _ATTEMPTS: Final = 3  # ours, for an answer that breaks off
 _PAUSE_S: Final = 0.5
+_CHUNK_BYTES: Final = 8 << 20
 
 
 def is_object(path: object) -> bool:
@@ -52,6 +54,7 @@ def _file_system(scheme: str, bucket: str) -> Any:
         connect_timeout=_CONNECT_S,
         request_timeout=_REQUEST_S,
         retry_strategy=fs.AwsStandardS3RetryStrategy(max_attempts=_SDK_ATTEMPTS),
+        allow_delayed_open=True,  # a small object is one request, not three
     )
 
 
@@ -178,6 +181,73 @@ class ObjectPath:
             data: bytes = file.read()
         return data
 
+    def relative_to(self, folder: ObjectPath) -> str:
+        """Return its path in a folder."""
+        return self._key.removeprefix(f"{folder._key}/")
+
+    def write_bytes(self, data: Any) -> None:
+        """Put an object, whole or not at all; an upload that breaks off is begun again."""
+
+        def put(files: Any) -> None:
+            # Nothing may fail in here but the storage: a stream that is closed is an object.
+            with files.open_output_stream(self._key) as stream:
+                stream.write(data)
+
+        self._attempt(put)
+
+    def upload(self, path: Path) -> None:
+        """Put the content of a file of this machine."""
+        import pyarrow as pa
+
+        if path.stat().st_size == 0:
+            self.write_bytes(b"")
+            return
+        with pa.memory_map(str(path)) as file:
+            self.write_bytes(file.read_buffer())
+
+    def download(self, path: Path) -> None:
+        """Write its content into a file of this machine, which may be there already."""
+
+        def get(files: Any) -> None:
+            with files.open_input_stream(self._key) as stream, path.open("wb") as file:
+                while chunk := stream.read(_CHUNK_BYTES):
+                    file.write(chunk)
+
+        self._attempt(get)
+
+    def copy_to(self, target: ObjectPath) -> None:
+        """Let the storage copy it, within the bucket."""
+        self._attempt(lambda files: files.copy_file(self._key, target._key))
+
+    def delete(self) -> None:
+        """Remove it; nothing happens if it is not there."""
+        try:
+            self._attempt(lambda files: files.delete_file(self._key))
+        except FileNotFoundError:
+            return
+
+    def delete_folder(self) -> None:
+        """Remove all that lies below it, a thousand objects per call."""
+        try:
+            self._attempt(lambda files: files.delete_dir(self._key))
+        except FileNotFoundError:
+            return
+
+    def _attempt(self, work: Any) -> None:
+        """Do something that can be repeated; the SDK has tried each request several times."""
+        for attempt in range(_ATTEMPTS):
+            try:
+                work(_file_system(self._scheme, self._bucket))
+                self._info = None
+                return
+            except FileNotFoundError:
+                raise
+            except OSError as problem:
+                error = problem
+            if attempt + 1 < _ATTEMPTS:
+                time.sleep(_PAUSE_S * 2**attempt)
+        raise _refused(self, error, "write") from error
+
     def open_ranges(self) -> ObjectFile:
         """Return it for reading by ranges, from any thread."""
         return ObjectFile(self, self._call(lambda files: files.open_input_file(self._key)))
@@ -217,10 +287,10 @@ class ObjectFile:
         self._file.close()
 
 
-def _refused(path: ObjectPath, error: OSError) -> StorageError:
+def _refused(path: ObjectPath, error: OSError, action: str = "read") -> StorageError:
     """Say an error of the storage in one line."""
     if error.strerror:
-        return storage_error("read", str(path), error)
+        return storage_error(action, str(path), error)
     reason = " ".join(str(error).split())
     hint = "check the bucket, the network and the credentials of the environment"
-    return StorageError(f"cannot read {path}: {reason[:300]}; {hint}")
+    return StorageError(f"cannot {action} {path}: {reason[:300]}; {hint}")

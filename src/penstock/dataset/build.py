@@ -13,7 +13,7 @@ import re
 import shutil
 from abc import ABC, abstractmethod
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache
 from itertools import accumulate, chain, islice
@@ -83,6 +83,7 @@ _PICTURE_ROWS = 128
 _RECORDS_AT_ONCE = 256
 _NUMBERED = re.compile(r"(?:file-|episode_)\d+\.(?:parquet|mp4)")
 _STATS_BYTES = 16 << 20
+Fetch = Callable[[Iterable[Path]], None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,6 +126,7 @@ def build(
     units: Sequence[Unit],
     base: Base | None = None,
     base_stats: dict[str, AnyStats] | None = None,
+    fetch: Fetch | None = None,
 ) -> Built:
     """Put new units into a dataset.
 
@@ -136,6 +138,7 @@ def build(
         base: Episodes that no unit knows, if they are not in `built` yet; they stay in front, as
             they are.
         base_stats: Their statistics (v3.0).
+        fetch: Brings the content of files of the dataset, before they are read.
 
     Returns:
         What it holds now.
@@ -148,7 +151,9 @@ def build(
         unit.check()
     base = built.base if built else base or Base()
     with replacing(root, root) as new:
-        result = _UnitBuild(root, new, plan, built, units, base, base_stats or {}).run()
+        making = _UnitBuild(root, new, plan, built, units, base, base_stats or {})
+        making.fetch = fetch or making.fetch
+        result = making.run()
     settle(root)
     shutil.rmtree(sibling(root, "undo"), ignore_errors=True)  # of an edit before this
     for unit in units:
@@ -202,6 +207,7 @@ class Build(ABC):
         for record in self._before:
             self._in_file.update(span.file for span in record.videos.values())
         self._files: dict[str, Digest] = {}
+        self.fetch: Fetch = lambda paths: None
 
     def run(self) -> Built:
         """Write everything; info.json is the last."""
@@ -317,6 +323,7 @@ class Build(ABC):
                 self._keep(clips[0].path, path)
                 firsts = [clip.first for clip in clips]
             else:
+                self.fetch(clip.path for clip in clips)
                 firsts = join(clips, self._target(path), self._spec.fps)
                 self._note(path)
             for number, first in zip(group, firsts, strict=True):
@@ -334,6 +341,8 @@ class Build(ABC):
     def _keep(self, path: Path, target: str) -> None:
         place(path, self._target(target))
         known = self._digests.get(path.relative_to(self._root).as_posix())
+        if known is None:
+            self.fetch([path])
         self._files[target] = known or file_digest(path)
 
     def _join_rows(self, group: range, target: Path) -> None:
@@ -343,6 +352,7 @@ class Build(ABC):
         columns = [n for n in schema.names if n not in AUTO_FEATURES]
         pictures = [n for n, f in self._spec.features.items() if f.dtype == "image"]
         sources = self._sources[group.start : group.stop]
+        self.fetch({source.rows for source in sources if columns})
         stream = RowStream(_rows(sources, [self._column_of(n) for n in columns], pictures))
         row_bytes = max(
             1,

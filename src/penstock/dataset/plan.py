@@ -22,6 +22,7 @@ from typing import Any
 from isal import isal_zlib
 from typing_extensions import Self
 
+from penstock.core.objects import ObjectPath
 from penstock.dataset import layout
 from penstock.dataset.layout import FORMATS, PRIVATE_FOLDER, Feature, FileLimits, Format, Version
 from penstock.dataset.tables import inside
@@ -106,7 +107,7 @@ class Plan:
         return json.dumps(self.to_json(), indent=1).encode()
 
     @classmethod
-    def read(cls, path: Path) -> Self:
+    def read(cls, path: Path | ObjectPath) -> Self:
         """Read plan.json, or settings.json of earlier versions."""
         try:
             content = parse_json(path.read_bytes())

@@ -49,6 +49,8 @@ def inside(root: Path, name: str) -> Path:
     """
     path = root / name
     try:
+        if "/" not in name and path.is_file() and not path.is_symlink():
+            return path  # most of a hundred thousand units
         if not path.resolve().is_relative_to(root.resolve()):
             raise DataError(f"{name} leads out of {root} by a link; put the file itself there")
         if path.exists() and not (path.is_file() or path.is_dir()):

@@ -20,6 +20,7 @@ import hashlib
 import json
 import os
 import shutil
+import tempfile
 import threading
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack, suppress
@@ -42,6 +43,7 @@ from penstock.core.files import (
     sync_folder,
     temporary_path,
 )
+from penstock.core.objects import ObjectPath
 from penstock.dataset.episode_stats import EpisodeStats, episode_stats, to_column
 from penstock.dataset.layout import (
     AUTO_FEATURES,
@@ -253,7 +255,7 @@ class UnitWriter:
     Rows may come in any portions: the files do not depend on them.
 
     Args:
-        units: The folder of all units; created if need be.
+        units: The folder of all units, here or in object storage; created if need be.
         record: Key, position, source, and the episodes with their lengths and tasks.
         features: Of the dataset; the automatic ones are added by the build.
         fps: Frames per second.
@@ -271,7 +273,7 @@ class UnitWriter:
 
     def __init__(
         self,
-        units: Path,
+        units: Path | ObjectPath,
         record: UnitRecord,
         features: Mapping[str, Feature],
         fps: int,
@@ -301,12 +303,13 @@ class UnitWriter:
         self._open = True
         self._committed = False
         self._stack = ExitStack()
+        here = Path(tempfile.gettempdir()) if isinstance(units, ObjectPath) else units
         try:
-            make_folder(units)
-            self.folder = temporary_path(units)
+            make_folder(here)
+            self.folder = temporary_path(here)
             self.folder.mkdir()
         except OSError as error:
-            raise storage_error("write", units, error) from error
+            raise storage_error("write", here, error) from error
         self._parquet: Any = None
         if self._numbers.features:
             rows = new_parquet(self.folder / ROWS, self._numbers.schema)
@@ -386,6 +389,8 @@ class UnitWriter:
             StorageError: The disk refuses; nothing is kept.
         """
         self._check_open()
+        if isinstance(self._units, ObjectPath):
+            return self._upload(self._units)
         target = self._units / self._record.key
         try:
             with names_synced_later():
@@ -416,6 +421,24 @@ class UnitWriter:
                 raise storage_error("write", target, error) from error
             raise
         return unit  # not read again: a build may have taken it by now
+
+    def _upload(self, units: ObjectPath) -> Unit:
+        """Complete the files, and put them into object storage, the record last."""
+        target = units / self._record.key
+        try:
+            with names_synced_later():
+                unit = self._finish(self.folder)
+            upload_unit(self.folder, target)
+            self._committed = True
+        except (pa.ArrowException, MemoryError) as error:
+            raise DataError(f"{target}: the unit cannot be written ({error})") from error
+        except OSError as error:
+            if isinstance(error, PenstockError):
+                raise
+            raise storage_error("write", self.folder, error) from error
+        finally:
+            self.abandon()
+        return unit
 
     def abandon(self) -> None:
         """Remove everything; safe to call twice, and after `commit` it does nothing."""
@@ -619,6 +642,12 @@ def _as_arrays(stats: VectorStats, feature: Feature) -> EpisodeStats:
     }
 
 
+def upload_unit(folder: Path, target: ObjectPath) -> None:
+    """Put a finished unit into object storage, its record last."""
+    for path in sorted(folder.iterdir(), key=lambda path: (path.name == RECORD, path.name)):
+        (target / path.name).upload(path)
+
+
 def remove_unit(folder: Path) -> None:
     """Remove a unit; at no time there is half a unit of that name."""
     away = temporary_path(folder.parent)
@@ -648,12 +677,17 @@ def failure_name(key: str) -> str:
     return f"{key}.failed.json"
 
 
-def write_failure_note(units: Path, key: str, source: Mapping[str, Any], reason: str) -> None:
+def write_failure_note(
+    units: Path | ObjectPath, key: str, source: Mapping[str, Any], reason: str
+) -> None:
     """Note, durably, why a recording could not become a unit; the next try removes it."""
     check_key(key)
-    make_folder(units)
-    content = json.dumps({"source": dict(source), "reason": reason})
-    publish_bytes(units / failure_name(key), content.encode())
+    content = json.dumps({"source": dict(source), "reason": reason}).encode()
+    if isinstance(units, ObjectPath):
+        (units / failure_name(key)).write_bytes(content)
+    else:
+        make_folder(units)
+        publish_bytes(units / failure_name(key), content)
 
 
 def file_digest(path: Path) -> Digest:

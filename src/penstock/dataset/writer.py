@@ -10,7 +10,7 @@ import json
 import os
 import shutil
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
@@ -18,6 +18,7 @@ from typing import Any, Literal
 from typing_extensions import Self
 
 from penstock.core.files import FolderLock, make_folder, publish_bytes, storage_error, sweep
+from penstock.core.objects import ObjectPath, is_object
 from penstock.dataset import metadata
 from penstock.dataset.adopt import (
     OLD_SETTINGS,
@@ -50,6 +51,7 @@ from penstock.dataset.plan import (
     check_fits,
     check_same,
 )
+from penstock.dataset.remote import RemoteDataset
 from penstock.dataset.swap import settle, sibling
 from penstock.dataset.tables import inside
 from penstock.dataset.unit import (
@@ -87,8 +89,10 @@ def is_dataset(root: Path) -> bool:
     return any((root / name).is_file() for name in (INFO_PATH, PLAN, OLD_SETTINGS))
 
 
-def read_plan(root: Path) -> Plan | None:
+def read_plan(root: Path | ObjectPath) -> Plan | None:
     """Read the plan of a dataset, of this version or an earlier one; None if it has none."""
+    if isinstance(root, ObjectPath):
+        return Plan.read(root / PLAN) if (root / PLAN).is_file() else None
     for name in (PLAN, OLD_SETTINGS):
         if (root / name).is_file():
             return Plan.read(inside(root, name))
@@ -99,7 +103,8 @@ class DatasetWriter:
     """The one writer of a dataset.
 
     Args:
-        out: The folder of the dataset.
+        out: The folder of the dataset; s3://bucket/folder or the like in object storage, or that
+            opened by the caller, who then closes it.
         features: What every frame has; the five automatic features need not be named.
         fps: Frames per second.
         robot_type: Written into info.json.
@@ -129,7 +134,7 @@ class DatasetWriter:
 
     def __init__(
         self,
-        out: Path | str,
+        out: Path | str | ObjectPath | RemoteDataset,
         features: Mapping[str, Feature],
         fps: int,
         robot_type: str | None = None,
@@ -154,29 +159,36 @@ class DatasetWriter:
         self._start(out, lambda: self._open(plan, mode))
 
     @classmethod
-    def reopen(cls, out: Path | str) -> Self:
+    def reopen(cls, out: Path | str | ObjectPath) -> Self:
         """Open a dataset that penstock has begun, to build what is committed.
 
         Raises:
             UsageError: There is none, or none of penstock's.
         """
         this = cls.__new__(cls)
-        root = Path(os.path.realpath(out))
-        # Between the two renames of an exchange the dataset is beside its place.
-        if read_plan(root if root.is_dir() else sibling(root, "old")) is None:
-            raise UsageError(f"{root} holds no units: convert recordings into it first")
+        if not is_object(out):
+            root = Path(os.path.realpath(str(out)))
+            # Between the two renames of an exchange the dataset is beside its place.
+            if read_plan(root if root.is_dir() else sibling(root, "old")) is None:
+                raise UsageError(f"{root} holds no units: convert recordings into it first")
 
         def open_it() -> Plan:
             this._restore()
-            plan = read_plan(root)
-            assert plan is not None
+            plan = read_plan(this.root)
+            if plan is None:
+                raise UsageError(f"{out} holds no units: convert recordings into it first")
             return plan
 
-        this._start(root, open_it)
+        this._start(out, open_it)
         return this
 
-    def _start(self, out: Path | str, open_plan: Any) -> None:
-        self.root = Path(os.path.realpath(out))  # a link to a dataset stays one
+    def _start(self, out: Path | str | ObjectPath | RemoteDataset, open_plan: Any) -> None:
+        self._stack = ExitStack()
+        self._remote = out if isinstance(out, RemoteDataset) else None
+        if is_object(out):
+            self._remote = self._stack.enter_context(RemoteDataset(ObjectPath(str(out))))
+        # A link to a dataset stays one.
+        self.root = self._remote.folder if self._remote else Path(os.path.realpath(str(out)))
         self._lock = FolderLock(self.root, LOCK_NAME)
         self._closed = False
         self._opened: dict[str, Unit] = {}
@@ -191,6 +203,7 @@ class DatasetWriter:
             self._next = max([len(self.plan.bags), *(r.position + 1 for r in self.records)])
         except BaseException as error:
             self._lock.release()
+            self._stack.close()
             if created:
                 with suppress(OSError):
                     (self.root / LOCK_NAME).unlink()
@@ -200,9 +213,9 @@ class DatasetWriter:
             raise
 
     @property
-    def units(self) -> Path:
+    def units(self) -> Path | ObjectPath:
         """The folder that units are committed to, by this process or any other."""
-        return self.root / UNITS
+        return self.root / UNITS if self._remote is None else self._remote.units
 
     @property
     def records(self) -> list[UnitRecord]:
@@ -226,8 +239,8 @@ class DatasetWriter:
     def failures(self) -> list[dict[str, Any]]:
         """What `failed` noted and no other try has mended: source and reason."""
         found = []
-        mended = {failure_name(record.key) for record in self.records}
-        for path in sorted(self.units.glob(failure_name("*"))):
+        mended = {failure_name(record.key) for record in self.records}  # brings the notes, too
+        for path in sorted((self.root / UNITS).glob(failure_name("*"))):
             with suppress(OSError, *MALFORMED):
                 if path.name not in mended and path.is_file():
                     note = json.loads(path.read_bytes())
@@ -309,14 +322,22 @@ class DatasetWriter:
         self._check_open()
         settle(self.root)  # what an error behind an exchange left
         units = self._waiting()
+        fetch = None
+        if self._remote is not None:
+            fetch = self._remote.fetch
+            fetch(path for unit in units for path in unit.folder.iterdir())
         if not units:
             return False
         self._check_units(units)
         base, stats = None, None
         if self._built is None and not self.plan.replaces and (self.root / INFO_PATH).is_file():
+            if self._remote is not None:
+                self._remote.fetch_all()
             base, stats = adopt(self.root, self._adopted)
         try:
-            build(self.root, self.plan, self._built, units, base, stats)
+            result = build(self.root, self.plan, self._built, units, base, stats, fetch)
+            if self._remote is not None:
+                self._remote.push_build({record.key for record in result.units})
         finally:
             # Also after an error: it may have come behind the exchange.
             self._lock.acquire()  # where there are no hard links, it is another file now
@@ -335,7 +356,9 @@ class DatasetWriter:
         built = self._built.units if self._built else []
         known = {record.source.get("fingerprint") for record in built}
         if self.plan.bags and known.issuperset(self.plan.bags):
-            shutil.rmtree(self.units, ignore_errors=True)
+            shutil.rmtree(self.root / UNITS, ignore_errors=True)
+            if self._remote is not None:
+                self._remote.delete_units()
 
     def close(self) -> None:
         """Let the folder go; safe to call twice."""
@@ -344,11 +367,12 @@ class DatasetWriter:
         self._closed = True
         try:
             self._restore()
-            sweep(self.units)  # of workers that died
+            sweep(self.root / UNITS)  # of workers that died
         except OSError as error:
             raise storage_error("close", self.root, error) from error
         finally:
             self._lock.release()
+            self._stack.close()
 
     def __enter__(self) -> Self:
         return self
@@ -393,6 +417,9 @@ class DatasetWriter:
             )
         if not is_dataset(root):
             raise UsageError(f"{root} is not empty and no LeRobot dataset: choose another folder")
+        if mode == "overwrite" and self._remote is not None:
+            url = self._remote.url
+            raise UsageError(f"{url} is not empty: remove it first, or write to another folder")
         if mode == "overwrite":
             return self._overwrite(given)
         stored = read_plan(root)
@@ -419,14 +446,14 @@ class DatasetWriter:
         """Begin anew; what is there stays until the first build replaces it."""
         plan, replaced = self.root / PLAN, self.root / REPLACED_PLAN
         if plan.is_file() and Plan.read(plan).replaces:
-            shutil.rmtree(self.units, ignore_errors=True)
+            shutil.rmtree(self.root / UNITS, ignore_errors=True)
         else:
             if plan.is_file():
                 publish_bytes(replaced, plan.read_bytes())
             else:
                 replaced.unlink(missing_ok=True)
-            if self.units.is_dir():
-                os.rename(self.units, self.root / REPLACED_UNITS)
+            if (self.root / UNITS).is_dir():
+                os.rename(self.root / UNITS, self.root / REPLACED_UNITS)
         return self._write_plan(replace(given, replaces=True))
 
     def _restore(self) -> None:
@@ -435,17 +462,19 @@ class DatasetWriter:
         if plan is not None and plan.replaces:
             if self._unit_folders():
                 return
-            shutil.rmtree(self.units, ignore_errors=True)
+            shutil.rmtree(self.root / UNITS, ignore_errors=True)
             if (self.root / REPLACED_PLAN).is_file():
                 os.replace(self.root / REPLACED_PLAN, self.root / PLAN)
             else:
                 (self.root / PLAN).unlink()
         if (self.root / REPLACED_UNITS).is_dir():
-            move_units(self.root / REPLACED_UNITS, self.units)
+            move_units(self.root / REPLACED_UNITS, self.root / UNITS)
 
     def _write_plan(self, plan: Plan) -> Plan:
         make_folder(self.root / PRIVATE_FOLDER)
         publish_bytes(self.root / PLAN, plan.to_bytes())
+        if self._remote is not None:
+            self._remote.push(PLAN)
         self.plan = plan
         return plan
 
@@ -486,7 +515,9 @@ class DatasetWriter:
 
     def _unit_folders(self) -> list[Path]:
         """Return the folders of all committed units."""
-        found = (path.parent for path in self.units.glob(f"*/{RECORD}"))
+        if self._remote is not None:
+            self._remote.pull_units()
+        found = (path.parent for path in (self.root / UNITS).glob(f"*/{RECORD}"))
         return sorted(path for path in found if not path.name.startswith("."))
 
     def _waiting(self) -> list[Unit]:
@@ -504,11 +535,11 @@ class DatasetWriter:
         sweep(self.root)
         sweep(self.root / PRIVATE_FOLDER)
         shutil.rmtree(self.root / PRIVATE_FOLDER / "staging", ignore_errors=True)  # of format 1
-        if not self.units.is_dir():
+        if not (self.root / UNITS).is_dir():
             return
-        sweep(self.units)
+        sweep(self.root / UNITS)
         for record in self._built.units if self._built else ():
-            remove_unit(self.units / record.key)
+            remove_unit(self.root / UNITS / record.key)
 
     def _check_units(self, units: Sequence[Unit]) -> None:
         """Refuse what does not fit the dataset, or each other."""

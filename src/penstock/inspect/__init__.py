@@ -10,6 +10,7 @@ import os
 from pathlib import Path
 from typing import Any
 
+from penstock.core.objects import is_object
 from penstock.errors import UsageError
 from penstock.inspect import checkpoint, dataset, recording, replay, run
 
@@ -23,6 +24,8 @@ def describe(path: str | os.PathLike[str], salvage: bool = False) -> Facts:
         UsageError: There is nothing under this name.
         DataError: It is damaged, or of no kind that penstock knows.
     """
+    if is_object(path):
+        return dataset.describe_remote(str(path))
     where = Path(path)
     if replay.is_replay(where):
         return replay.describe_replay(where)

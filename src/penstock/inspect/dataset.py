@@ -7,9 +7,12 @@ from pathlib import Path
 from typing import Any
 
 from penstock.core.memory import format_bytes
+from penstock.core.objects import ObjectPath
 from penstock.dataset.layout import INFO_PATH
 from penstock.dataset.plan import Built
 from penstock.dataset.reader import Dataset
+from penstock.dataset.remote import RemoteDataset
+from penstock.errors import UsageError
 from penstock.ui.report import aligned, text_table
 
 Facts = dict[str, Any]
@@ -47,6 +50,18 @@ def describe(path: Path) -> Facts:
             for name, feature in dataset.features.items()
         },
     }
+
+
+def describe_remote(url: str) -> Facts:
+    """Say what is in a dataset in object storage: a listing, and its metadata.
+
+    Raises:
+        UsageError: There is no dataset.
+    """
+    with RemoteDataset(ObjectPath(url), changes=False) as remote:
+        if not is_dataset(remote.folder):
+            raise UsageError(f"{url} is no LeRobot dataset: it has no {INFO_PATH}")
+        return describe(remote.folder) | {"path": url}
 
 
 def origin(path: Path) -> list[Facts]:

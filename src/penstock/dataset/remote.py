@@ -1,0 +1,271 @@
+"""A dataset in object storage, and the folder of this machine that stands for it.
+
+The folder has plan, records and metadata in full; rows and pictures have their names and sizes,
+and their content once it is fetched. A build works on the folder, and then goes to the storage:
+
+```
+.penstock/units/<key>/…      a unit, complete once its unit.json is there
+.penstock/new/…              files of a build on their way into the dataset
+.penstock/new.json           what is to become of them: from here on the build is done
+```
+A first build puts its files in their places, info.json last. Later ones replace files: they are
+put aside until all of them and new.json are there, and then copied by the storage. Whoever opens
+the dataset next completes that, or forgets what has no new.json. There are no locks in object
+storage: one process may build at a time; units may be made by any number.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import tempfile
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any, TypeVar
+
+from typing_extensions import Self
+
+from penstock.core.files import make_folder, storage_error, sweep, temporary_path
+from penstock.core.objects import ObjectPath
+from penstock.core.threads import parallel_map
+from penstock.dataset.layout import INFO_PATH, PRIVATE_FOLDER
+from penstock.dataset.plan import LOCK_NAME, PLAN, UNITS
+from penstock.dataset.unit import MALFORMED, RECORD, parse_json
+from penstock.errors import CorruptFile
+
+_NEW = f"{PRIVATE_FOLDER}/new"
+_MANIFEST = f"{PRIVATE_FOLDER}/new.json"
+_PARTS = ("data/", "videos/", "meta/")  # of a LeRobot dataset
+_AT_ONCE = 16  # most of their time requests wait for the storage
+T = TypeVar("T")
+
+
+def scratch_folder() -> Path:
+    """Return a new folder for what is on its way; the next start sweeps what a kill leaves."""
+    temporary = Path(tempfile.gettempdir())
+    sweep(temporary)
+    folder = temporary_path(temporary)
+    try:
+        folder.mkdir(mode=0o700)
+    except OSError as error:
+        raise storage_error("create", folder, error) from error
+    return folder
+
+
+class RemoteDataset:
+    """A dataset in object storage; a context manager, which removes what stands for it here.
+
+    Args:
+        url: Where it lies.
+        changes: Whether it may be changed: then an interrupted build is completed.
+
+    Attributes:
+        url: Where it lies.
+        units: Where its units are committed.
+        folder: What stands for it here.
+    """
+
+    def __init__(self, url: ObjectPath, changes: bool = True) -> None:
+        self.url, self.units, self._changes = url, url / UNITS, changes
+        self._scratch = scratch_folder()
+        self.folder = self._scratch / "dataset"
+        self.folder.mkdir()
+        self._sizes: dict[str, int] = {}  # what is in the storage
+        # Files here that are there have times that no new file has: those stay with them when they
+        # are moved, linked or copied.
+        self._origin: dict[int, str] = {}
+        self._absent: set[int] = set()  # those whose content is not here
+
+    def __enter__(self) -> Self:
+        try:
+            self.pull()
+        except BaseException:
+            self.close()
+            raise
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def pull(self) -> None:
+        """See what is there, complete an interrupted build, and let the folder stand for it."""
+        self._sizes = self._list()
+        if _MANIFEST in self._sizes and self._changes:
+            self._complete()
+            self._sizes = self._list()
+        elif self._changes and any(name.startswith(f"{_NEW}/") for name in self._sizes):
+            (self.url / _NEW).delete_folder()
+        # Without info.json it is what an interrupted first build has left.
+        aside = (f"{_NEW}/", f"{UNITS}/", *(_PARTS if INFO_PATH not in self._sizes else ()))
+        self._bring(name for name in self._sizes if not name.startswith(aside))
+        self.pull_units()
+
+    def pull_units(self) -> None:
+        """Take over the units that were committed since."""
+        found = self._list(UNITS)
+        whole = {name.removesuffix(RECORD) for name in found if name.endswith(f"/{RECORD}")}
+        self._sizes |= found
+        new = []
+        for name in found:
+            is_new = not (self.folder / name).exists()
+            if is_new and (name.count("/") == 2 or f"{name.rpartition('/')[0]}/" in whole):
+                new.append(name)
+        self._bring(sorted(new, key=lambda name: name.endswith(f"/{RECORD}")))
+
+    def fetch(self, paths: Iterable[Path]) -> None:
+        """Bring the content of files that only have their names here."""
+        wanted = {}
+        for path in paths:
+            mark = path.stat().st_mtime_ns
+            if mark in self._absent:
+                wanted[mark] = path
+
+        def download(mark: int) -> None:
+            (self.url / self._origin[mark]).download(wanted[mark])
+            os.utime(wanted[mark], ns=(mark, mark))
+
+        _each(download, list(wanted))
+        self._absent -= set(wanted)
+
+    def fetch_all(self) -> None:
+        """Bring the content of everything."""
+        self.fetch(path for path in self.folder.rglob("*") if path.is_file())
+
+    def push(self, *names: str) -> None:
+        """Put small files of the folder into the storage, or remove them where they are gone."""
+        for name in names:
+            path = self.folder / name
+            if path.exists():
+                (self.url / name).upload(path)
+                self._sizes[name] = path.stat().st_size
+            elif name in self._sizes:
+                (self.url / name).delete()
+                del self._sizes[name]
+
+    def push_build(self, built: set[str]) -> None:
+        """Put the LeRobot files of the folder into the storage.
+
+        Args:
+            built: The keys of the units that are in them.
+        """
+        aside = (f"{UNITS}/", LOCK_NAME)
+        local = {path.relative_to(self.folder).as_posix(): path for path in _files(self.folder)}
+        local = {name: path for name, path in local.items() if not name.startswith(aside)}
+        changed = {}
+        for name, path in local.items():
+            if self._origin.get(path.stat().st_mtime_ns) != name:
+                changed[name] = path
+        gone = [n for n in self._sizes if n.startswith(_PARTS) and n not in local]
+        if INFO_PATH in self._sizes:
+            _each(lambda name: self._put(changed[name], f"{_NEW}/{name}"), list(changed))
+            manifest = json.dumps({"copy": _last(changed), "delete": gone})
+            (self.url / _MANIFEST).write_bytes(manifest.encode())
+            self._complete()
+        else:
+            _each(lambda name: (self.url / name).delete(), gone)
+            *first, last = _last(changed)
+            _each(lambda name: self._put(changed[name], name), first)
+            self._put(changed[last], last)
+        self._remove_units(built)
+        for name, path in changed.items():
+            self._mark(path, name, absent=path.stat().st_mtime_ns in self._absent)
+        self._sizes = {n: s for n, s in self._sizes.items() if n.startswith(f"{UNITS}/")}
+        self._sizes |= {name: path.stat().st_size for name, path in local.items()}
+
+    def delete_units(self) -> None:
+        """Remove all units, and notes of failures."""
+        self.units.delete_folder()
+
+    def close(self) -> None:
+        """Remove the folder."""
+        shutil.rmtree(self._scratch, ignore_errors=True)
+
+    def _list(self, below: str = "") -> dict[str, int]:
+        """Return the names and sizes of all objects: one call per thousand."""
+        folder = self.url / below if below else self.url
+        try:
+            found = [path for path in folder.rglob("*") if path.is_file()]
+        except FileNotFoundError:
+            return {}
+        return {path.relative_to(self.url): path.info.size for path in found}
+
+    def _bring(self, names: Iterable[str]) -> None:
+        """Make files of these names: metadata in full, the others of the right size."""
+        small = []
+        for name in names:
+            path = self.folder / name
+            if ".." in Path(name).parts:
+                raise CorruptFile(f"{self.url} has an object of the name {name[:200]!r}")
+            make_folder(path.parent)
+            with path.open("wb") as file:
+                file.truncate(self._sizes[name])
+            self._mark(path, name, absent=True)
+            if name.startswith(("meta/", PLAN)) or name.endswith(".json"):
+                small.append(path)
+        self.fetch(small)
+
+    def _mark(self, path: Path, name: str, absent: bool) -> None:
+        """Note that a file is in the storage, under this name."""
+        mark = (len(self._origin) + 1) * 1_000_000_000
+        self._origin[mark] = name
+        if absent:
+            self._absent.add(mark)
+        os.utime(path, ns=(mark, mark))
+
+    def _put(self, path: Path, target: str) -> None:
+        """Put a file into the storage; one that is there under another name is copied there."""
+        mark = path.stat().st_mtime_ns
+        if mark in self._absent:
+            (self.url / self._origin[mark]).copy_to(self.url / target)
+        else:
+            (self.url / target).upload(path)
+
+    def _complete(self) -> None:
+        """Let the files of a build take their places; safe to repeat."""
+        try:
+            content = parse_json((self.url / _MANIFEST).read_bytes())
+            copy, delete = list(map(str, content["copy"])), list(map(str, content["delete"]))
+        except MALFORMED as error:
+            raise CorruptFile(f"{self.url / _MANIFEST} is damaged ({error})") from error
+        there = self._list(_NEW)
+        # What is not there any more was copied, and then removed, by a run before.
+        todo = [name for name in copy if f"{_NEW}/{name}" in there]
+
+        def put(name: str) -> None:
+            (self.url / f"{_NEW}/{name}").copy_to(self.url / name)
+
+        _each(put, [name for name in todo if name != INFO_PATH])
+        _each(lambda name: (self.url / name).delete(), delete)
+        if INFO_PATH in todo:
+            put(INFO_PATH)
+        (self.url / _MANIFEST).delete()
+        (self.url / _NEW).delete_folder()
+
+    def _remove_units(self, built: set[str]) -> None:
+        """Remove units whose episodes are in the dataset."""
+        keys = {Path(n).parts[2] for n in self._sizes if n.startswith(f"{UNITS}/")}
+        if keys <= built:
+            self.delete_units()
+        else:
+            _each(lambda key: (self.units / key).delete_folder(), sorted(keys & built))
+        self._sizes = {
+            name: size
+            for name, size in self._sizes.items()
+            if not (name.startswith(f"{UNITS}/") and Path(name).parts[2] in built)
+        }
+
+
+def _each(work: Callable[[T], Any], items: Iterable[T]) -> None:
+    """Do something for each, several at a time."""
+    for _ in parallel_map(work, items, name="storage", helpers=_AT_ONCE):
+        pass
+
+
+def _files(folder: Path) -> list[Path]:
+    return [Path(at, name) for at, _, names in os.walk(folder) for name in names]
+
+
+def _last(names: Iterable[str]) -> list[str]:
+    """Return names in the order in which they may appear: info.json is the last."""
+    return sorted(names, key=lambda name: (name == INFO_PATH, name))
