@@ -91,7 +91,7 @@ $(CLUSTER)/.installed: pyproject.toml constraints.txt
 	@touch $@
 
 test-cluster: cluster
-	$(CLUSTER)/bin/python -m pytest -m cluster --timeout 3000 tests/conversion tests/bags
+	$(CLUSTER)/bin/python -m pytest -m cluster --timeout 3000 tests/conversion tests/bags tests/dataset
 
 bench-peers: setup peers
 	$(BIN)/python -m benchmarks convert

@@ -16,7 +16,7 @@ from penstock.core import objects
 from penstock.dataset.check import check
 from penstock.dataset.remote import RemoteDataset
 from penstock.dataset.writer import DatasetWriter
-from penstock.errors import StorageError, UsageError
+from penstock.errors import PenstockError, StorageError, UsageError
 from penstock.inspect import describe
 
 s = SimpleNamespace(**runpy.run_path(str(Path(__file__).with_name("staging.py"))))
@@ -144,6 +144,13 @@ def test_listing_costs_one_call_per_thousand(bucket, server):
         assert len(bucket.proxy.requests) <= 6, bucket.proxy.requests
         assert list(remote.folder.rglob("*.parquet")) == []  # units without a record do not exist
     assert not remote.folder.exists()
+
+
+def test_names_that_lead_out_are_refused(tmp_path, bucket, server):
+    _, put = server
+    put("out/../../up", b"x")
+    with pytest.raises(PenstockError), RemoteDataset(objects.ObjectPath("s3://bucket/out")):
+        pass
 
 
 @pytest.mark.parametrize("fault", ["503", "reset"])

@@ -20,6 +20,7 @@ import json
 import os
 import shutil
 import tempfile
+import weakref
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any, TypeVar
@@ -37,6 +38,7 @@ from penstock.errors import CorruptFile
 _NEW = f"{PRIVATE_FOLDER}/new"
 _MANIFEST = f"{PRIVATE_FOLDER}/new.json"
 _PARTS = ("data/", "videos/", "meta/")  # of a LeRobot dataset
+_MOST_BYTES = 1 << 30  # of a file of metadata
 _AT_ONCE = 16  # most of their time requests wait for the storage
 T = TypeVar("T")
 
@@ -71,6 +73,7 @@ class RemoteDataset:
         self._scratch = scratch_folder()
         self.folder = self._scratch / "dataset"
         self.folder.mkdir()
+        self._closing = weakref.finalize(self, _remove, self._scratch, os.getpid())
         self._sizes: dict[str, int] = {}  # what is in the storage
         # Files here that are there have times that no new file has: those stay with them when they
         # are moved, linked or copied.
@@ -178,8 +181,8 @@ class RemoteDataset:
         self.units.delete_folder()
 
     def close(self) -> None:
-        """Remove the folder."""
-        shutil.rmtree(self._scratch, ignore_errors=True)
+        """Remove the folder; also done for whoever forgets it."""
+        self._closing()
 
     def _list(self, below: str = "") -> dict[str, int]:
         """Return the names and sizes of all objects: one call per thousand."""
@@ -195,13 +198,14 @@ class RemoteDataset:
         small = []
         for name in names:
             path = self.folder / name
-            if ".." in Path(name).parts:
+            if ".." in path.parts or not path.is_relative_to(self.folder):
                 raise CorruptFile(f"{self.url} has an object of the name {name[:200]!r}")
             make_folder(path.parent)
             with path.open("wb") as file:
                 file.truncate(self._sizes[name])
             self._mark(path, name, absent=True)
-            if name.startswith(("meta/", PLAN)) or name.endswith(".json"):
+            is_small = self._sizes[name] < _MOST_BYTES
+            if is_small and (name.startswith(("meta/", PLAN)) or name.endswith(".json")):
                 small.append(path)
         self.fetch(small)
 
@@ -260,6 +264,12 @@ def _each(work: Callable[[T], Any], items: Iterable[T]) -> None:
     """Do something for each, several at a time."""
     for _ in parallel_map(work, items, name="storage", helpers=_AT_ONCE):
         pass
+
+
+def _remove(folder: Path, owner: int) -> None:
+    """Remove a folder, unless this is a forked child."""
+    if os.getpid() == owner:
+        shutil.rmtree(folder, ignore_errors=True)
 
 
 def _files(folder: Path) -> list[Path]:
