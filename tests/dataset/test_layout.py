@@ -31,7 +31,6 @@ def test_paths() -> None:
     assert layout.V30.video_path("a.b", 0, 3) == "videos/a.b/chunk-000/file-003.mp4"
     assert layout.V21.video_path("a.b", 0, 3) == "videos/chunk-000/a.b/episode_000003.mp4"
     assert layout.episodes_path(0, 0) == "meta/episodes/chunk-000/file-000.parquet"
-    assert layout.place(1999, 1000) == (1, 999)
 
 
 @pytest.mark.parametrize(

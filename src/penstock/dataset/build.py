@@ -280,7 +280,7 @@ class Build(ABC):
         if not self._format.shares_files:
             episode = self._base.episodes + first
             return episode // per_chunk, episode
-        return layout.place(self._base.next_file.get(kind, 0) + count, per_chunk)
+        return divmod(self._base.next_file.get(kind, 0) + count, per_chunk)
 
     def _write_data(self) -> None:
         limit = self._spec.limits.data_mb * MB

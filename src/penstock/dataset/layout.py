@@ -294,11 +294,6 @@ def episodes_path(chunk: int, file: int) -> str:
     return expand(EPISODES_TEMPLATE, chunk_index=chunk, file_index=file)
 
 
-def place(number: int, files_per_chunk: int) -> tuple[int, int]:
-    """Return (chunk, file) of the n-th file of a v3.0 dataset."""
-    return number // files_per_chunk, number % files_per_chunk
-
-
 def info_json(
     *,
     version: Version,

@@ -16,7 +16,7 @@ from penstock.dataset.adopt import JOURNAL, journal_records
 from penstock.dataset.check.findings import Checkup, Report
 from penstock.dataset.check.rows import RowCheck, StatsInOrder
 from penstock.dataset.check.stats import StatsCheck
-from penstock.dataset.check.videos import Brightness, Decode, VideoJob, check_video, video_jobs
+from penstock.dataset.check.videos import Brightness, Decode, VideoCheck, VideoJob, video_jobs
 from penstock.dataset.metadata import EpisodeRecord, Info
 from penstock.dataset.plan import BUILT, Built
 from penstock.dataset.stats import Moments
@@ -263,7 +263,7 @@ class _Examination:
         found: dict[str, dict[int, Brightness]] = {}
 
         def one(job: VideoJob) -> dict[int, Brightness]:
-            seen = check_video(self.root, self.info, job, self.decode, self.report)
+            seen = VideoCheck(self.root, self.info, job, self.report).run(self.decode)
             self._done(job.file)
             return seen
 

@@ -73,18 +73,7 @@ def video_jobs(records: Sequence[EpisodeRecord]) -> list[VideoJob]:
     return list(jobs.values())
 
 
-def check_video(
-    root: Path, info: Info, job: VideoJob, decode: Decode, report: Report
-) -> dict[int, Brightness]:
-    """Check one file.
-
-    Returns:
-        The brightness of the sampled frames by episode; empty unless every frame was decoded.
-    """
-    return _VideoCheck(root, info, job, report).run(decode)
-
-
-class _VideoCheck:
+class VideoCheck:
     """The check of one file."""
 
     def __init__(self, root: Path, info: Info, job: VideoJob, report: Report) -> None:
@@ -92,6 +81,7 @@ class _VideoCheck:
         self._feature = info.features[job.key]
 
     def run(self, decode: Decode) -> dict[int, Brightness]:
+        """Return the brightness of the sampled frames by episode, if every frame was decoded."""
         needed = self._check_spans()
         self._report.count("video files")
         try:
