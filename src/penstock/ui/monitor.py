@@ -16,6 +16,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from penstock.errors import MissingExtra, UsageError
+from penstock.ui.report import text_table
 
 
 class Sink(Protocol):
@@ -87,16 +88,18 @@ class PerformanceMonitor:
         return {name: _stats(times, total_s) for name, times in kept.items() if times}
 
     def get_summary(self, window: int | None = None) -> str:
-        """Return a table in milliseconds: mean, deviation, [min, max], p50, p99 and share."""
-        lines = ["=== Performance Summary ==="]
-        for name, stats in self.get_stats(window).items():
-            ms = {key: value * 1e3 for key, value in stats.items()}
-            lines.append(
-                f"{name:<25}: {ms['mean']:7.2f} ms (±{ms['std']:6.2f} ms) "
-                f"[{ms['min']:6.2f}, {ms['max']:6.2f}] "
-                f"p50 {ms['p50']:7.2f} ms  p99 {ms['p99']:7.2f} ms  {stats['share']:6.1%}"
+        """Return a table in milliseconds: mean, deviation, extremes, p50, p99 and share."""
+        title = "Performance Summary, ms"
+        columns = ("timer", "mean", "±", "min", "max", "p50", "p99", "share")
+        rows = [
+            (
+                name,
+                *(f"{1e3 * stats[key]:.2f}" for key in ("mean", "std", "min", "max", "p50", "p99")),
+                f"{stats['share']:.1%}",
             )
-        return "\n".join(lines)
+            for name, stats in self.get_stats(window).items()
+        ]
+        return f"{title}\n{text_table(columns, rows)}" if rows else title
 
     def log(self, step: int, window: int | None = None) -> None:
         """Write the mean of each name, in seconds, as ``perf/<name>`` to all sinks."""
