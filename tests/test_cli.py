@@ -62,7 +62,11 @@ def test_help_answers_at_once():
 
 @pytest.mark.parametrize(
     ("verb", "absent"),
-    [("--help", {"torch", "numpy", "rich"}), ("info", {"torch"}), ("doctor", {"torch"})],
+    [
+        ("--help", {"torch", "numpy", "rich"}),
+        ("info", {"torch"}),
+        ("doctor", {"torch"}),
+    ],
 )
 def test_nothing_heavy_is_imported(verb, absent, checkpoint):
     paths = [] if verb == "--help" else [str(checkpoint), str(checkpoint.parent)]

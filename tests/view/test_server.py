@@ -6,6 +6,8 @@ import json
 import os
 import runpy
 import socket
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -14,6 +16,7 @@ from urllib.parse import quote
 import numpy as np
 import pytest
 
+from penstock.bags import open_bag
 from penstock.cli import main as penstock
 from penstock.dataset.layout import INFO_PATH
 from penstock.dataset.reader import Dataset
@@ -410,3 +413,42 @@ def test_no_browser_is_said(dataset: Path, monkeypatch, capsys) -> None:
     monkeypatch.setenv("PATH", "/nonexistent")
     assert penstock(["view", str(dataset), "--screenshot", "x.png"]) == 2
     assert "Chromium" in capsys.readouterr().err
+
+
+def test_no_torch_is_imported(dataset: Path) -> None:
+    code = (
+        "import sys\n"
+        "from penstock.view.server import ViewServer\n"
+        "from penstock.view.show import open_viewer\n"
+        f"with ViewServer(open_viewer({str(dataset)!r}, None, None)) as server:\n"
+        "    server.viewer.view(0).picture(0, 0, 320)\n"
+        "assert 'torch' not in sys.modules\n"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+# ------------------------------------------------------------------ for other viewers
+
+
+def test_an_episode_for_foxglove(dataset: Path, tmp_path: Path) -> None:
+    target = tmp_path / "take.mcap"
+    assert penstock(["view", str(dataset), "--episode", "1", "--foxglove", str(target), "-q"]) == 0
+    with open_bag(target) as bag:
+        assert bag.topics[f"/{hand.TOP}"].count == hand.LENGTHS[1]
+        decoder = bag.decoder(f"/{hand.TOP}")
+        shown = [
+            pixels(bytes(decoder.image(message.data).data))
+            for message in bag.read([f"/{hand.TOP}"])
+        ]
+        for k, picture in enumerate(shown):
+            assert np.abs(picture - hand.picture(1, k, hand.TOP)).mean() < 8
+        state = bag.decoder("/observation.state")
+        found = [state.vector(m.data, "c")[0] for m in bag.read(["/observation.state"])]
+        assert np.allclose(found, hand.values(1)["observation.state"][:, 2])
+
+
+def test_an_episode_for_rerun(dataset: Path, tmp_path: Path) -> None:
+    pytest.importorskip("rerun", reason="needs rerun-sdk: pip install penstock[rerun]")
+    target = tmp_path / "take.rrd"
+    assert penstock(["view", str(dataset), "--rerun", str(target), "-q"]) == 0
+    assert target.stat().st_size > 10_000 and list(tmp_path.iterdir()) == [target]

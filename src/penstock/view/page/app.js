@@ -26,6 +26,7 @@ async function start() {
   $("name").textContent = about.name;
   $("kind").textContent = about.kind;
   $("marking").hidden = $("check").hidden = !about.can_mark;
+  if (!about.can_mark) list.noun = "recordings";
   await list.reload();
   const [index, t] = location.hash.slice(1).split("@").map(Number);
   if (list.total) await open(index || 0, t || 0);

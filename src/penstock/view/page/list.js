@@ -12,6 +12,7 @@ export class EpisodeList {
     this.query = { text: "", order: "index", down: false, which: "all" };
     this.pages = new Map();
     this.total = 0;
+    this.noun = "episodes";
     this.current = null;
     this.round = 0;
     this.box.addEventListener("scroll", () => this.draw());
@@ -67,7 +68,7 @@ export class EpisodeList {
       this.pages.set(number, found.rows);
       this.total = found.total;
       const of = found.total === found.of ? "" : ` of ${found.of}`;
-      document.getElementById("count").textContent = `${found.total}${of} episodes`;
+      document.getElementById("count").textContent = `${found.total}${of} ${this.noun}`;
       this.rows.style.height = `${found.total * HEIGHT}px`;
       this.draw();
     } catch { this.pages.delete(number); }

@@ -119,7 +119,7 @@ class ShownCamera {
     [this.index, this.number, this.camera] = [index, number, camera];
     this.caption.replaceChildren(span("name", camera.name.replace(/^observation\.(images\.)?/, "")));
     this.element.title = camera.name;
-    if (camera.depth_mm) this.caption.append(span("flag", `${camera.depth_mm[0] / 1000}–${camera.depth_mm[1] / 1000} m`));
+    if (camera.depth_mm) this.caption.append(span("flag", camera.depth_mm.map((mm) => (mm / 1000).toFixed(1)).join("–") + " m"));
   }
 
   trouble(text) {
