@@ -569,6 +569,16 @@ def test_names_that_lerobot_takes_for_pictures(version, severity) -> None:
     assert "'image_gain'" in finding.what
 
 
+def test_statistics_of_a_matrix_as_lerobot_counts_them(root) -> None:
+    """Over all its rows: (2, 3) has statistics of (3,)."""
+    stats = json.loads((root / STATS).read_text())
+    for key, value in stats["matrix"].items():
+        if key != "count":
+            stats["matrix"][key] = value[0]
+    (root / STATS).write_text(json.dumps(stats))
+    assert check(root).errors == []
+
+
 def test_a_writer_at_work_is_not_an_error(root) -> None:
     (root / "data" / f"{TEMPORARY_PREFIX}{process_owner()}-abc").write_bytes(b"x")
     result = check(root)
