@@ -8,13 +8,15 @@ import io
 import json
 import re
 from collections.abc import Iterator
+from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from penstock import cli
 from penstock.commands import VERBS
-from penstock.conversion import kuavo
+from penstock.conversion.robots.kuavo import KuavoSettings
 from penstock.errors import MissingExtra
 from penstock.nav.training.config import load_config
 from penstock.samples import write_sample
@@ -159,12 +161,24 @@ def test_a_missing_name_would_be_noticed() -> None:
     assert "nothing/of/this" not in section("penstock train")
 
 
+def kuavo_defaults() -> dict[str, Any]:
+    """All keys of Kuavo's settings file, with their defaults."""
+    found: dict[str, Any] = {}
+    for section, values in asdict(KuavoSettings()).items():
+        for key, value in values.items():
+            if isinstance(value, dict):
+                found |= {f"{section}.{key}.{name}": each for name, each in value.items()}
+            else:
+                found[f"{section}.{key}"] = list(value) if isinstance(value, tuple) else value
+    return found
+
+
 def test_kuavo_settings() -> None:
     text = (ROOT / "docs" / "kuavo.md").read_text(encoding="utf-8")
     documented = {name for name in names_in(text) if re.fullmatch(r"(rosbag|dataset)[.\w]+", name)}
     documented |= {"dataset.resize.height"}  # written as `.height`
-    assert documented == set(kuavo._DEFAULTS)
-    for key, value in kuavo._DEFAULTS.items():
+    assert documented == set(kuavo_defaults())
+    for key, value in kuavo_defaults().items():
         shown = {True: "true", False: "false"}.get(value, value) if type(value) is bool else value
         if value is not None and "resize" not in key:
             assert f"| `{key}` | {shown} |" in text
@@ -263,7 +277,7 @@ def wrong_words(words: list[str], helps: dict[str, str]) -> list[str]:
     if verb == "convert":
         keys = {word.split("=")[0] for word in settings}
         dotted = {key for key in keys if "." in key and not key.startswith("features.")}
-        wrong += sorted(dotted - set(kuavo._DEFAULTS))
+        wrong += sorted(dotted - set(kuavo_defaults()))
     return wrong
 
 

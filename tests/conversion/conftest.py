@@ -1,6 +1,10 @@
 import pytest
+from hypothesis import settings
 
 from penstock.samples import write_sample
+
+settings.register_profile("any machine", deadline=None)  # a busy one is slow, and not wrong
+settings.load_profile("any machine")
 
 SMALL = {"width": 256, "height": 48, "state_hz": 100, "camera_hz": 30}
 

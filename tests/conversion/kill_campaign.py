@@ -417,7 +417,7 @@ def differences(one: Path, two: Path) -> list[str]:
 
 def main(folder: Path, kills: int, seed: int) -> None:
     os.environ["PENSTOCK_PROGRESS"] = "quiet"
-    assert conversion.carry_out
+    assert conversion.run_request
     campaign = Campaign(folder, seed)
     chance = random.Random(seed + 1)
     began_s = time.monotonic()

@@ -13,7 +13,7 @@ import pytest
 
 import penstock
 from penstock.cli import main
-from penstock.conversion.run import fingerprint
+from penstock.conversion.recordings import fingerprint
 from penstock.dataset.reader import Dataset
 from penstock.dataset.writer import DatasetWriter
 from penstock.errors import DataError, LockHeld, UsageError

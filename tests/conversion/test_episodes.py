@@ -200,7 +200,7 @@ def test_a_table_of_tasks_alone(tmp_path):
     ("settings", "reason"),
     [
         ({"episodes": {"topic": "/mark", "begin": "a"}}, "begin and end are texts"),
-        ({"episodes": {"topik": "/mark"}}, "did you mean 'topic'"),
+        ({"episodes": {"topik": "/mark"}}, "did you mean 'episodes.topic'"),
         ({"episodes": "/mark"}, "give it as keys"),
         ({"tasks": {}}, "give one of topic, name and folder"),
         ({"tasks": {"name": "take_*"}}, "put {task} into it"),

@@ -604,7 +604,7 @@ def test_the_second_writer_is_refused_at_once(bags, tmp_path):
                 "from penstock.errors import LockHeld\n"
                 f"request = run.make_request({str(bags)!r}, {str(out)!r}, {mode[2:]}=True)\n"
                 "start_s = time.process_time()\n"
-                "try:\n    run.carry_out(request)\n"
+                "try:\n    run.run_request(request)\n"
                 "except LockHeld as error:\n    print(time.process_time() - start_s, error)\n"
             )
             result = subprocess.run(

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import shlex
+import struct
 from pathlib import Path
 
 import numpy as np
@@ -13,7 +15,8 @@ from rosbags.typesys import Stores, get_types_from_msg, get_typestore
 from penstock import convert
 from penstock.bags import open_bag
 from penstock.cli import main
-from penstock.conversion.guess import guess_mapping, look, to_yaml
+from penstock.conversion.guess import guess_mapping, survey
+from penstock.conversion.map_file import to_yaml
 from penstock.conversion.mapping import Mapping, Vector
 from penstock.conversion.settings import load_map
 from penstock.dataset.reader import Dataset
@@ -105,7 +108,7 @@ def test_standard_messages(tmp_path):
     path = write(tmp_path / "bag", rates)
     with open_bag(path) as bag:
         mapping = guess_mapping(bag)
-        _, _, left_out = look(bag)
+        left_out = survey(bag).left_out
         text = to_yaml(mapping, bag)
     assert mapping.fps == 20
     assert sources(mapping) == {
@@ -208,7 +211,7 @@ def test_what_is_guessed_converts(tmp_path, monkeypatch):
     path = write(tmp_path / "bag", dict.fromkeys(odd, 10.0) | {"/cam_once": 0.0})
     with open_bag(path) as bag:
         mapping = guess_mapping(bag)
-        _, _, left_out = look(bag)
+        left_out = survey(bag).left_out
         (tmp_path / "map.yaml").write_text(to_yaml(mapping, bag))
     assert load_map(tmp_path / "map.yaml") == mapping
     assert {"/tiny", "/strange", "/cam_once", "/x\nsplit_frames: 3\n#"} == left_out.keys()
@@ -242,7 +245,7 @@ def test_foxglove_messages_need_no_map(tmp_path):
     assert {"observation.state", "observation.scan", "observation.json"} <= features.keys()
     assert any(name.startswith("observation.images.") for name in features)
     with open_bag(bag) as opened:
-        _, _, left_out = look(opened)
+        left_out = survey(opened).left_out
     assert "no key frame" in left_out["/video"]  # its packets are made up
     assert "/cloud" in left_out
 
@@ -274,9 +277,20 @@ def test_a_map_is_written_where_nothing_can_be_guessed(tmp_path):
     assert convert([path], tmp_path / "out", target, progress="quiet").ok, name
 
 
-def bursts(path: Path, shift_s: float | None = 0.0) -> Path:
-    """Write 4 s of joints at 500 Hz that arrive 20 at once; None for stamps of zero."""
+def bursts(path: Path, shift_s: float | None = 0.0, command: bool = False) -> Path:
+    """Write 4 s of joints at 500 Hz that arrive 20 at once; None for stamps of zero.
+
+    A command has no stamps at all, as many publishers send them.
+    """
     with Writer(path, version=9, storage_plugin=StoragePlugin.MCAP) as writer:
+        if command:
+            kind = "geometry_msgs/msg/TwistStamped"
+            known = writer.add_connection("/cmd_vel", kind, typestore=STORE)
+            unset = T["std_msgs/msg/Header"](T["builtin_interfaces/msg/Time"](0, 0), "")
+            for k in range(40):
+                twist = T["geometry_msgs/msg/Twist"](xyz(), xyz())
+                data = STORE.serialize_cdr(T[kind](unset, twist), kind)
+                writer.write(known, 10**18 + k * 100_000_000, data)
         kind = "sensor_msgs/msg/JointState"
         known = writer.add_connection("/joints", kind, typestore=STORE)
         for k in range(2000):
@@ -305,6 +319,17 @@ def test_the_clock_is_chosen_where_messages_come_in_bursts(tmp_path, capsys):
     assert set(np.diff(np.array(values))) == {5.0}  # 500 Hz at 100 fps: every fifth
 
 
+def test_a_publisher_without_stamps_does_not_decide_for_all(tmp_path):
+    path = bursts(tmp_path / "bag", command=True)
+    report = convert([path], tmp_path / "out", progress="quiet")
+    assert report.ok
+    assert report.mapping.clock == "header"
+    assert any("not set" in note and "/cmd_vel" in note for note in report.account.notes)
+    values = [f["observation.state"] for f in Dataset(tmp_path / "out").episode(0).frames()]
+    assert len(values) > 300
+    assert set(np.diff(np.array(values))) == {5.0}
+
+
 @pytest.mark.parametrize("shift_s", [None, 3600.0])
 def test_stamps_that_are_not_sane_are_left_alone(tmp_path, shift_s):
     with open_bag(bursts(tmp_path / "bag", shift_s)) as bag:
@@ -312,6 +337,7 @@ def test_stamps_that_are_not_sane_are_left_alone(tmp_path, shift_s):
 
 
 def test_info_fits_a_terminal(tmp_path, capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "80")
     monkeypatch.chdir(tmp_path)
     name = "/robot/left_arm/a_very_long_name_of_a_topic/with/many/parts/state"
     with Writer(Path("bag"), version=9, storage_plugin=StoragePlugin.MCAP) as writer:
@@ -324,4 +350,103 @@ def test_info_fits_a_terminal(tmp_path, capsys, monkeypatch):
     assert main(["info", "bag"]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert max(map(len, lines)) <= 80
-    assert any(line.startswith("…") and "nav_msgs/Odometry" in line for line in lines)
+    assert any("…" in line for line in lines)
+
+
+def pose_list(kind: str, count: int = 3):
+    header = T["std_msgs/msg/Header"](T["builtin_interfaces/msg/Time"](0, 0), "map")
+    poses = [
+        T["geometry_msgs/msg/Pose"](
+            T["geometry_msgs/msg/Point"](float(k), 1.0, 2.0),
+            T["geometry_msgs/msg/Quaternion"](0.0, 0.0, 0.0, 1.0),
+        )
+        for k in range(count)
+    ]
+    if kind == "nav_msgs/msg/Path":
+        poses = [T["geometry_msgs/msg/PoseStamped"](header, pose) for pose in poses]
+    return T[kind](header, poses)
+
+
+@pytest.mark.parametrize("kind", ["nav_msgs/msg/Path", "geometry_msgs/msg/PoseArray"])
+def test_the_first_of_many_poses_is_better_than_nothing(tmp_path, monkeypatch, kind):
+    monkeypatch.setitem(MESSAGES, "/poses", lambda: pose_list(kind))
+    with open_bag(write(tmp_path / "bag", {"/poses": 10.0, "/odom": 10.0})) as bag:
+        assert "many poses" in survey(bag).left_out["/poses"]  # there is something better
+    report = convert([write(tmp_path / "alone", {"/poses": 10.0})], tmp_path / "out")
+    assert report.ok
+    assert sources(report.mapping) == {
+        "observation.state": [f"/poses poses[0]{'.pose' if 'Path' in kind else ''}"]
+    }
+
+
+def test_single_messages_are_one_frame_of_what_was_said(tmp_path):
+    path = write(tmp_path / "bag", {"/odom": 0.0, "/cmd_vel": 0.0})
+    report = convert([path], tmp_path / "out")
+    assert report.ok
+    assert (report.frames_out, report.total_frames) == (1, 1)
+    assert "single frame" in report.text()
+    assert set(report.mapping.features) == {"observation.state", "action"}
+
+
+def test_flags_bytes_and_clouds_are_never_better_than_nothing(tmp_path):
+    for number, hz in enumerate((0.0, 5.0)):
+        bag = write(tmp_path / str(number), dict.fromkeys(("/armed", "/audio", "/points"), hz))
+        with pytest.raises(DataError, match="nothing to learn from"):
+            convert([bag], tmp_path / "out")
+
+
+def test_the_motors_of_a_robot_are_taken_together(tmp_path):
+    """A list of messages whose length the definition tells, as Unitree's LowState has."""
+    from mcap.writer import Writer as McapWriter
+
+    definition = (
+        "uint32 tick\nMotorState[3] motors\nuint8[2] crc\n"
+        + "=" * 80
+        + "\nMSG: robot_msgs/MotorState\nfloat32 q\nfloat32 dq\n"
+    )
+    with (tmp_path / "bag.mcap").open("wb") as file:
+        writer = McapWriter(file)
+        writer.start()
+        schema = writer.register_schema("robot_msgs/msg/LowState", "ros2msg", definition.encode())
+        channel = writer.register_channel("/lowstate", "cdr", schema)
+        for k in range(20):
+            body = struct.pack("<I6f2B", k, *(float(n + k) for n in range(6)), 1, 2)
+            writer.add_message(channel, k * 10**7, b"\0\1\0\0" + body, k * 10**7)
+        writer.finish()
+    report = convert([tmp_path / "bag.mcap"], tmp_path / "out")
+    assert report.ok, report.text()
+    assert sources(report.mapping) == {"observation.state": ["/lowstate motors"]}
+    assert Dataset(tmp_path / "out").features["observation.state"].shape == (6,)
+
+
+def test_counters_codes_and_lists_are_no_state(tmp_path, monkeypatch):
+    """As PX4 and detectors send them; and GPS keeps its digits."""
+    odometry = "uint64 timestamp\nuint8 frame\nfloat32[3] position\nfloat32[4] q\nfloat32[3] v\n"
+    STORE.register(get_types_from_msg(odometry, "px4_msgs/msg/VehicleOdometry"))
+    STORE.register(get_types_from_msg("string label\nfloat32 score\n", "my_msgs/msg/Thing"))
+    STORE.register(get_types_from_msg("uint32 n\nmy_msgs/Thing[] found\n", "my_msgs/msg/Things"))
+    numbers = (np.ones(n, np.float32) for n in (3, 4, 3))
+    vehicle = T["px4_msgs/msg/VehicleOdometry"](5, 1, *numbers)
+    things = T["my_msgs/msg/Things"](1, [T["my_msgs/msg/Thing"]("cup", 0.5)])
+    monkeypatch.setitem(MESSAGES, "/vehicle", lambda: vehicle)
+    monkeypatch.setitem(MESSAGES, "/things", lambda: things)
+    bag = write(tmp_path / "bag", dict.fromkeys(("/vehicle", "/things", "/fix"), 10.0))
+    report = convert([bag], tmp_path / "out")
+    assert report.ok
+    assert sources(report.mapping) == {
+        "observation.state": ["/vehicle position", "/vehicle q", "/vehicle v"],
+        "observation.fix": ["/fix latitude", "/fix longitude", "/fix altitude"],
+    }
+    assert report.mapping.features["observation.fix"].dtype == "float64"
+
+
+def test_the_report_fits_a_terminal(tmp_path, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "80")
+    out = tmp_path / "a folder with a long name and spaces"
+    report = convert([write(tmp_path / "bag", {"/odom": 20.0, "/cmd_vel": 5.0})], out, check=True)
+    lines = report.text().splitlines()
+    assert max(len(line) for line in lines if str(tmp_path) not in line) <= 80
+    # What is said next can be pasted into a shell.
+    words = shlex.split(report.text()[report.text().index("lerobot-train") :])
+    assert words[0] == "lerobot-train"
+    assert f"--dataset.root={out}" in words

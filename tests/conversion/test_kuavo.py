@@ -5,8 +5,9 @@ import pytest
 from rosbags.rosbag1 import Reader, Writer
 
 import penstock
-from penstock.conversion.kuavo import choose_used, load_kuavo
 from penstock.conversion.mapping import Camera, options
+from penstock.conversion.robots import load_config
+from penstock.conversion.robots.kuavo import choose_used
 from penstock.conversion.settings import from_json
 from penstock.dataset.reader import Dataset
 from penstock.errors import UsageError
@@ -49,7 +50,7 @@ def config(tmp_path):
 
 
 def test_the_file_as_it_is(config):
-    found = load_kuavo(config)
+    found = load_config(config)
     mapping = found.mapping
     assert str(found.bags) == "/data/bags/task"
     assert str(found.out) == "/data/bags/v1/lerobot"
@@ -81,7 +82,7 @@ def test_the_file_as_it_is(config):
 
 @pytest.mark.parametrize(("platform", "first"), [("4pro", 12), ("5", 13), ("5w", 4), ("5W", 4)])
 def test_where_the_arms_are(config, platform, first):
-    mapping = load_kuavo(config, [f"dataset.platform_type={platform}"]).mapping
+    mapping = load_config(config, [f"dataset.platform_type={platform}"]).mapping
     state = mapping.features["observation.state"]
     assert [s.select for s in state.sources][::2] == [(first, first + 7), (first + 7, first + 14)]
     fallback = list(options(mapping.features["action"].sources[0]))[-1]
@@ -98,7 +99,7 @@ def test_where_the_arms_are(config, platform, first):
     ],
 )
 def test_end_effectors(config, eef, extra, state, action, length):
-    mapping = load_kuavo(config, [f"dataset.eef_type={eef}", *extra]).mapping
+    mapping = load_config(config, [f"dataset.eef_type={eef}", *extra]).mapping
     for name, (first, after, scale) in (("observation.state", state), ("action", action)):
         right = mapping.features[name].sources[3]
         assert right.select == (first, after)
@@ -109,7 +110,7 @@ def test_end_effectors(config, eef, extra, state, action, length):
 
 
 def test_one_arm_takes_its_camera_and_half_the_numbers(config):
-    mapping = load_kuavo(config, ["dataset.which_arm=right", "dataset.use_depth=false"]).mapping
+    mapping = load_config(config, ["dataset.which_arm=right", "dataset.use_depth=false"]).mapping
     assert list(mapping.cameras) == [
         "observation.images.head_cam_h",
         "observation.images.wrist_cam_r",
@@ -122,13 +123,13 @@ def test_one_arm_takes_its_camera_and_half_the_numbers(config):
 def test_binary_end_effectors_have_the_robots_thresholds(config):
     for eef, limits in (("leju_claw", (50, 50)), ("rq2f85", (0.4, 70)), ("qiangnao", (50, 50))):
         words = [f"dataset.eef_type={eef}", "dataset.is_binary=true"]
-        mapping = load_kuavo(config, words).mapping
+        mapping = load_config(config, words).mapping
         found = [mapping.features[n].sources[1].threshold for n in ("observation.state", "action")]
         assert tuple(found) == limits
 
 
 def test_arm_commands_are_degrees_and_prefer_the_synced_topic(config):
-    first, second, third = options(load_kuavo(config).mapping.features["action"].sources[0])
+    first, second, third = options(load_config(config).mapping.features["action"].sources[0])
     assert first.topics == ("/kuavo_arm_traj_synced",)
     assert second.topics == ("/kuavo_arm_traj",)
     assert first.scale == second.scale == pytest.approx(math.pi / 180)
@@ -137,7 +138,7 @@ def test_arm_commands_are_degrees_and_prefer_the_synced_topic(config):
 
 
 def test_walking_adds_its_command_and_the_999_rule(config):
-    mapping = load_kuavo(config, ["dataset.only_arm=false", "dataset.train_hz=20"]).mapping
+    mapping = load_config(config, ["dataset.only_arm=false", "dataset.train_hz=20"]).mapping
     action = mapping.features["action"]
     assert action.names[-4:] == ("cmd_pos_x", "cmd_pos_y", "cmd_pos_yaw", "ctrl_change_cmd")
     first, second, _ = options(action.sources[0])
@@ -149,7 +150,7 @@ def test_walking_adds_its_command_and_the_999_rule(config):
 
 def test_differences_concern_the_arms_only(config):
     words = ["dataset.delta_action=true", "dataset.relative_start=true"]
-    mapping = load_kuavo(config, words).mapping
+    mapping = load_config(config, words).mapping
     state, action = mapping.features["observation.state"], mapping.features["action"]
     assert [s.relative_start for s in state.sources] == [True, False, True, False]
     assert [s.delta for s in action.sources] == [True, False, True, False]
@@ -174,19 +175,19 @@ def test_differences_concern_the_arms_only(config):
 )
 def test_a_wrong_setting_is_named(config, word, says):
     with pytest.raises(UsageError, match=says.replace("[", r"\[")):
-        load_kuavo(config, [word])
+        load_config(config, [word])
 
 
 def test_a_timeline_that_is_not_used_is_refused(config):
     with pytest.raises(UsageError, match="does not use that camera"):
-        load_kuavo(config, ["dataset.which_arm=left", "dataset.main_timeline=wrist_cam_r"])
+        load_config(config, ["dataset.which_arm=left", "dataset.main_timeline=wrist_cam_r"])
 
 
 def test_an_unknown_section_is_named(tmp_path):
     path = tmp_path / "x.yaml"
     path.write_text("datset:\n  train_hz: 3\n")
-    with pytest.raises(UsageError, match="unknown section 'datset': did you mean 'dataset'"):
-        load_kuavo(path)
+    with pytest.raises(UsageError, match="unknown key 'datset': did you mean 'dataset'"):
+        load_config(path)
 
 
 def test_drawing_bags_is_the_robots_own(tmp_path):
@@ -247,11 +248,11 @@ dataset: {platform_type: "5", eef_type: rq2f85, which_arm: both, train_hz: 10}
 def test_the_keys_of_the_newer_files(tmp_path):
     path = tmp_path / "Kuavo.yaml"
     path.write_text(NEWER)
-    found = load_kuavo(path)
+    found = load_config(path)
     assert (found.bags, found.out) == (Path("/path/to/rosbags"), Path("/path/to/target/lerobot"))
     with pytest.raises(UsageError, match="convert BAGS /path/to/old --append"):
-        load_kuavo(path, ["rosbag.mode=resume"])
+        load_config(path, ["rosbag.mode=resume"])
     with pytest.raises(UsageError, match="lerobot-edit-dataset"):
-        load_kuavo(path, ["rosbag.mode=merge"])
+        load_config(path, ["rosbag.mode=merge"])
     with pytest.raises(UsageError, match=r"rosbag.mode is 'rezume'"):
-        load_kuavo(path, ["rosbag.mode=rezume"])
+        load_config(path, ["rosbag.mode=rezume"])

@@ -27,7 +27,7 @@ def test_every_item_is_worked_on_in_order_by_its_own_lane():
     assert seen == {"a": list(range(0, 500, 2)), "b": list(range(1, 500, 2))}
     assert len(threads["a"]) == len(threads["b"]) == 1
     assert threads["a"] != threads["b"]
-    assert lanes.budget.used_bytes == 0
+    assert lanes.used_bytes == 0
 
 
 def test_what_waits_never_exceeds_the_limit():
@@ -35,8 +35,7 @@ def test_what_waits_never_exceeds_the_limit():
         lanes.open("slow", lambda item: time.sleep(0.002))
         for _ in range(40):
             lanes.put("slow", b"x", 20)
-        assert lanes.budget.peak_bytes <= 50
-        assert lanes.busy_s["slow"] > 0
+        assert lanes.peak_bytes <= 50
 
 
 def test_an_item_larger_than_the_limit_passes_alone():
@@ -46,6 +45,31 @@ def test_an_item_larger_than_the_limit_passes_alone():
         lanes.put("a", 1, 1000)
         lanes.put("a", 2, 1000)
     assert seen == [1, 2]
+
+
+def test_a_larger_limit_lets_whoever_waits_go_on():
+    gate, put = threading.Event(), threading.Event()
+    with Lanes("test", 10) as lanes:
+        lanes.open("a", lambda item: gate.wait(60))
+        lanes.put("a", 1, 8)
+
+        def more():
+            lanes.put("a", 2, 8)
+            put.set()
+
+        thread = threading.Thread(target=more)
+        thread.start()
+        assert not put.wait(0.05)
+        lanes.resize(16)
+        assert put.wait(60)
+        thread.join()
+        gate.set()
+    assert lanes.used_bytes == 0
+
+
+def test_a_limit_that_holds_nothing_is_refused():
+    with pytest.raises(UsageError, match="holds nothing"):
+        Lanes("test", 0)
 
 
 def test_the_error_of_a_lane_reaches_the_next_put_once_and_ends_all_threads():

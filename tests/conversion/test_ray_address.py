@@ -18,11 +18,11 @@ def noted(tmp_path, monkeypatch):
 
 
 def test_the_cluster_of_this_machine_is_taken_while_it_answers(noted):
-    assert _reachable(None) is None
+    assert _reachable("auto") is None
     with socket.create_server(("127.0.0.1", 0)) as server:
         address = f"127.0.0.1:{server.getsockname()[1]}"
         noted.write_text(address)
-        assert _reachable(None) == address
-    assert _reachable(None) is None
+        assert _reachable("auto") == address
+    assert _reachable("auto") is None
     with pytest.raises(StorageError, match="check the address"):
         _reachable(address)

@@ -151,4 +151,4 @@ def test_the_next_steps_are_said(tmp_path):
     features = {"observation.state": {"topic": "/s", "field": "v"}}
     mapping = from_json({"fps": 30, "timeline": "/s", "features": features})
     report = penstock.convert(path, tmp_path / "my set", mapping, **QUIET)
-    assert "lerobot-train --dataset.repo_id='local/my set'" in report.text()
+    assert "lerobot-train --dataset.repo_id=local/my_set" in report.text()

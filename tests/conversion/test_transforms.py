@@ -13,7 +13,7 @@ from rosbags.typesys import Stores, get_types_from_msg, get_typestore
 
 import penstock
 from penstock.bags import open_bag
-from penstock.conversion.guess import guess_mapping, look
+from penstock.conversion.guess import guess_mapping, survey
 from penstock.conversion.settings import from_json
 from penstock.dataset.reader import Dataset
 from penstock.errors import DataError, UsageError
@@ -91,9 +91,9 @@ def test_by_frame_pair(tmp_path, ros):
 
 def test_the_guess_takes_what_moves(tmp_path):
     with open_bag(write(tmp_path / "bag")) as bag:
-        chosen, _, left_out = look(bag)
-        assert chosen["/tf"].fields == ("odom>base", "map>odom")
-        assert "static" in left_out["/tf_static"]
+        found = survey(bag)
+        assert found.numbers["/tf"].fields == ("odom>base", "map>odom")
+        assert "static" in found.left_out["/tf_static"]
         assert guess_mapping(bag).features
     report = penstock.convert(tmp_path / "bag", tmp_path / "out", **QUIET)
     assert report.ok, report.text()

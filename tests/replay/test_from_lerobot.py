@@ -9,7 +9,7 @@ import pytest
 import torch
 from tensordict import TensorDict
 
-from penstock.conversion.budget import MemoryWatch
+from penstock.conversion.memory import MemoryWatch
 from penstock.core.memory import rss_bytes
 from penstock.dataset.layout import Feature
 from penstock.dataset.reader import Dataset

@@ -21,13 +21,13 @@ _SETTING = re.compile(r"[+]{0,2}[A-Za-z_][\w.-]*=")
 def run(arguments: argparse.Namespace) -> Report | Prediction:
     """Carry out what the words ask for."""
     from penstock.conversion.dry_run import predict
-    from penstock.conversion.run import carry_out
+    from penstock.conversion.run import run_request
     from penstock.core.files import sweep
 
     request = _request(arguments)
     if arguments.dry_run:
         return predict(request)
-    report = carry_out(request)
+    report = run_request(request)
     if arguments.card and request.shard is None:
         from penstock.inspect.card import write_card
 
@@ -41,8 +41,8 @@ def run(arguments: argparse.Namespace) -> Report | Prediction:
 
 
 def _request(arguments: argparse.Namespace) -> Request:
-    from penstock.conversion import kuavo
-    from penstock.conversion.request import make_request
+    from penstock.conversion.request import make_request, robot_words
+    from penstock.conversion.robots import load_config
 
     settings = [w for w in arguments.words if _SETTING.match(w) and not Path(w).exists()]
     paths: list[Any] = [word for word in arguments.words if word not in settings]
@@ -52,13 +52,15 @@ def _request(arguments: argparse.Namespace) -> Request:
     settings += arguments.set
     bags, out = paths[:-1], paths[-1] if paths else None
     if arguments.config:
-        named = kuavo.load_kuavo(Path(arguments.config), kuavo.own_settings(settings))
+        named = load_config(Path(arguments.config), robot_words(settings))
         if len(paths) == 1 and named.bags is not None:
             bags, out = [named.bags], paths[0]
         elif not paths:
             bags, out = [named.bags] if named.bags else [], named.out
     if not bags or out is None:
         raise UsageError("convert needs bags and a dataset: penstock convert BAGS OUT")
+    if Path(out).is_file():
+        raise UsageError(f"{out} is a file, and the last path is the dataset: give a folder")
     return make_request(
         bags,
         out,
@@ -145,7 +147,7 @@ COMMAND = Command(
     "turn recordings of any size into a LeRobot dataset",
     "Recordings are .bag, .db3, .mcap, ROS 2 folders, or folders of them; the last path is the "
     "dataset. Every bag is committed when it is done: after a crash, --resume goes on. Without "
-    "--map or --config the mapping is guessed from the first bag (see penstock info). With "
+    "--map or --config the mapping is guessed from what the bags share (see penstock info). With "
     "--config, Kuavo settings are key=value, and name both paths if none is given.",
     "penstock convert bags/ dataset --memory 512MB\n"
     "  penstock convert bags/ out --config Kuavo.yaml dataset.train_hz=20",

@@ -12,7 +12,7 @@ class Account:
     """Where the frames of one bag went.
 
     A frame in is a message of the timeline's topic (with a fixed rate: a moment of that rate).
-    `frames_in + frames_repeated == frames_out + sum(dropped.values())`, always.
+    `frames_in + frames_repeated == frames_out + frames_dropped`, always.
 
     Attributes:
         frames_in: Recorded.
@@ -39,6 +39,14 @@ class Account:
     def balanced(self) -> bool:
         """Whether every frame is accounted for."""
         return self.frames_in + self.frames_repeated == self.frames_out + self.frames_dropped
+
+    @property
+    def balance(self) -> str:
+        """What became of the frames, as an equation."""
+        repeated = f" + {self.frames_repeated} repeated" if self.frames_repeated else ""
+        return (
+            f"{self.frames_in} in{repeated} = {self.frames_out} out + {self.frames_dropped} dropped"
+        )
 
     def drop(self, reason: str, count: int) -> None:
         """Count frames that are dropped."""
@@ -67,14 +75,3 @@ class Account:
             "dropped": dict(sorted(self.dropped.items())),
             "notes": dict(sorted(self.notes.items())),
         }
-
-    @classmethod
-    def from_json(cls, content: dict[str, Any]) -> Account:
-        """Read back what `to_json` returned."""
-        return cls(
-            content["frames_in"],
-            content["frames_out"],
-            content["frames_repeated"],
-            Counter(content["dropped"]),
-            Counter(content["notes"]),
-        )

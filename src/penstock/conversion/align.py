@@ -120,12 +120,12 @@ class Slots:
         times: When each frame is.
         picks: For a camera's timeline, the place in `Ordered` of each frame's picture, or MISSING
             in a hole of the recording; for a fixed rate, all MISSING.
-        skipped: Places in `Ordered` that no frame uses (a rate below that of the camera).
+        skipped: How many pictures no frame uses (a rate below that of the camera).
     """
 
     times: Times
     picks: Times
-    skipped: Times
+    skipped: int = 0
 
 
 def camera_slots(stamps: Times, source_hz: float, fps: float) -> Slots:
@@ -142,8 +142,7 @@ def camera_slots(stamps: Times, source_hz: float, fps: float) -> Slots:
         fps: The rate of the frames.
     """
     if len(stamps) == 0:
-        empty = np.empty(0, np.int64)
-        return Slots(empty, empty, empty)
+        return Slots(np.empty(0, np.int64), np.empty(0, np.int64))
     steps = np.maximum(np.rint(np.diff(stamps) * (source_hz / SECOND_NS)), 1).astype(np.int64)
     places = np.concatenate(([0], np.cumsum(steps)))
     ratio = source_hz / fps
@@ -155,9 +154,7 @@ def camera_slots(stamps: Times, source_hz: float, fps: float) -> Slots:
         picks[1:][picks[1:] == picks[:-1]] = MISSING
     times = np.interp(wanted, places, stamps - stamps[0]).astype(np.int64) + stamps[0]
     times[picks >= 0] = stamps[picks[picks >= 0]]
-    unused = np.ones(len(stamps), bool)
-    unused[picks[picks >= 0]] = False
-    return Slots(times, picks, np.flatnonzero(unused))
+    return Slots(times, picks, len(stamps) - len(np.unique(picks[picks >= 0])))
 
 
 def _nearest(rising: Times, wanted: NDArray[np.floating[Any]]) -> Times:
@@ -173,7 +170,7 @@ def rate_slots(start_ns: int, stop_ns: int, fps: float) -> Slots:
     """Lay frames of a fixed rate from one moment to another, both included."""
     count = max(int(np.floor((stop_ns - start_ns) * fps / SECOND_NS + 1e-9)) + 1, 0)
     times = start_ns + np.rint(np.arange(count) * (SECOND_NS / fps)).astype(np.int64)
-    return Slots(times, np.full(count, MISSING), np.empty(0, np.int64))
+    return Slots(times, np.full(count, MISSING))
 
 
 @dataclass(slots=True)

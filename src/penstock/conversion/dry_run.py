@@ -6,7 +6,6 @@ first frames of the first bag and scaled.
 
 from __future__ import annotations
 
-import shutil
 import tempfile
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,9 +17,10 @@ from penstock.conversion.features import describe
 from penstock.conversion.one_bag import Job, convert_bag
 from penstock.conversion.plan import plan_bag
 from penstock.conversion.ray_engine import RayCluster
+from penstock.conversion.recordings import size_of
 from penstock.conversion.request import Request
-from penstock.conversion.run import queue_bytes
 from penstock.core.memory import format_bytes
+from penstock.dataset.layout import Feature
 from penstock.dataset.unit import UnitRecord
 from penstock.errors import DataError
 from penstock.ui.report import aligned
@@ -70,13 +70,11 @@ class Prediction:
     def text(self, verbose: bool = False) -> str:
         """Return the prediction for the terminal; there are no more details."""
         account = self.account
+        out = f"{account.frames_out} in {self.episodes} episodes"
+        counts = f"{account.frames_in} recorded, {account.frames_dropped} dropped"
         lines = [("CANNOT", f"{path}: {reason}") for path, reason in self.failed.items()]
         lines += [
-            (
-                "frames",
-                f"{account.frames_out} in {self.episodes} episodes "
-                f"({account.frames_in} recorded, {account.frames_dropped} dropped)",
-            ),
+            ("frames", f"{out} ({counts})"),
             ("size", f"about {format_bytes(self.size_bytes)}"),
             ("time", f"about {self.seconds:.0f} s"),
             ("memory", f"about {format_bytes(self.memory_bytes)}"),
@@ -88,16 +86,15 @@ class Prediction:
 
 def predict(request: Request) -> Prediction:
     """Plan every bag, and convert the beginning of the first into a temporary folder."""
-    account, failed, episodes, longest = Account(), {}, 0, 0
+    account, failed, episodes, longest = Account(), dict[Path, str](), 0, 0
     trial: Path | None = None
-    features: dict[str, Any] = {}
+    features: dict[str, Feature] = {}
     for path in request.own_bags:
         try:
-            with open_bag(path, salvage=request.salvage) as bag:
+            with open_bag(path, salvage=request.salvage, limits=request.limits) as bag:
                 plan = plan_bag(bag, request.mapping)
                 if trial is None:
-                    found = describe(bag, request.mapping, plan)
-                    features = {name: feature.to_json() for name, feature in found.items()}
+                    features = describe(bag, request.mapping, plan)
                     trial = path
         except DataError as error:
             failed[path] = str(error)
@@ -107,40 +104,32 @@ def predict(request: Request) -> Prediction:
         episodes += len(plan.episodes)
     if trial is None:
         raise DataError(next(iter(failed.values())))
-    folder = Path(tempfile.mkdtemp(prefix="penstock-trial-"))
-    try:
+    with tempfile.TemporaryDirectory(prefix="penstock-trial-", ignore_cleanup_errors=True) as name:
+        folder = Path(name)
         job = Job(
             trial,
-            request.mapping.to_json(),
+            request.mapping,
             features,
             folder,
             UnitRecord("trial", 0, {}, []),
-            queue_bytes(request, 1),
-            None,
+            request.memory_bytes,
             request.salvage,
-            max_frames=_TRIAL_FRAMES,
+            most_frames=_TRIAL_FRAMES,
         )
         done = convert_bag(job, lambda size_bytes, frames: None)
-        size_bytes = sum(file.stat().st_size for file in folder.rglob("*") if file.is_file())
-    finally:
-        shutil.rmtree(folder, ignore_errors=True)
+        size_bytes = size_of(folder)
     frames = done.account.frames_out
-    scale = account.frames_out / max(frames, 1)
-    workers = min(_workers(request), len(request.own_bags))
+    workers = request.workers
+    if request.ray is not None:
+        with RayCluster(request.ray) as cluster:
+            workers = max(cluster.cpus, 1)
+    workers = min(workers, len(request.own_bags))
     return Prediction(
         account,
         episodes,
         failed,
-        int(size_bytes * scale),
+        int(size_bytes * account.frames_out / max(frames, 1)),
         done.wall_s / max(frames, 1) * max(account.frames_out / workers, longest),
         done.peak_bytes * workers,
         frames,
     )
-
-
-def _workers(request: Request) -> int:
-    """Return how many bags are converted at a time."""
-    if request.ray is None:
-        return request.workers
-    with RayCluster(request.ray.address) as cluster:
-        return max(cluster.cpus, 1)

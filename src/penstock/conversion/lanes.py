@@ -18,47 +18,47 @@ import threading
 from collections import deque
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from time import perf_counter
 from typing import Any
 
 from typing_extensions import Self
 
-from penstock.conversion.budget import Budget
 from penstock.core.files import storage_error
 from penstock.core.threads import POLL_S, start
 from penstock.errors import UsageError
 
 
 class Lanes:
-    """Threads that share one budget; the first error of any of them reaches the caller.
+    """Threads that share one limit in bytes; the first error of any of them reaches the caller.
 
     Args:
         name: Names the threads.
-        limit_bytes: What may wait or be worked on in all lanes together.
+        limit_bytes: What may wait or be worked on in all lanes together. An item that is larger
+            passes alone.
 
     Attributes:
-        budget: The shared budget, to be resized at will.
-        busy_s: Time in the function of each lane.
+        used_bytes: What waits or is worked on now.
+        peak_bytes: The most there ever was.
     """
 
     def __init__(self, name: str, limit_bytes: int) -> None:
+        if limit_bytes <= 0:
+            raise UsageError(f"{name}: a limit of {limit_bytes} bytes holds nothing: give more")
         self.name = name
-        self.budget = Budget(limit_bytes)
-        self.busy_s: dict[str, float] = {}
+        self.limit_bytes = limit_bytes
+        self.used_bytes = self.peak_bytes = 0
         self._lock = threading.RLock()
         self._changed = threading.Condition(self._lock)  # see core/threads.py
+        self._room = threading.Lock()  # opened when there may be room
         self._items: dict[str, deque[tuple[Any, int]]] = {}
         self._threads: list[threading.Thread] = []
-        self._ending = False
+        self._ending = self._stopped = False
         self._error: BaseException | None = None
-        self._stopped = False
 
     def open(self, lane: str, work: Callable[[Any], None]) -> None:
         """Start a lane: a thread that calls `work` for every item put into it."""
         if lane in self._items:
             raise UsageError(f"{self.name} has a lane {lane!r} already: choose another name")
         self._items[lane] = deque()
-        self.busy_s[lane] = 0.0
         thread = threading.Thread(
             target=self._run, args=(lane, work), name=f"{self.name}-{lane}", daemon=False
         )
@@ -71,13 +71,23 @@ class Lanes:
         Raises:
             BaseException: What a lane failed with; nothing is worked on after that.
         """
-        granted = self.budget.acquire(max(size_bytes, 1), lambda: self._stopped)
-        with self._lock:
-            if granted and not self._stopped:
-                self._items[lane].append((item, max(size_bytes, 1)))
-                self._changed.notify_all()
-                return
+        size_bytes = max(size_bytes, 1)
+        while not self._stopped:
+            with self._lock:
+                if not self.used_bytes or self.used_bytes + size_bytes <= self.limit_bytes:
+                    self.used_bytes += size_bytes
+                    self.peak_bytes = max(self.peak_bytes, self.used_bytes)
+                    self._items[lane].append((item, size_bytes))
+                    self._changed.notify_all()
+                    return
+            self._room.acquire(timeout=POLL_S)  # in C: an interrupt leaves nothing half done
         self._raise()
+
+    def resize(self, limit_bytes: int) -> None:
+        """Change the limit; what is held already stays held."""
+        with self._lock:
+            self.limit_bytes = limit_bytes
+            self._wake_reader()
 
     def close(self) -> None:
         """Wait until every item has been worked on, and end the threads."""
@@ -124,13 +134,17 @@ class Lanes:
             if self._stopped or not items:
                 return False
             item, size_bytes = items.popleft()
-        start_s = perf_counter()
         try:
             work(item)
         finally:
-            self.busy_s[lane] += perf_counter() - start_s
-            self.budget.release(size_bytes)
+            with self._lock:
+                self.used_bytes -= size_bytes
+                self._wake_reader()
         return True
+
+    def _wake_reader(self) -> None:
+        if self._room.locked():
+            self._room.release()
 
     def _stop(self, error: BaseException | None) -> None:
         with self._lock:
@@ -138,7 +152,7 @@ class Lanes:
                 self._error = error
             self._stopped = True
             self._changed.notify_all()
-        self.budget.wake()
+            self._wake_reader()
 
     def _raise(self) -> None:
         error, self._error = self._error, None

@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field, fields
 from typing import Any, Final, Literal
 
 from penstock.conversion.align import Align
@@ -45,6 +45,19 @@ _ADDED_LATER: Final = frozenset(
     ("episodes", "tasks", "table", "joints", "exclude", "offset", "window", "dtype", "stamps")
 )
 _FEATURE_NAME: Final = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,99}")
+
+
+def at_least(least: float, default: Any) -> Any:
+    """Return a field of a dataclass whose number has a least value; see `check_limits`."""
+    return field(default=default, metadata={"least": least})
+
+
+def check_limits(record: Any, section: str = "") -> None:
+    """Refuse numbers below the least value of their field."""
+    for entry in fields(record):
+        value, least = getattr(record, entry.name), entry.metadata.get("least")
+        if least is not None and value is not None and value < least:
+            raise UsageError(f"{section}{entry.name} is {value}: give at least {least}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,7 +124,7 @@ class Vector:
     names: tuple[str, ...] | None = None
     names_key: str | None = None
     align: Align = "nearest"
-    tolerance_s: float | None = None
+    tolerance_s: float | None = at_least(0, None)
     missing: Missing = "drop"
     delta_from: str | None = None
     window: int | None = None
@@ -139,7 +152,7 @@ class Camera:
     codec: Codec | None = None
     depth_range_mm: tuple[float, float] = (0.0, 1500.0)
     align: Align = "nearest"
-    tolerance_s: float | None = None
+    tolerance_s: float | None = at_least(0, None)
     missing: Missing = "drop"
 
 
@@ -230,12 +243,12 @@ class Mapping:
     fps: int
     features: dict[str, Vector | Camera]
     timeline: str | None = None
-    timeline_hz: float | None = None
+    timeline_hz: float | None = at_least(1e-3, None)
     clock: Clock = "bag"
     gap: GapPolicy = "drop"
-    hold_s: float = 0.2
-    drop_ends: int = 0
-    split_frames: int | None = None
+    hold_s: float = at_least(0, 0.2)
+    drop_ends: int = at_least(0, 0)
+    split_frames: int | None = at_least(1, None)
     codec: Codec = "h264"
     depth_codec: Codec = "depth12"
     task: str = "task"
@@ -244,7 +257,7 @@ class Mapping:
     table: tuple[TableRow, ...] = ()
     robot_type: str = "unknown"
     stamps: bool = False
-    window_frames: int = 1000
+    window_frames: int = at_least(1, 1000)
     nonfinite: NonFinite = "keep"
     bad_pictures: BadPictures = "hold"
 
@@ -288,20 +301,13 @@ def options(source: Source) -> Iterator[Source]:
 def _check(mapping: Mapping) -> None:
     if mapping.fps < 1:
         raise UsageError(f"fps is {mapping.fps}: give at least 1")
-    for name in ("split_frames", "window_frames"):
-        value = getattr(mapping, name)
-        if value is not None and value < 1:
-            raise UsageError(f"{name} is {value}: give at least 1")
-    for name in ("hold_s", "drop_ends"):
-        if getattr(mapping, name) < 0:
-            raise UsageError(f"{name} is {getattr(mapping, name)}: give 0 or more")
-    if mapping.timeline_hz is not None and mapping.timeline_hz <= 0:
-        raise UsageError(f"timeline_hz is {mapping.timeline_hz}: give more than 0")
-    if mapping.codec not in COLOR_CODECS:
-        raise UsageError(f"codec is {mapping.codec!r}: {did_you_mean(mapping.codec, COLOR_CODECS)}")
-    if mapping.depth_codec not in DEPTH_CODECS:
-        hint = did_you_mean(mapping.depth_codec, DEPTH_CODECS)
-        raise UsageError(f"depth_codec is {mapping.depth_codec!r}: {hint}")
+    check_limits(mapping)
+    for key, codec, codecs in (
+        ("codec", mapping.codec, COLOR_CODECS),
+        ("depth_codec", mapping.depth_codec, DEPTH_CODECS),
+    ):
+        if codec not in codecs:
+            raise UsageError(f"{key} is {codec!r}: {did_you_mean(codec, codecs)}")
     if mapping.episodes is not None and any(row.start_s is not None for row in mapping.table):
         raise UsageError("episodes and a table with times exclude each other: choose one")
     events = mapping.episodes
@@ -323,8 +329,7 @@ def _check_feature(mapping: Mapping, name: str, feature: Vector | Camera) -> Non
         raise UsageError(f"{where}: use letters, digits, '_', '-' and single '.', 100 at most")
     if name in AUTO_NAMES or name in (GAP_FLAG, STAMP):
         raise UsageError(f"{where}: this name is made by penstock itself; choose another")
-    if feature.tolerance_s is not None and feature.tolerance_s < 0:
-        raise UsageError(f"{where}: tolerance_s is {feature.tolerance_s}: give 0 or more")
+    check_limits(feature, f"{where}: ")
     if isinstance(feature, Camera):
         codecs = DEPTH_CODECS if feature.kind == "depth" else COLOR_CODECS
         codec = mapping.codec_of(feature)

@@ -3,7 +3,7 @@
     read ──┬── camera lanes (decode → encode → mp4)
            └── rows (decode → align → parquet)
 
-The lanes share one budget in bytes; the reader waits when they are full. Nothing is dropped, and
+The lanes share one limit in bytes; the reader waits when they are full. Nothing is dropped, and
 nothing but the unit is touched.
 """
 
@@ -18,56 +18,55 @@ from typing import Any
 import numpy as np
 
 from penstock.bags import Bag, Limits, Message, open_bag
-from penstock.conversion import mapping as maps
-from penstock.conversion import settings
 from penstock.conversion.account import Account
 from penstock.conversion.align import Times
-from penstock.conversion.budget import BASE_BYTES, MemoryWatch, encoder_bytes
-from penstock.conversion.features import describe
+from penstock.conversion.features import Joints, describe
 from penstock.conversion.lanes import Lanes, Spool
+from penstock.conversion.mapping import Codec
+from penstock.conversion.mapping import Mapping as Recipe
+from penstock.conversion.memory import BASE_BYTES, MemoryWatch, encoder_bytes, queue_bytes
 from penstock.conversion.pictures import Pictures, Shown, VideoPictures
-from penstock.conversion.plan import Plan, plan_bag, summary
+from penstock.conversion.plan import Plan, plan_bag
 from penstock.conversion.rows import Rows
 from penstock.core.files import make_folder
 from penstock.core.interrupt import check_stop
 from penstock.dataset.layout import Feature
 from penstock.dataset.unit import Episode, UnitRecord, UnitWriter
-from penstock.errors import DataError
+from penstock.errors import DataError, PenstockError
 from penstock.media.encodings import CODECS
 from penstock.media.packets import KeyFrame
 from penstock.media.video import VideoSettings
 
 Advance = Callable[[int, int], None]  # bytes read, frames written, since the last call
 _REPORT_EVERY_S = 0.2
+_SKEWS = 2000  # time errors per feature, for the picture in the report
 
 
 @dataclass(slots=True)
 class Job:
-    """What a worker needs to convert one bag; crosses to another process as JSON values.
+    """What a worker needs to convert one bag.
 
     Attributes:
         bag: The recording.
-        mapping: `Mapping.to_json()`.
+        mapping: What the dataset holds.
         features: The features of the dataset, which this bag must have too.
         units: The folder that the unit is committed to.
         record: Its key, position and source; the episodes come from the bag.
-        queue_bytes: What may wait between reading and encoding.
-        memory_bytes: Resident memory to stay below; None only measures.
+        memory_bytes: Resident memory to stay below.
         salvage: Read what can be read of a damaged bag.
-        max_frames: Convert only the beginning.
-        joints: Topic, field and names of the joints of the dataset, in their order.
+        joints: The names of the joints of the dataset, in their order.
+        most_frames: Convert only the beginning.
     """
 
     bag: Path
-    mapping: dict[str, Any]
-    features: dict[str, Any]
+    mapping: Recipe
+    features: dict[str, Feature]
     units: Path
     record: UnitRecord
-    queue_bytes: int
-    memory_bytes: int | None
+    memory_bytes: int
     salvage: bool
-    max_frames: int | None = None
-    joints: list[tuple[str, str, list[str]]] = field(default_factory=list)
+    joints: Joints = field(default_factory=dict)
+    most_frames: int | None = None
 
 
 @dataclass(slots=True)
@@ -75,6 +74,8 @@ class Converted:
     """What came of one bag.
 
     Attributes:
+        bag: The recording.
+        size_bytes: Its size.
         episodes: How many.
         account: Where the frames went.
         skew: Time errors per feature.
@@ -88,9 +89,11 @@ class Converted:
         memory: Resident memory over time.
     """
 
+    bag: Path
+    size_bytes: int
     episodes: int
     account: Account
-    skew: dict[str, Any]
+    skew: dict[str, dict[str, float]]
     skew_ms: dict[str, list[float]]
     timeline: str
     salvage: str | None
@@ -100,6 +103,23 @@ class Converted:
     peak_bytes: int
     memory: list[tuple[float, int]]
 
+    def to_json(self) -> dict[str, Any]:
+        """Return it as JSON values, without the pictures."""
+        return {
+            "bag": str(self.bag),
+            "size_bytes": self.size_bytes,
+            "episodes": self.episodes,
+            **self.account.to_json(),
+            "skew": self.skew,
+            "timeline": self.timeline,
+            "salvage": self.salvage,
+            "wall_s": round(self.wall_s, 3),
+            "cpu_s": round(self.cpu_s, 3),
+        }
+
+
+Outcome = Converted | PenstockError
+
 
 def convert_bag(job: Job, advance: Advance) -> Converted:
     """Convert one bag into a unit, and commit it.
@@ -107,28 +127,28 @@ def convert_bag(job: Job, advance: Advance) -> Converted:
     Raises:
         PenstockError: The bag cannot be converted; nothing is left of it.
     """
-    mapping = settings.from_json(job.mapping)
-    features = {name: Feature.from_json(name, value) for name, value in job.features.items()}
     start_s, start_cpu_s = time.perf_counter(), time.process_time()
-    limits = Limits() if job.memory_bytes is None else Limits.for_memory(job.memory_bytes)
+    limits = Limits.for_memory(job.memory_bytes)
     make_folder(job.units)
     with open_bag(job.bag, salvage=job.salvage, limits=limits, scratch=job.units) as bag:
-        plan = plan_bag(bag, mapping)
-        if job.max_frames is not None:
-            plan = plan.head(job.max_frames)
-        joints = {(topic, field): tuple(names) for topic, field, names in job.joints}
-        _check_features(bag, features, describe(bag, mapping, plan, joints))
-        run = _Run(bag, plan, mapping, features, job, advance)
-        with MemoryWatch(job.memory_bytes, run.budgets) as watch:
-            run.run()
+        plan = plan_bag(bag, job.mapping, job.most_frames)
+        _check_features(bag, job.features, describe(bag, job.mapping, plan, job.joints))
+        reading = _Reading(bag, plan, job, advance)
+        with MemoryWatch(job.memory_bytes, reading.lanes) as watch:
+            reading.run()
     return Converted(
+        job.bag,
+        job.record.source.get("size_bytes", 0),
         len(plan.episodes),
         plan.account,
-        summary(plan),
-        {name: _thin(skew / 1e6) for name, skew in plan.skew_ns.items()},
-        f"{plan.timeline} at {plan.timeline_hz:g} Hz",
+        plan.skews(),
+        {
+            name: (skew[:: -(-len(skew) // _SKEWS)] / 1e6).tolist()
+            for name, skew in plan.skew_ns.items()
+        },
+        plan.timeline,
         None if bag.salvage is None else str(bag.salvage),
-        run.previews,
+        reading.previews,
         time.perf_counter() - start_s,
         time.process_time() - start_cpu_s,
         watch.peak_bytes,
@@ -136,9 +156,17 @@ def convert_bag(job: Job, advance: Advance) -> Converted:
     )
 
 
-def _thin(values: Any, count: int = 2000) -> list[float]:
-    step = -(-len(values) // count)
-    return [float(v) for v in values[:: max(step, 1)]]
+def outcome_of(job: Job, advance: Advance) -> Outcome:
+    """Convert a bag; whatever goes wrong with it is its own affair, and no other bag's."""
+    try:
+        return convert_bag(job, advance)
+    except PenstockError as error:
+        return error
+    except Exception as error:
+        return PenstockError(
+            f"{job.bag}: {type(error).__name__}: {' '.join(str(error).split())[:200]}; this is a "
+            "fault of penstock: please report it, with the recording if you may"
+        )
 
 
 def _check_features(bag: Bag, wanted: Mapping[str, Feature], found: Mapping[str, Feature]) -> None:
@@ -158,62 +186,50 @@ def _check_features(bag: Bag, wanted: Mapping[str, Feature], found: Mapping[str,
                 )
 
 
-class _Run:
+class _Reading:
     """The reading pass over one bag."""
 
-    def __init__(
-        self,
-        bag: Bag,
-        plan: Plan,
-        mapping: maps.Mapping,
-        features: Mapping[str, Feature],
-        job: Job,
-        advance: Advance,
-    ) -> None:
-        self._bag = bag
-        self._plan = plan
-        self._mapping = mapping
-        self._features = features
-        self._job = job
+    def __init__(self, bag: Bag, plan: Plan, job: Job, advance: Advance) -> None:
+        self.bag, self.plan, self.job = bag, plan, job
         self._advance = advance
         self._starts = np.array([first for first, _ in plan.episodes])
-        self._lanes = Lanes("convert", job.queue_bytes)
-        self.budgets = [self._lanes.budget]
+        self._queue_bytes = queue_bytes(job.memory_bytes)
+        self.lanes = [Lanes("convert", self._queue_bytes)]
         self.previews: dict[str, bytes] = {}
 
     def run(self) -> None:
-        times = self._plan.times
+        times, mapping = self.plan.times, self.job.mapping
         episodes = [
             Episode(after - first, task, int(times[first]), int(times[after - 1]))
-            for (first, after), task in zip(self._plan.episodes, self._plan.tasks, strict=False)
+            for (first, after), task in zip(self.plan.episodes, self.plan.tasks, strict=True)
         ]
-        settings = {
-            name: _video_settings(self._mapping.codec_of(camera.camera), camera.video)
-            for name, camera in self._plan.cameras.items()
+        videos = {
+            name: _video_settings(mapping.codec_of(camera.camera), camera.video)
+            for name, camera in self.plan.cameras.items()
         }
-        record = replace(self._job.record, episodes=episodes)
-        fps = self._mapping.fps
-        with UnitWriter(self._job.units, record, self._features, fps, settings) as self.unit:
+        record = replace(self.job.record, episodes=episodes)
+        features = self.job.features
+        with UnitWriter(self.job.units, record, features, mapping.fps, videos) as self.unit:
             self._read()
             self.unit.commit()
 
     def _read(self) -> None:
-        rows = Rows(self._bag, self._plan, self._mapping)
-        cameras = {name: _Camera(self, name) for name in self._plan.cameras}
+        rows = Rows(self.bag, self.plan, self.job.mapping)
+        cameras = {name: _Camera(self, name) for name in self.plan.cameras}
         by_topic: dict[str, list[_Camera]] = {}
         for camera in cameras.values():
             by_topic.setdefault(camera.plan.topic, []).append(camera)
         counted = next(iter(cameras.values()), None)  # its frames show how far we are
-        vector_topics = frozenset(rows.topics)
-        topics = list(dict.fromkeys([*by_topic, *vector_topics]))
+        number_topics = frozenset(rows.topics)
+        topics = list(dict.fromkeys([*by_topic, *number_topics]))
         read_bytes = frames = 0
         told_s = time.monotonic()
         spools = self._spools(cameras)
-        with self._lanes as lanes:
+        with self.lanes[0] as lanes:
             for name, camera in cameras.items():
                 if name not in spools:
                     lanes.open(name, camera.work)
-            for message in self._bag.read(topics, _wanted([rows, *cameras.values()])):
+            for message in self.bag.read(topics, _wanted([rows, *cameras.values()])):
                 check_stop()
                 read_bytes += len(message.data)
                 for camera in by_topic.get(message.topic, ()):
@@ -223,15 +239,15 @@ class _Run:
                         else:
                             lanes.put(camera.name, shown, len(shown[0]))
                         frames += shown[2] - shown[1] if camera is counted else 0
-                if message.topic in vector_topics:
-                    for _, count, columns in rows.take(message):
+                if message.topic in number_topics:
+                    for count, columns in rows.take(message):
                         self.unit.add_rows(columns)
                         frames += 0 if counted else count
                 if time.monotonic() - told_s > _REPORT_EVERY_S:
                     self._advance(read_bytes, frames)
                     read_bytes = frames = 0
                     told_s = time.monotonic()
-            for _, _, columns in rows.finish():
+            for _, columns in rows.finish():
                 self.unit.add_rows(columns)
         for name, spool in spools.items():
             self._work_off(cameras[name], spool)
@@ -244,7 +260,7 @@ class _Run:
 
         The bag is read once all the same: these cameras are encoded one after the other, later.
         """
-        free = (self._job.memory_bytes or 2**62) - BASE_BYTES - self._job.queue_bytes
+        free = self.job.memory_bytes - BASE_BYTES - self._queue_bytes
         found = {}
         for number, (name, camera) in enumerate(cameras.items()):
             free -= camera.needs_bytes
@@ -253,8 +269,8 @@ class _Run:
         return found
 
     def _work_off(self, camera: _Camera, spool: Spool) -> None:
-        with Lanes("convert", self._job.queue_bytes) as lanes:
-            self.budgets.append(lanes.budget)
+        with Lanes("convert", self._queue_bytes) as lanes:
+            self.lanes.append(lanes)
             lanes.open(camera.name, camera.work)
             for shown in spool.take():
                 check_stop()
@@ -269,20 +285,17 @@ class _Run:
 class _Camera:
     """One camera's lane: which messages it wants, and where its pictures go."""
 
-    def __init__(self, run: _Run, name: str) -> None:
+    def __init__(self, reading: _Reading, name: str) -> None:
         self.name = name
-        self.plan = run._plan.cameras[name]
-        self._run = run
-        _, height, width = run._features[name].picture_size
-        self.needs_bytes = encoder_bytes(run._mapping.codec_of(self.plan.camera), width, height)
+        self.plan = reading.plan.cameras[name]
+        self._reading = reading
+        mapping = reading.job.mapping
+        codec = mapping.codec_of(self.plan.camera)
+        _, height, width = reading.job.features[name].picture_size
+        self.needs_bytes = encoder_bytes(codec, width, height)
         kind = Pictures if self.plan.video is None else VideoPictures
         self._pictures = kind(
-            run._bag,
-            self.plan,
-            run._mapping.codec_of(self.plan.camera),
-            (width, height),
-            run._mapping.bad_pictures,
-            self._sink,
+            reading.bag, self.plan, codec, (width, height), mapping.bad_pictures, self._sink
         )
         # The frames change their picture here; the ordinals rise, but for pictures that were
         # written late into the file: those that come before their turn wait.
@@ -295,9 +308,9 @@ class _Camera:
             self._wanted = np.arange(start, shown.max() + 1)
             self._spans = np.zeros((len(self._wanted), 2), np.int64)
             self._spans[shown - start] = spans
-        self._turns = (
-            {int(o): k for k, o in enumerate(self._wanted)} if _mixed(self._wanted) else None
-        )
+        self._turns: dict[int, int] | None = None
+        if np.any(np.diff(self._wanted) < 0):
+            self._turns = {ordinal: turn for turn, ordinal in enumerate(self._wanted.tolist())}
         self._early: dict[int, Any] = {}
         self._next = 0
         self._worked = 0
@@ -341,23 +354,23 @@ class _Camera:
     def finish(self) -> None:
         """Check that every frame got its picture."""
         self._pictures.finish()
-        self._run._plan.account.notes.update(self._pictures.notes)
+        self._reading.plan.account.notes.update(self._pictures.notes)
         if self._pictures.preview is not None:
-            self._run.previews[self.name] = self._pictures.preview
+            self._reading.previews[self.name] = self._pictures.preview
         if self._next < len(self._wanted):
-            raise DataError(f"{self._run._bag.path}: pictures of {self.plan.topic} are missing")
+            raise DataError(f"{self._reading.bag.path}: pictures of {self.plan.topic} are missing")
 
     def _sink(self, frame: int) -> Any:
-        number = self._run.episode_of(frame)
+        number = self._reading.episode_of(frame)
         if number != self._open:
             self._close()
             self._open = number
-            self._video = self._run.unit.video(self.name, number)
+            self._video = self._reading.unit.video(self.name, number)
         return self._video
 
     def _close(self) -> None:
         if self._video is not None:
-            self._run.unit.finish_video(self.name, self._open)
+            self._reading.unit.finish_video(self.name, self._open)
             self._video = None
 
 
@@ -370,7 +383,7 @@ def _wanted(users: Iterable[Rows | _Camera]) -> dict[str, Times]:
     return found
 
 
-def _video_settings(codec: maps.Codec, video: KeyFrame | None) -> VideoSettings:
+def _video_settings(codec: Codec, video: KeyFrame | None) -> VideoSettings:
     """Return how the pictures are stored; a grey picture is a picture like others.
 
     AV1 pays for every frame that stands alone: with one in 6 instead of one in 2 it takes half
@@ -381,7 +394,3 @@ def _video_settings(codec: maps.Codec, video: KeyFrame | None) -> VideoSettings:
     if codec == "copy" and video is not None:
         return VideoSettings("copy", copied=CODECS[video.codec][0], copied_pix_fmt=video.pix_fmt)
     return VideoSettings("h264" if codec == "grey8" else codec)
-
-
-def _mixed(ordinals: Any) -> bool:
-    return bool(np.any(np.diff(ordinals) < 0))

@@ -1,13 +1,8 @@
-"""The planning pass: which message makes which frame, decided from the index alone.
-
-With the clock "bag" no message is read; with "header" the messages are read for their stamps, and
-nothing else of them is decoded.
-"""
+"""Which message makes which frame of one bag: decided from stamps, before anything is decoded."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from itertools import product
 from typing import Any, Final
 
@@ -16,24 +11,9 @@ import numpy as np
 from penstock.bags import Bag
 from penstock.bags.transforms import is_pair
 from penstock.conversion.account import Account
-from penstock.conversion.align import (
-    MISSING,
-    SECOND_NS,
-    Match,
-    Ordered,
-    Times,
-    gaps,
-    inside,
-    match,
-)
+from penstock.conversion.align import MISSING, SECOND_NS, Match, Ordered, Times, gaps, inside, match
 from penstock.conversion.episodes import find_spans, span_of, tasks_of
-from penstock.conversion.mapping import (
-    Camera,
-    Mapping,
-    Source,
-    Vector,
-    options,
-)
+from penstock.conversion.mapping import Camera, Mapping, Source, Vector, options
 from penstock.conversion.timeline import (
     Choice,
     Frames,
@@ -92,127 +72,144 @@ class Plan:
     Attributes:
         times: The time of every frame.
         episodes: First and one-past-last frame of each episode.
+        tasks: What the robot does in each episode.
         vectors: For each feature of numbers, its sources.
         cameras: For each feature of pictures, its messages.
         flags: Frames that bridge a hole of the timeline, if they are to be flagged.
         account: Where the frames went.
         skew_ns: For each feature, the stamp of its message minus the time of the frame.
-        timeline: The topic of the timeline, or "fixed rate".
-        timeline_hz: Its rate.
+        timeline: What the frames follow, in words.
         joints: By topic and field: the names of the numbers in the first message, where it has any.
             Later messages may have them in another order.
-        tasks: What the robot does in each episode.
     """
 
     times: Times
     episodes: list[tuple[int, int]]
+    tasks: list[str]
     vectors: dict[str, list[SourcePlan]]
     cameras: dict[str, CameraPlan]
     flags: Mask | None
     account: Account
     skew_ns: dict[str, Times]
     timeline: str
-    timeline_hz: float
-    topics: list[str] = field(default_factory=list)
     joints: dict[tuple[str, str], tuple[str, ...]] = field(default_factory=dict)
-    tasks: list[str] = field(default_factory=list)
 
     @property
-    def frames(self) -> int:
-        """Number of frames of all episodes."""
-        return len(self.times)
+    def read_sources(self) -> list[SourcePlan]:
+        """The sources of numbers whose messages are read."""
+        plans = (plan for plans in self.vectors.values() for plan in plans)
+        return [plan for plan in plans if plan.source.flag_gaps is None]
 
-    def head(self, count: int) -> Plan:
-        """Return the plan of the first frames only, for a trial."""
-        keep = np.arange(min(count, self.frames))
-        account = Account(frames_in=len(keep), frames_out=len(keep))
-        return replace(
-            self,
-            times=self.times[keep],
-            episodes=[(a, min(b, len(keep))) for a, b in self.episodes if a < len(keep)],
-            vectors={
-                name: [replace(p, match=p.match.take(keep)) for p in plans]
-                for name, plans in self.vectors.items()
-            },
-            cameras={
-                name: replace(camera, ordinals=camera.ordinals[keep])
-                for name, camera in self.cameras.items()
-            },
-            account=account,
-            skew_ns={name: skew[keep] for name, skew in self.skew_ns.items()},
-        )
+    @property
+    def topics(self) -> list[str]:
+        """The topics that are read."""
+        used: list[CameraPlan | SourcePlan] = [*self.cameras.values(), *self.read_sources]
+        return list(dict.fromkeys(plan.topic for plan in used))
+
+    def skews(self) -> dict[str, dict[str, float]]:
+        """Return how far the messages of each feature are from their frames."""
+        facts = {}
+        for name, skew in self.skew_ns.items():
+            middle, most, worst = np.percentile(np.abs(skew) / 1e6, (50, 95, 100)).tolist()
+            facts[name] = {"p50_ms": middle, "p95_ms": most, "max_ms": worst}
+        return facts
 
 
-class Planner:
+def plan_bag(bag: Bag, mapping: Mapping, most_frames: int | None = None) -> Plan:
+    """Plan one bag.
+
+    Args:
+        bag: The bag.
+        mapping: What is asked of it.
+        most_frames: For a trial: only the first frames.
+
+    Raises:
+        DataError: A topic is missing, or nothing is left.
+    """
+    return _Planner(bag, mapping).plan(most_frames)
+
+
+class _Planner:
     """Makes the plan of one bag."""
 
     def __init__(self, bag: Bag, mapping: Mapping) -> None:
         self._bag = bag
         self._mapping = mapping
         self._account = Account()
-        self._matches: dict[tuple[Any, ...], tuple[Match, list[tuple[str, Mask]]]]
-        self._matches = {}
         self._stamps = Stamps(bag, mapping.clock)
+        self._matches: dict[tuple[Any, ...], Match] = {}
+        self._topics: dict[str, list[Choice]] = {
+            name: [
+                self._choose(name, source)
+                for source in ((feature,) if isinstance(feature, Camera) else feature.sources)
+            ]
+            for name, feature in mapping.features.items()
+        }
 
-    def plan(self) -> Plan:
-        """Return the plan.
-
-        Raises:
-            DataError: A topic is missing, or nothing is left.
-        """
-        topics = dict(self._resolve())
-        mapping = self._mapping
-        spoken = (
-            mapping.episodes and mapping.episodes.topic,
-            mapping.tasks and mapping.tasks.topic,
-        )
-        events = {topic for topic in spoken if topic and self._stamps.count(topic)}
-        self._stamps.prepare({t for chosen in topics.values() for _, t in chosen} | events)
-        timeline, hz = choose_timeline(self._stamps, self._mapping, topics)
-        used: dict[str, bool] = {}
+    def plan(self, most_frames: int | None) -> Plan:
+        mapping, account, stamps = self._mapping, self._account, self._stamps
+        used: dict[str, bool] = {}  # topics, and whether what they last said holds on
         for name, feature in mapping.features.items():
-            for source, topic in topics[name]:
+            for source, topic in self._topics[name]:
                 lasts = feature.align == "hold" and _tolerance_s(feature, source) == 0
                 used[topic] = lasts and used.get(topic, True)
-        frames = lay_out(self._stamps, self._mapping, timeline, hz, used, self._account)
+        parts = (mapping.episodes, mapping.tasks)
+        spoken = [it.topic for it in parts if it and it.topic and stamps.count(it.topic)]
+        for topic in stamps.prepare([*used, *spoken]):
+            account.note(f"{topic}: header stamps are not set; taken when recorded")
+        timeline, hz = choose_timeline(stamps, mapping, self._topics)
+        frames = lay_out(stamps, mapping, timeline, hz, used, account)
         keep = frames.keep
-        reasons: list[tuple[str, Mask]] = []
-        found: dict[str, Match] = {}
-        for name, feature in self._mapping.features.items():
-            for place, (source, topic) in enumerate(topics[name]):
-                key = f"{name}/{place}"
+        for name, feature in mapping.features.items():
+            for source, topic in self._topics[name]:
                 if isinstance(source, Camera) and topic == timeline:
-                    found[key] = _own(frames)
+                    count = len(frames.picks)
+                    own = Match(frames.picks, frames.picks, np.zeros(count), np.zeros(count, int))
+                    self._matches[_key(feature, source, topic)] = own
                 elif isinstance(source, Camera) or source.flag_gaps is None:
-                    found[key], why = self._match(name, feature, source, topic, frames.times)
-                    reasons += why
-        for reason, bad in reasons:
-            self._account.drop(reason, int((keep & bad).sum()))
-            keep &= ~bad
+                    self._find(name, feature, source, topic, frames)
         start_ns = self._bag.start_ns if mapping.clock == "bag" else int(frames.times[0])
-        spans = find_spans(self._bag, self._stamps, mapping, start_ns)
-        numbers = None
+        spans = find_spans(self._bag, stamps, mapping, start_ns)
+        numbers: Times | None = None
         if spans is not None:
             numbers = span_of(frames.times, spans, str(self._bag.path))
-            self._account.drop("outside of the episodes", int((keep & (numbers < 0)).sum()))
+            account.drop("outside of the episodes", int((keep & (numbers < 0)).sum()))
             keep &= numbers >= 0
-            empty = len(spans) - len(np.unique(numbers[keep]))
-            self._account.note("episodes without a frame", empty)
-        plan = self._finish(topics, timeline, hz, frames, found, numbers)
-        tasks = tasks_of(self._bag, self._stamps, mapping, plan.times, plan.episodes)
+            numbers = numbers[keep]
+            account.note("episodes without a frame", len(spans) - len(np.unique(numbers)))
+        if most_frames is not None:
+            keep[np.flatnonzero(keep)[most_frames:]] = False
+            account.frames_in, account.frames_repeated = int(keep.sum()), 0
+            account.dropped.clear()
+        times = frames.times[keep]
+        account.frames_out = len(times)
+        if not len(times):
+            reasons = ", ".join(f"{n} x {why}" for why, n in account.dropped.most_common(3))
+            raise DataError(f"{self._bag.path}: no frame is left ({reasons or 'it is empty'})")
+        assert account.balanced, f"{account.balance} frames"
+        episodes = split(
+            times, mapping, account, None if numbers is None else numbers[: len(times)]
+        )
+        tasks = tasks_of(self._bag, stamps, mapping, times, episodes)
         if spans is not None and numbers is not None:
-            of = numbers[keep]
-            tasks = [spans[of[a]].task or t for (a, _), t in zip(plan.episodes, tasks, strict=True)]
-        return replace(plan, tasks=tasks)
-
-    def _resolve(self) -> Iterator[tuple[str, list[Choice]]]:
-        """Choose the topic of every source of every feature."""
-        for name, feature in self._mapping.features.items():
-            sources = (feature,) if isinstance(feature, Camera) else feature.sources
-            yield name, [self._choose(name, source) for source in sources]
+            firsts = numbers[[first for first, _ in episodes]].tolist()
+            tasks = [spans[span].task or task for span, task in zip(firsts, tasks, strict=True)]
+        vectors, cameras, skew = self._take(keep, times)
+        return Plan(
+            times,
+            episodes,
+            tasks,
+            vectors,
+            cameras,
+            frames.held[keep] if mapping.gap == "flag" else None,
+            account,
+            skew,
+            f"{timeline or 'fixed rate'} at {hz:g} Hz",
+        )
 
     def _choose(self, name: str, first: Source | Camera) -> Choice:
-        tried: tuple[str, ...] = ()
+        """Choose the topic of a source, or of one that stands in for it."""
+        tried: list[str] = []
         for option in (first,) if isinstance(first, Camera) else options(first):
             for topic in option.topics:
                 if self._stamps.count(topic):
@@ -220,79 +217,68 @@ class Planner:
             tried += option.topics
         raise DataError(self._stamps.absent(name, tried))
 
-    def _match(
+    def _find(
         self,
         name: str,
         feature: Vector | Camera,
         source: Source | Camera,
         topic: str,
-        frames: Times,
-    ) -> tuple[Match, list[tuple[str, Mask]]]:
-        """Find the messages of a topic; return also the frames that have none, by reason."""
-        tolerance_s = _tolerance_s(feature, source)
-        pair = source.field if isinstance(source, Source) and is_pair(source.field) else ""
-        key = (topic, pair, feature.align, tolerance_s, feature.missing)
+        frames: Frames,
+    ) -> None:
+        """Find the messages of a topic; drop the frames that have none, by reason."""
+        key = _key(feature, source, topic)
         if key in self._matches:
-            return self._matches[key]
-        ordered = self._stamps.of(topic, pair)
+            return
+        ordered, times = self._stamps.of(topic, _pair(source)), frames.times
         self._account.note(f"{topic}: duplicate stamps", ordered.duplicates)
         self._account.note(f"{topic}: stamps out of order", ordered.disordered)
         frame_ns = SECOND_NS / self._mapping.fps
+        tolerance_s = _tolerance_s(feature, source)
         if tolerance_s is None:
             period_ns = ordered.period_ns
             tolerance_ns = max(1.5 * period_ns if period_ns < float("inf") else 0.0, frame_ns)
         else:
             tolerance_ns = tolerance_s * SECOND_NS or _UNLIMITED
-        found = match(ordered, frames, feature.align, tolerance_ns)
-        first_ns, last_ns = ordered.times[0], ordered.times[-1]
+        found = match(ordered, times, feature.align, tolerance_ns)
         slack_ns = min(tolerance_ns, frame_ns / 2)
-        early, late = frames < first_ns - slack_ns, frames > last_ns + slack_ns
+        early = times < ordered.times[0] - slack_ns
+        late = times > ordered.times[-1] + slack_ns
         # The last value of a command holds on for as long as the other topics go on.
         if feature.align == "hold" and tolerance_ns == _UNLIMITED:
-            late = np.zeros(len(frames), bool)
+            late = np.zeros(len(times), bool)
         nothing = ~found.found & ~early & ~late
+        within = f"{tolerance_ns / SECOND_NS:.3g} s"
         if feature.missing == "fail" and nothing.any():
-            at_s = (frames[nothing][0] - frames[0]) / SECOND_NS
+            at_s = (times[nothing][0] - times[0]) / SECOND_NS
             raise DataError(
-                f"{self._bag.path}: {name} has no message within {tolerance_ns / SECOND_NS:g} s "
-                f"of the frame at {at_s:.3f} s ({nothing.sum()} frames): set missing to drop"
+                f"{self._bag.path}: {name} has no message within {within} of the frame at "
+                f"{at_s:.3f} s ({nothing.sum()} frames): set missing to drop"
             )
         if feature.missing == "hold":
             self._account.note(f"{name}: frames that hold an older value", int(nothing.sum()))
             _hold(found, nothing)
             nothing = nothing & ~found.found
-        within = f"{tolerance_ns / SECOND_NS:.3g} s"
-        reasons = [
+        for reason, bad in (
             (f"before the first message of {topic}", early),
             (f"after the last message of {topic}", late),
             (f"no message of {topic} within {within}", nothing),
-        ]
-        self._matches[key] = (found, reasons)
-        return found, reasons
+        ):
+            self._account.drop(reason, int((frames.keep & bad).sum()))
+            frames.keep &= ~bad
+        self._matches[key] = found
 
-    def _finish(
-        self,
-        topics: dict[str, list[Choice]],
-        timeline: str,
-        hz: float,
-        frames: Frames,
-        found: dict[str, Match],
-        spans: Times | None,
-    ) -> Plan:
-        mapping, account = self._mapping, self._account
-        keep = frames.keep
-        times = frames.times[keep]
-        account.frames_out = len(times)
-        if not len(times):
-            reasons = ", ".join(f"{n} x {why}" for why, n in account.dropped.most_common(3))
-            raise DataError(f"{self._bag.path}: no frame is left ({reasons or 'it is empty'})")
+    def _take(
+        self, keep: Mask, times: Times
+    ) -> tuple[dict[str, list[SourcePlan]], dict[str, CameraPlan], dict[str, Times]]:
+        """Return the messages of the frames that are kept, and their skews."""
         vectors: dict[str, list[SourcePlan]] = {}
         cameras: dict[str, CameraPlan] = {}
-        taken: dict[int, Match] = {}
         skew: dict[str, Times] = {}
-        for name, feature in mapping.features.items():
+        taken: dict[tuple[Any, ...], Match] = {}
+        for name, feature in self._mapping.features.items():
             if isinstance(feature, Camera):
-                whole, topic = found[f"{name}/0"], topics[name][0][1]
+                topic = self._topics[name][0][1]
+                whole = self._matches[_key(feature, feature, topic)]
                 video = self._stamps.first_key(topic)
                 ordered = video is None or self._stamps.of(topic).in_file_order
                 cameras[name] = CameraPlan(feature, topic, whole.before[keep], video, ordered)
@@ -301,52 +287,36 @@ class Planner:
             vectors[name] = []
             # A window is the same sources once for each message in it, the oldest first.
             lags = range((feature.window or 1) - 1, -1, -1)
-            for lag, (place, (source, topic)) in product(lags, enumerate(topics[name])):
+            for lag, (source, topic) in product(lags, self._topics[name]):
                 assert isinstance(source, Source)
                 gap_s = source.flag_gaps or (source.fill_gaps and source.fill_gaps[0])
                 holes = gaps(self._stamps.of(topic).times, gap_s * SECOND_NS) if gap_s else None
-                gap = None if holes is None else inside(holes, times)
-                whole = found.get(f"{name}/{place}") or _nothing(len(keep))
-                part = taken.setdefault(id(whole), whole.take(keep))
+                key = _key(feature, source, topic)
+                if key not in taken:
+                    taken[key] = self._matches.pop(key, _nothing(keep)).take(keep)
+                part = taken[key]
                 if lag:
-                    pair = source.field if is_pair(source.field) else ""
-                    part = _earlier(part, self._stamps.of(topic, pair), lag)
-                vectors[name].append(SourcePlan(source, topic, part, gap))
-                if not lag:
+                    part = _earlier(part, self._stamps.of(topic, _pair(source)), lag)
+                else:
                     skew.setdefault(name, part.skew_ns)
-        episodes = split(times, mapping, account, None if spans is None else spans[keep])
-        flagged = frames.held[keep] if mapping.gap == "flag" else None
-        used_topics = dict.fromkeys(
-            [camera.topic for camera in cameras.values()]
-            + [p.topic for plans in vectors.values() for p in plans if p.source.flag_gaps is None]
-        )
-        return Plan(
-            times,
-            episodes,
-            vectors,
-            cameras,
-            flagged,
-            account,
-            skew,
-            timeline or "fixed rate",
-            hz,
-            list(used_topics),
-        )
+                gap = None if holes is None else inside(holes, times)
+                vectors[name].append(SourcePlan(source, topic, part, gap))
+        return vectors, cameras, skew
 
 
-def plan_bag(bag: Bag, mapping: Mapping) -> Plan:
-    """Plan one bag; see `Planner.plan`."""
-    return Planner(bag, mapping).plan()
+def _key(feature: Vector | Camera, source: Source | Camera, topic: str) -> tuple[Any, ...]:
+    """Return what decides which messages a source takes."""
+    kind = "camera" if isinstance(source, Camera) else source.flag_gaps is not None
+    tolerance_s = _tolerance_s(feature, source)
+    return topic, _pair(source), feature.align, tolerance_s, feature.missing, kind
+
+
+def _pair(source: Source | Camera) -> str:
+    return source.field if isinstance(source, Source) and is_pair(source.field) else ""
 
 
 def _tolerance_s(feature: Vector | Camera, source: Source | Camera) -> float | None:
     return feature.tolerance_s if source.tolerance_s is None else source.tolerance_s
-
-
-def _own(frames: Frames) -> Match:
-    """The timeline's camera: its pictures are the frames."""
-    count = len(frames.picks)
-    return Match(frames.picks, frames.picks, np.zeros(count), np.zeros(count, np.int64))
 
 
 def _hold(found: Match, nothing: Mask) -> None:
@@ -366,19 +336,6 @@ def _earlier(found: Match, ordered: Ordered, lag: int) -> Match:
     return Match(before, before, found.weight, found.skew_ns)
 
 
-def _nothing(count: int) -> Match:
-    none = np.full(count, MISSING, np.int64)
-    return Match(none, none, np.zeros(count), np.zeros(count, np.int64))
-
-
-def summary(plan: Plan) -> dict[str, Any]:
-    """Return what a report says about the time errors of a plan."""
-    facts = {}
-    for name, skew in plan.skew_ns.items():
-        size_ms = np.abs(skew) / 1e6
-        facts[name] = {
-            "p50_ms": float(np.percentile(size_ms, 50)),
-            "p95_ms": float(np.percentile(size_ms, 95)),
-            "max_ms": float(size_ms.max()),
-        }
-    return facts
+def _nothing(keep: Mask) -> Match:
+    none = np.full(len(keep), MISSING, np.int64)
+    return Match(none, none, np.zeros(len(keep)), np.zeros(len(keep), np.int64))

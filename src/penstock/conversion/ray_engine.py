@@ -20,8 +20,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from penstock import __version__
-from penstock.conversion.one_bag import Advance, Job
-from penstock.conversion.workers import Outcome, outcome_of
+from penstock.conversion.one_bag import Advance, Job, Outcome, outcome_of
 from penstock.core.interrupt import check_stop
 from penstock.core.memory import give_back_at_once
 from penstock.core.threads import CORES
@@ -29,6 +28,7 @@ from penstock.dataset.plan import PLAN, UNITS
 from penstock.dataset.unit import RECORD
 from penstock.errors import MissingExtra, PenstockError, StorageError
 
+RAY_AUTO: Final = "auto"
 _ANSWER_S: Final = 5.0
 _PER_CPU: Final = 2  # tasks in flight: one runs, one waits
 _RETRIES: Final = 10  # of a bag whose worker or node died
@@ -43,15 +43,15 @@ class RayCluster:
     """A connection to a Ray cluster, made by the `with` block unless the program has one.
 
     Args:
-        address: Of its head, such as "10.0.0.5:6379"; None for the one that the environment names
-            or this machine runs, and without one a cluster on this machine alone.
+        address: Of its head, such as "10.0.0.5:6379"; "auto" for the one that the environment
+            names or this machine runs, and without one a cluster on this machine alone.
 
     Attributes:
         nodes: That are alive.
         cpus: Of all of them.
     """
 
-    def __init__(self, address: str | None = None) -> None:
+    def __init__(self, address: str = RAY_AUTO) -> None:
         try:
             import ray
         except ImportError:
@@ -171,12 +171,12 @@ class RayCluster:
         return outcome
 
 
-def _reachable(given: str | None) -> str | None:
+def _reachable(given: str) -> str | None:
     """Return the address of a cluster that answers: the given one, or one that Ray knows of.
 
     Ray itself would try for ever, also a cluster of this machine that was killed long ago.
     """
-    address = given or os.environ.get("RAY_ADDRESS") or None
+    address = os.environ.get("RAY_ADDRESS") or None if given == RAY_AUTO else given
     asked = address is not None
     if address is None:
         noted = Path(os.environ.get("RAY_TMPDIR") or tempfile.gettempdir(), "ray")

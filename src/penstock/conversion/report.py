@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shlex
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -16,40 +18,7 @@ from penstock.conversion.request import Shard
 from penstock.core.memory import format_bytes
 from penstock.dataset.check import Finding
 from penstock.ui.report import Report as Page
-from penstock.ui.report import aligned
-
-
-@dataclass(slots=True)
-class BagReport:
-    """One bag and what came of it."""
-
-    path: Path
-    size_bytes: int
-    done: Converted
-
-    @property
-    def account(self) -> Account:
-        """Where its frames went."""
-        return self.done.account
-
-    @property
-    def salvage(self) -> str | None:
-        """What was recovered of it; None if it was whole."""
-        return self.done.salvage
-
-    def to_json(self) -> dict[str, Any]:
-        """Return it as JSON values, without the pictures."""
-        return {
-            "bag": str(self.path),
-            "size_bytes": self.size_bytes,
-            "episodes": self.done.episodes,
-            **self.account.to_json(),
-            "skew": self.done.skew,
-            "timeline": self.done.timeline,
-            "salvage": self.salvage,
-            "wall_s": round(self.done.wall_s, 3),
-            "cpu_s": round(self.done.cpu_s, 3),
-        }
+from penstock.ui.report import aligned, command_lines
 
 
 @dataclass(slots=True)
@@ -73,7 +42,7 @@ class Report:
 
     out: Path
     mapping: Mapping
-    bags: list[BagReport] = field(default_factory=list)
+    bags: list[Converted] = field(default_factory=list)
     skipped: list[Path] = field(default_factory=list)
     copies: dict[Path, Path] = field(default_factory=dict)
     failed: dict[Path, str] = field(default_factory=dict)
@@ -110,16 +79,16 @@ class Report:
     @property
     def ok(self) -> bool:
         """Whether every bag was converted and the check found nothing wrong."""
-        errors = [f for f in self.findings or () if f.severity == "error"]
-        return not self.failed and not errors
+        return not self.failed and all(f.severity != "error" for f in self.findings or ())
 
-    def add(self, bag: BagReport) -> None:
+    def add(self, bag: Converted) -> None:
         """Add a bag."""
         self.bags.append(bag)
         self.account.add(bag.account)
 
     def to_json(self) -> dict[str, Any]:
         """Return it as JSON values."""
+        findings = self.findings
         return {
             "out": str(self.out),
             "shard": None if self.shard is None else str(self.shard),
@@ -136,12 +105,10 @@ class Report:
             "memory": [[round(s, 3), size] for s, size in self.memory],
             "workers": self.workers,
             "wall_s": round(self.wall_s, 3),
-            "cpu_s": round(sum(bag.done.cpu_s for bag in self.bags), 3),
+            "cpu_s": round(sum(bag.cpu_s for bag in self.bags), 3),
             "checked": self.checked,
             "training": [note.what for note in self.training],
-            "findings": None
-            if self.findings is None
-            else [f"{f.where}: {f.what}" for f in self.findings],
+            "findings": findings and [f"{f.where}: {f.what}" for f in findings],
             "report": None if self.page is None else str(self.page),
         }
 
@@ -151,77 +118,67 @@ class Report:
         Args:
             verbose: Say in detail what the check looked at.
         """
-        size_bytes = sum(bag.size_bytes for bag in self.bags)
-        speed = size_bytes / self.wall_s if self.wall_s else 0.0
-        rate = self.frames_out / self.wall_s if self.wall_s else 0.0
-        lines = [("FAILED", f"{path}: {reason}") for path, reason in self.failed.items()]
+        return aligned(self._lines(verbose))
+
+    def _lines(self, verbose: bool) -> Iterator[tuple[str, str]]:
+        for path, reason in self.failed.items():
+            yield "FAILED", f"{path}: {reason}"
         for finding in self.findings or ():
-            lines.append((finding.severity.upper(), f"{finding.where}: {finding.what}"))
-        made = f"{self.total_episodes} episodes, {self.total_frames} frames at "
-        lines += [
-            ("dataset", f"{self.out}: {made}{self.mapping.fps} fps")
-            if self.shard is None
-            else (
-                "shard",
-                f"{self.shard} of {self.out}: its units are committed; when all shards are done, "
-                "penstock build makes the dataset",
-            ),
-            (
-                "bags",
-                f"{len(self.bags)} converted, {len(self.skipped)} done before, "
-                f"{len(self.failed)} failed",
-            ),
-            ("frames", self._balance()),
-            (
-                "memory",
-                f"peak {format_bytes(self.peak_bytes)} of {format_bytes(self.memory_limit_bytes)}",
-            ),
-            ("time", f"{self.wall_s:.1f} s, {format_bytes(speed)}/s, {rate:.0f} frames/s"),
-        ]
+            yield finding.severity.upper(), f"{finding.where}: {finding.what}"
+        wall_s = self.wall_s or float("inf")
+        speed = sum(bag.size_bytes for bag in self.bags) / wall_s
+        if self.shard is None:
+            yield "dataset", str(self.out)
+            totals = f"{self.total_episodes} episodes, {self.total_frames} frames"
+            yield "holds", f"{totals} at {self.mapping.fps} fps"
+        else:
+            yield "shard", f"{self.shard} of {self.out}"
+            yield "next", "its units are committed: penstock build, when all shards are done"
+        counts = f"{len(self.bags)} converted, {len(self.skipped)} done before"
+        yield "bags", f"{counts}, {len(self.failed)} failed"
+        yield "frames", self.account.balance
+        limit = format_bytes(self.memory_limit_bytes)
+        yield "memory", f"peak {format_bytes(self.peak_bytes)} of {limit}"
+        rate = f"{format_bytes(speed)}/s, {self.frames_out / wall_s:.0f} frames/s"
+        yield "time", f"{self.wall_s:.1f} s, {rate}"
         if self.findings is not None:
-            lines.append(("check", self._check_text(verbose)))
+            yield "check", self._check_text(verbose)
         if self.page is not None:
-            lines.append(("report", str(self.page)))
-        lines += [("dropped", f"{n} x {why}") for why, n in self.account.dropped.most_common()]
-        lines += [("note", f"{n} x {what}") for what, n in self.account.notes.most_common()]
-        lines += [
-            ("salvaged", f"{bag.path.name}: {bag.salvage}") for bag in self.bags if bag.salvage
-        ]
-        lines += [
-            ("copy", f"{path.name} is the same recording as {other.name}: taken once")
-            for path, other in self.copies.items()
-        ]
+            yield "report", str(self.page)
+        for reason, count in self.account.dropped.most_common():
+            yield "dropped", f"{count} x {reason}"
+        for what, count in self.account.notes.most_common():
+            yield "note", f"{count} x {what}"
+        for bag in self.bags:
+            if bag.salvage:
+                yield "salvaged", f"{bag.bag.name}: {bag.salvage}"
+        for path, other in self.copies.items():
+            yield "copy", f"{path.name} is the same recording as {other.name}: taken once"
         if self.unused:
-            lines.append(("left out", f"{self.unused} bags, by the setting rosbag.num_used"))
-        lines += [("look", f"{note.what}; {note.todo}") for note in self.training]
+            yield "left out", f"{self.unused} bags, by the setting rosbag.num_used"
+        for note in self.training:
+            yield "look", f"{note.what}; {note.todo}"
+        if self.bags and self.frames_out == sum(bag.episodes for bag in self.bags):
+            yield "look", "every episode is a single frame; look at what was recorded"
         if self.ok and self.total_frames:
-            lines += [("next", command) for command in self.next_steps()]
-        return aligned(lines)
+            for command in self.next_steps():
+                yield "next", command_lines(command)
 
-    def next_steps(self) -> list[str]:
-        """Return what to type next."""
+    def next_steps(self) -> list[list[str]]:
+        """Return what to type next, word by word."""
         out = shlex.quote(str(self.out))
-        name = shlex.quote(f"local/{self.out.name}")
+        name = f"local/{re.sub('[^A-Za-z0-9._-]+', '_', self.out.name)}"  # as the Hub wants it
         return [
-            f"penstock view {out}",
-            f"lerobot-train --dataset.repo_id={name} --dataset.root={out} --policy.type=act "
-            "--policy.push_to_hub=false",
-        ]
-
-    def _balance(self) -> str:
-        account = self.account
-        repeated = f" + {account.frames_repeated} repeated" if account.frames_repeated else ""
-        return (
-            f"{account.frames_in} in{repeated} = {account.frames_out} out + "
-            f"{account.frames_dropped} dropped"
-        )
+            ["penstock", "view", out],
+            ["lerobot-train", f"--dataset.repo_id={name}", f"--dataset.root={out}",
+             "--policy.type=act", "--policy.push_to_hub=false"],
+        ]  # fmt: skip
 
     def _check_text(self, verbose: bool = True) -> str:
-        findings = self.findings or []
-        if not findings:
-            counts = ", ".join(f"{n} {what}" for what, n in self.checked.items())
-            return f"ok ({counts})" if counts and verbose else "ok"
-        return f"{len(findings)} findings"
+        if self.findings:
+            return f"{len(self.findings)} findings"
+        counts = ", ".join(f"{n} {what}" for what, n in self.checked.items())
+        return f"ok ({counts})" if counts and verbose else "ok"
 
     def write_page(self, path: Path, command: str = "") -> Path:
         """Write the report as one HTML file.
@@ -230,135 +187,118 @@ class Report:
             path: The file.
             command: What was typed.
         """
+        account, limit = self.account, format_bytes(self.memory_limit_bytes)
         page = Page(f"Conversion into {self.out.name}")
-        if self.failed:
-            page.heading("Bags that failed")
-            page.table(("bag", "reason"), [(str(p), why) for p, why in self.failed.items()])
-        if self.findings:
-            page.heading("Findings of the check")
-            rows = [(f.severity, f.where, f.what, f.todo) for f in self.findings]
-            page.table(("severity", "where", "what", "what to do"), rows)
+        failed = [(str(bag), reason) for bag, reason in self.failed.items()]
+        findings = [(f.severity, f.where, f.what, f.todo) for f in self.findings or ()]
+        training = [(note.what, note.todo) for note in self.training]
+        _table(page, "Bags that failed", ("bag", "reason"), failed)
+        columns = ("severity", "where", "what", "what to do")
+        _table(page, "Findings of the check", columns, findings)
         page.figures(
             [
                 ("episodes", str(self.total_episodes), f"{self.total_frames} frames"),
-                ("frames in", str(self.account.frames_in), self.mapping_text()),
-                ("frames out", str(self.account.frames_out), f"{self.mapping.fps} fps"),
+                ("frames in", str(account.frames_in), self.bags[0].timeline if self.bags else "-"),
+                ("frames out", str(account.frames_out), f"{self.mapping.fps} fps"),
                 (
                     "dropped",
-                    str(self.account.frames_dropped),
-                    "reasons are below" if self.account.dropped else "no frame",
+                    str(account.frames_dropped),
+                    "reasons are below" if account.dropped else "no frame",
                 ),
-                (
-                    "peak memory",
-                    format_bytes(self.peak_bytes),
-                    f"limit {format_bytes(self.memory_limit_bytes)}",
-                ),
+                ("peak memory", format_bytes(self.peak_bytes), f"limit {limit}"),
                 ("time", f"{self.wall_s:.1f} s", f"{len(self.bags)} bags"),
             ]
         )
-        page.text(f"Frames: {self._balance()}.")
+        page.text(f"Frames: {account.balance}.")
         if self.findings is not None:
             page.text(f"Check of the dataset: {self._check_text()}.")
-        if self.account.dropped:
-            page.heading("Dropped frames")
-            page.table(("reason", "frames"), self.account.dropped.most_common())
-        if self.account.notes:
-            page.heading("Notes")
-            page.table(("what", "count"), self.account.notes.most_common())
-        self._bags_part(page)
-        self._pictures_part(page)
-        self._videos_part(page, path)
-        self._skew_part(page)
+        _table(page, "Dropped frames", ("reason", "frames"), account.dropped.most_common())
+        _table(page, "Notes", ("what", "count"), account.notes.most_common())
+        if self.bags:
+            self._bags_part(page)
+        self._videos_part(page, path.absolute().parent)
+        if self.bags:
+            self._skew_part(page)
         if len(self.memory) > 1:
             page.heading("Memory over time")
             page.plot({"resident": [(s, size / 1e6) for s, size in self.memory]}, "s", "MB")
-        self._settings_part(page, command)
-        if self.training:
-            page.heading("Before you train")
-            page.table(("what", "what to do"), [(note.what, note.todo) for note in self.training])
-        self.page = page.write(path)
-        return self.page
-
-    def mapping_text(self) -> str:
-        """Say what the frames follow."""
-        return self.bags[0].done.timeline if self.bags else "-"
-
-    def _bags_part(self, page: Page) -> None:
-        if not self.bags:
-            return
-        page.heading("Bags")
-        page.table(
-            ("bag", "size", "episodes", "in", "repeated", "out", "dropped", "seconds", "CPU s"),
-            [
-                (
-                    bag.path.name,
-                    format_bytes(bag.size_bytes),
-                    bag.done.episodes,
-                    bag.account.frames_in,
-                    bag.account.frames_repeated,
-                    bag.account.frames_out,
-                    bag.account.frames_dropped,
-                    f"{bag.done.wall_s:.1f}",
-                    f"{bag.done.cpu_s:.1f}",
-                )
-                for bag in self.bags
-            ],
-        )
-        for bag in self.bags:
-            if bag.salvage:
-                page.text(f"{bag.path.name} was damaged. {bag.salvage}.")
-
-    def _pictures_part(self, page: Page) -> None:
-        shown = [(bag, bag.done.previews) for bag in self.bags if bag.done.previews][:12]
-        if not shown:
-            return
-        page.heading("First pictures")
-        for bag, previews in shown:
-            page.pictures([(data, f"{bag.path.name}: {key}") for key, data in previews.items()])
-
-    def _videos_part(self, page: Page, path: Path) -> None:
-        """Show the first video of each camera, from the dataset itself: the page stays small."""
-        videos = sorted(self.out.glob("videos/**/*.mp4"))
-        cameras: dict[str, Path] = {}
-        for video in videos:
-            name = next((p for p in video.parts if p.startswith("observation.")), video.stem)
-            cameras.setdefault(name, video)
-        if cameras:
-            page.heading("Videos of the dataset")
-            home = path.absolute().parent
-            page.videos(
-                [(os.path.relpath(video.absolute(), home), key) for key, video in cameras.items()]
-            )
-
-    def _settings_part(self, page: Page, command: str) -> None:
         page.heading("Settings")
         if command:
             page.code(command)
         page.code(json.dumps(self.mapping.to_json(), indent=1, ensure_ascii=False, default=str))
         if self.skipped:
             page.text(f"Converted before, and skipped: {', '.join(p.name for p in self.skipped)}.")
+        _table(page, "Before you train", ("what", "what to do"), training)
+        self.page = page.write(path)
+        return self.page
+
+    def _bags_part(self, page: Page) -> None:
+        page.heading("Bags")
+        columns = (
+            "bag",
+            "size",
+            "episodes",
+            "in",
+            "repeated",
+            "out",
+            "dropped",
+            "seconds",
+            "CPU s",
+        )
+        rows: list[tuple[Any, ...]] = [
+            (
+                bag.bag.name,
+                format_bytes(bag.size_bytes),
+                bag.episodes,
+                bag.account.frames_in,
+                bag.account.frames_repeated,
+                bag.account.frames_out,
+                bag.account.frames_dropped,
+                f"{bag.wall_s:.1f}",
+                f"{bag.cpu_s:.1f}",
+            )
+            for bag in self.bags
+        ]
+        page.table(columns, rows)
+        for bag in self.bags:
+            if bag.salvage:
+                page.text(f"{bag.bag.name} was damaged. {bag.salvage}.")
+        pictured = [bag for bag in self.bags if bag.previews][:12]
+        if pictured:
+            page.heading("First pictures")
+        for bag in pictured:
+            items = [(data, f"{bag.bag.name}: {key}") for key, data in bag.previews.items()]
+            page.pictures(items)
+
+    def _videos_part(self, page: Page, home: Path) -> None:
+        """Show the first video of each camera, from the dataset itself: the page stays small."""
+        cameras: dict[str, str] = {}
+        for video in sorted(self.out.glob("videos/**/*.mp4")):
+            name = next((p for p in video.parts if p.startswith("observation.")), video.stem)
+            cameras.setdefault(name, os.path.relpath(video.absolute(), home))
+        if cameras:
+            page.heading("Videos of the dataset")
+            page.videos([(video, name) for name, video in cameras.items()])
 
     def _skew_part(self, page: Page) -> None:
-        if not self.bags:
-            return
         page.heading("Time errors")
         page.text("Stamp of the message that a frame took, minus the time of the frame.")
-        rows = []
-        for name in self.bags[0].done.skew:
-            facts = [bag.done.skew[name] for bag in self.bags if name in bag.done.skew]
-            rows.append(
-                (
-                    name,
-                    f"{sum(f['p50_ms'] for f in facts) / len(facts):.2f}",
-                    f"{max(f['p95_ms'] for f in facts):.2f}",
-                    f"{max(f['max_ms'] for f in facts):.2f}",
-                )
-            )
-        page.table(("feature", "median ms", "p95 ms", "largest ms"), rows)
+        rows: list[tuple[str, ...]] = []
         series: dict[str, list[float]] = {}
-        for bag in self.bags:
-            for name, values in bag.done.skew_ms.items():
-                if any(values):
-                    series.setdefault(name, []).extend(values)
+        for name in self.bags[0].skew:
+            facts = [bag.skew[name] for bag in self.bags if name in bag.skew]
+            middle = sum(f["p50_ms"] for f in facts) / len(facts)
+            worst = (max(f[key] for f in facts) for key in ("p95_ms", "max_ms"))
+            rows.append((name, f"{middle:.2f}", *(f"{value:.2f}" for value in worst)))
+            values = [value for bag in self.bags for value in bag.skew_ms.get(name, ())]
+            if any(values):
+                series[name] = values
+        page.table(("feature", "median ms", "p95 ms", "largest ms"), rows)
         if series:
             page.plot(series, "ms", "frames", "histogram", "time errors of all bags")
+
+
+def _table(page: Page, heading: str, columns: Sequence[str], rows: Sequence[Sequence[Any]]) -> None:
+    if rows:
+        page.heading(heading)
+        page.table(columns, rows)

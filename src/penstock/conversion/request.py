@@ -11,9 +11,10 @@ from pathlib import Path
 from typing import Any, Final, Literal
 
 from penstock.bags import Limits, find_bags, open_bag
-from penstock.conversion import kuavo
-from penstock.conversion.guess import guess_mapping, only
+from penstock.conversion import robots
+from penstock.conversion.guess import guess_mapping, restrict
 from penstock.conversion.mapping import Mapping
+from penstock.conversion.ray_engine import RAY_AUTO
 from penstock.conversion.settings import from_json, load_map, parse_value, set_word
 from penstock.core.memory import parse_bytes
 from penstock.core.objects import is_object
@@ -25,8 +26,8 @@ from penstock.ui.progress import Mode
 from penstock.ui.suggestions import did_you_mean
 
 DEFAULT_MEMORY: Final = "512MB"
-_LEAST_MEMORY: Final = 200 * 10**6
-_LEAST_MEMORY_TEXT: Final = "200MB"
+_LEAST_MEMORY: Final = "200MB"
+_MOST_LOOKED_AT: Final = 200  # bags, before a mapping is guessed
 
 Paths = str | os.PathLike[str] | Sequence[str | os.PathLike[str]]
 OpenMode = Literal["create", "resume", "append", "overwrite"]
@@ -56,25 +57,6 @@ class Shard:
 
 
 @dataclass(frozen=True, slots=True)
-class RayAddress:
-    """Which Ray cluster converts; None for the one that is there, or one of this machine."""
-
-    address: str | None = None
-
-    @classmethod
-    def parse(cls, given: str | bool) -> RayAddress | None:
-        """Read what a user gives: True, False, or an address."""
-        if given is True or given == "auto":
-            return cls()
-        if given and ":" not in str(given):
-            raise UsageError(
-                f"ray is {given!r}, which is no address: give --ray behind the paths, or "
-                "--ray=HOST:PORT"
-            )
-        return cls(str(given)) if given else None
-
-
-@dataclass(frozen=True, slots=True)
 class Request:
     """What a user asks for, checked; see `make_request`."""
 
@@ -89,7 +71,7 @@ class Request:
     check: bool = True
     progress: Mode | None = None
     shard: Shard | None = None
-    ray: RayAddress | None = None
+    ray: str | None = None  # the address of a Ray cluster, or "auto" for the one that is there
     unused: int = 0  # bags that a setting leaves out
 
     @property
@@ -97,8 +79,17 @@ class Request:
         """The bags that this run is to convert: all, or those of its shard."""
         return self.bags if self.shard is None else self.bags[self.shard.index :: self.shard.count]
 
+    @property
+    def limits(self) -> Limits:
+        """What reading a bag may hold in memory."""
+        return Limits.for_memory(self.memory_bytes)
 
-_MOST_LOOKED_AT: Final = 200  # bags, before a mapping is guessed
+
+def robot_words(words: Sequence[str]) -> list[str]:
+    """Return the `key=value` words that are settings of a robot's own file: with a section."""
+    sections = {word: word.partition("=")[0].partition(".")[::2] for word in words}
+    own = ("features", "episodes", "tasks")
+    return [word for word, (section, rest) in sections.items() if rest and section not in own]
 
 
 def make_request(
@@ -127,7 +118,7 @@ def make_request(
         bags: As for `convert`.
         out: As for `convert`.
         map: As for `convert`.
-        config: A Kuavo settings file, instead of `map`.
+        config: The settings file of a robot (Kuavo's), instead of `map`.
         overrides: `key=value` words: settings of `config`, or of the mapping.
         memory: Resident memory to stay below, all workers together.
         workers: Bags converted at a time; the dataset does not depend on it.
@@ -150,14 +141,20 @@ def make_request(
         UsageError: Something is wrong with a setting; nothing was touched.
         DataError: There is no bag, or none that can be opened.
     """
-    if sum((resume, append, overwrite)) > 1:
-        raise UsageError("resume, append and overwrite exclude each other: choose one")
+    for words in (
+        {"resume": resume, "append": append, "overwrite": overwrite},
+        {"shard": shard, "overwrite": overwrite},
+        {"shard": shard, "ray": ray},
+        {"map": map, "config": config},
+    ):
+        given = [name for name, value in words.items() if value]
+        if len(given) > 1:
+            raise UsageError(f"{' and '.join(given)} exclude each other: choose one")
     part = None if shard is None else Shard.parse(shard)
-    if part is not None and overwrite:
-        raise UsageError("shard and overwrite exclude each other: remove the old dataset first")
-    cluster = RayAddress.parse(ray)
-    if part is not None and cluster is not None:
-        raise UsageError("shard and ray exclude each other: choose one")
+    if ray and ray is not True and ray != RAY_AUTO and ":" not in str(ray):
+        raise UsageError(
+            f"ray is {ray!r}, which is no address: give --ray behind the paths, or --ray=HOST:PORT"
+        )
     if is_object(out):
         raise UsageError(
             f"{out}: a dataset is written to a folder: convert into one, and copy it when it is "
@@ -165,57 +162,61 @@ def make_request(
         )
     if workers < 1:
         raise UsageError(f"workers is {workers}: give at least 1")
-    if version is None:
-        version = _version_of(Path(out)) if resume or append or part else "v3.0"
+    goes_on = resume or append or part is not None
+    version = version or (_version_of(Path(out)) if goes_on else "v3.0")
     if version not in VERSIONS:
         raise UsageError(f"version is {version!r}: {did_you_mean(version, VERSIONS)}")
     memory_bytes = parse_bytes(memory)
-    if memory_bytes < _LEAST_MEMORY:
-        raise UsageError(f"memory is {memory!r}: the codecs alone need {_LEAST_MEMORY_TEXT}")
+    if memory_bytes < parse_bytes(_LEAST_MEMORY):
+        raise UsageError(f"memory is {memory!r}: the codecs alone need {_LEAST_MEMORY}")
     paths = [bags] if isinstance(bags, str | os.PathLike) else list(bags)
     used = find_bags([os.fspath(path) if not is_object(path) else str(path) for path in paths])
     found = len(used)
-    own = kuavo.own_settings(overrides) if config is not None else []
-    words = [word.partition("=")[::2] for word in overrides if word not in own]
+    own = robot_words(overrides) if config is not None else []
+    mapping: Mapping | None = None
     if config is not None:
-        if map is not None:
-            raise UsageError("map and config exclude each other: choose one")
-        asked = kuavo.load_kuavo(Path(config), own)
+        asked = robots.load_config(Path(config), own)
         mapping = asked.mapping
-        used = kuavo.choose_used(used, asked.num_used)
+        used = asked.choose(used) if asked.choose else used
     elif map is not None:
         mapping = map if isinstance(map, Mapping) else load_map(Path(map))
-    else:
-        going_on = _mapping_of(Path(out)) if resume or append or part else None
-        mapping = going_on or _guess(used, salvage, Limits.for_memory(memory_bytes))
-    given = {name: value for name, value in settings.items() if value is not None}
-    if given or words:
-        content = {**mapping.to_json(), **given}
-        for key, text in words:
-            set_word(content, key, parse_value(text))
-        mapping = from_json(content, "the command")
+    elif goes_on:
+        mapping = _mapping_of(Path(out))
+    if mapping is None:
+        mapping = _guess(used, salvage, Limits.for_memory(memory_bytes))
+    mapping = _changed(mapping, settings, [word for word in overrides if word not in own])
     # Packing exchanges the folder: a relative name would then mean the old one.
     out = Path(out).absolute()
     if overwrite:
         _check_outside(used, out)
-    mode: OpenMode = "create"
-    if resume or append or overwrite:
-        mode = "resume" if resume else "append" if append else "overwrite"
+    mode: OpenMode = "append" if append else "overwrite" if overwrite else "create"
     return Request(
         used,
-        Path(out),
+        out,
         mapping,
         version,
         memory_bytes,
         workers,
-        mode,
+        "resume" if resume else mode,
         salvage,
         check,
         progress,
         part,
-        cluster,
+        (RAY_AUTO if ray is True else str(ray)) if ray else None,
         found - len(used),
     )
+
+
+def _changed(mapping: Mapping, settings: dict[str, Any], words: Sequence[str]) -> Mapping:
+    """Return the mapping with settings of the call and words of the command instead of its own."""
+    given = {name: value for name, value in settings.items() if value is not None}
+    if not given and not words:
+        return mapping
+    content = {**mapping.to_json(), **given}
+    for word in words:
+        key, _, text = word.partition("=")
+        set_word(content, key, parse_value(text))
+    return from_json(content, "the command")
 
 
 def _version_of(out: Path) -> Version:
@@ -250,7 +251,8 @@ def _guess(bags: Sequence[Path], salvage: bool, limits: Limits) -> Mapping:
             with open_bag(path, salvage=salvage, limits=limits) as bag:
                 mapping = guess_mapping(bag)
                 # The profile of a robot knows itself which topics stand in for which.
-                return mapping if kuavo.is_kuavo(topics[path]) else only(mapping, common)
+                known = robots.recognise(topics[path]) is not None
+                return mapping if known else restrict(mapping, common)
         except DataError as problem:
             error = error or problem
     assert error is not None  # find_bags returns at least one

@@ -7,7 +7,8 @@ not on the recording.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections import defaultdict
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -23,7 +24,8 @@ from penstock.conversion.plan import Plan, SourcePlan
 from penstock.errors import CorruptFile, DataError
 
 Array = NDArray[np.float64]
-Window = tuple[int, int, dict[str, Any]]  # number of the episode, frames, columns
+Ordinals = NDArray[np.int64]
+Window = tuple[int, dict[str, Any]]  # frames, columns
 
 
 @dataclass(slots=True)
@@ -32,13 +34,13 @@ class _Topic:
 
     name: str
     decoder: Decoder
-    wanted: NDArray[np.int64]  # ordinals that some frame needs, rising
+    wanted: Ordinals  # that some frame needs, rising
     paths: tuple[str, ...]
+    joints: dict[str, tuple[str, ...]]  # by path
     next_wanted: int = 0  # place in `wanted` of the next message to decode
     forgotten: int = 0  # how many of `wanted` were dropped from `values`
-    joints: dict[str, tuple[str, ...]] = field(default_factory=dict)  # by path
     lengths: dict[str, int] = field(default_factory=dict)
-    values: dict[str, list[Array]] = field(default_factory=dict)
+    values: defaultdict[str, list[Array]] = field(default_factory=lambda: defaultdict(list))
 
     def take(self, message: Message) -> bool:
         """Decode the message if a frame needs it."""
@@ -75,7 +77,7 @@ class _Topic:
         places = {name: place for place, name in enumerate(names)}
         return values[[places[name] for name in wanted]]
 
-    def rows(self, ordinals: NDArray[np.int64], path: str) -> Array:
+    def rows(self, ordinals: Ordinals, path: str) -> Array:
         """Return the values of some messages, one row each."""
         places = np.searchsorted(self.wanted, ordinals) - self.forgotten
         first, after = int(places.min()), int(places.max()) + 1
@@ -107,21 +109,25 @@ class Rows:
         self._plan = plan
         self._settings = settings
         self._where = str(bag.path)
-        self._topics = {
-            name: _Topic(name, bag.decoder(name), *_needs(plan, name)) for name in _used(plan)
-        }
-        for topic in self._topics.values():
-            topic.values = {path: [] for path in topic.paths}
-            topic.joints = {
-                path: plan.joints[topic.name, path]
-                for path in topic.paths
-                if (topic.name, path) in plan.joints
+        self._topics: dict[str, _Topic] = {}
+        self._oldest: dict[str, Ordinals] = {}
+        for name in dict.fromkeys(source.topic for source in plan.read_sources):
+            sources = [source for source in plan.read_sources if source.topic == name]
+            arrays = [a for s in sources for a in (s.match.before, s.match.after)]
+            unique = list({id(array): array for array in arrays}.values())
+            paths = tuple(dict.fromkeys(source.source.field for source in sources))
+            joints = {
+                path: plan.joints[name, path] for path in paths if (name, path) in plan.joints
             }
+            wanted = np.unique(np.concatenate(unique))
+            self._topics[name] = _Topic(name, bag.decoder(name), wanted, paths, joints)
+            # For each frame, the oldest message that it or a later frame needs.
+            oldest = np.minimum.reduce(unique)
+            self._oldest[name] = np.minimum.accumulate(oldest[::-1])[::-1]
         self._windows = list(_windows(plan.episodes, settings.window_frames))
         self._next = 0
         self._bases: dict[tuple[str, int], Array] = {}
         self._last_finite: dict[tuple[str, int], Array] = {}
-        self._oldest = {name: _oldest(plan, name) for name in self._topics}
         self._need = self._needed()
 
     @property
@@ -130,7 +136,7 @@ class Rows:
         return list(self._topics)
 
     @property
-    def wanted(self) -> dict[str, NDArray[np.int64]]:
+    def wanted(self) -> dict[str, Ordinals]:
         """The messages that some frame needs."""
         return {name: topic.wanted for name, topic in self._topics.items()}
 
@@ -159,7 +165,7 @@ class Rows:
             self._next += 1
             self._need = self._needed()
             self._forget()
-            yield episode, after - first, columns
+            yield after - first, columns
 
     def _is_complete(self) -> bool:
         return all(
@@ -173,7 +179,7 @@ class Rows:
             return {}
         _, first, after = self._windows[self._next]
         need = dict.fromkeys(self._topics, -1)
-        for plan in _sources(self._plan):
+        for plan in self._plan.read_sources:
             match = plan.match
             last = max(match.after[first:after].max(), match.before[first:after].max())
             need[plan.topic] = max(need[plan.topic], int(last))
@@ -189,27 +195,28 @@ class Rows:
     def _columns(self, first: int, after: int) -> dict[str, Any]:
         """Return the values of every feature for the frames [first, after)."""
         parts: dict[str, list[Array]] = {}
-        for name, plans in self._plan.vectors.items():
-            feature = self._settings.features[name]
-            assert isinstance(feature, Vector)
+        for name, feature in self._settings.vectors.items():
             parts[name] = [
                 self._part(name, place, plan, feature, first, after)
-                for place, plan in enumerate(plans)
+                for place, plan in enumerate(self._plan.vectors[name])
             ]
         columns: dict[str, Any] = {}
-        for name, plans in self._plan.vectors.items():
-            feature = self._settings.features[name]
-            assert isinstance(feature, Vector)
+        for name, feature in self._settings.vectors.items():
             joined = np.concatenate(parts[name], axis=1)
-            if any(plan.source.delta for plan in plans):
-                self._subtract(name, joined, parts, plans, feature.delta_from or "")
             at = 0
-            for plan, part in zip(plans, parts[name], strict=True):
-                if plan.source.fill_gaps is not None and plan.gap is not None:
-                    joined[plan.gap[first:after], at : at + part.shape[1]] = plan.source.fill_gaps[
-                        1
-                    ]
-                at += part.shape[1]
+            for plan, part in zip(self._plan.vectors[name], parts[name], strict=True):
+                stop, fill = at + part.shape[1], plan.source.fill_gaps
+                if plan.source.delta:
+                    base = np.concatenate(parts[feature.delta_from or ""], axis=1)
+                    if stop > base.shape[1]:
+                        raise DataError(
+                            f"{name}: {feature.delta_from} has no numbers {at} to {stop} to "
+                            "subtract"
+                        )
+                    joined[:, at:stop] -= base[:, at:stop]
+                if fill is not None and plan.gap is not None:
+                    joined[plan.gap[first:after], at:stop] = fill[1]
+                at = stop
             columns[name] = self._stored(name, feature, joined)
         if self._settings.stamps:
             columns[STAMP] = self._plan.times[first:after, None] / 1e9
@@ -292,56 +299,9 @@ class Rows:
         self._last_finite[name, place] = held[-1]
         return held
 
-    def _subtract(
-        self,
-        name: str,
-        joined: Array,
-        parts: Mapping[str, list[Array]],
-        plans: list[SourcePlan],
-        reference: str,
-    ) -> None:
-        """Make the sources with `delta` relative to the reference, at the same places."""
-        base = np.concatenate(parts[reference], axis=1)
-        at = 0
-        for plan, part in zip(plans, parts[name], strict=True):
-            after = at + part.shape[1]
-            if plan.source.delta:
-                if after > base.shape[1]:
-                    raise DataError(
-                        f"{name}: {reference} has no numbers {at} to {after} to subtract"
-                    )
-                joined[:, at:after] -= base[:, at:after]
-            at = after
-
 
 def _are_names(names: tuple[str, ...], values: Array) -> bool:
     return bool(names) and len(names) == len(set(names)) == len(values)
-
-
-def _used(plan: Plan) -> list[str]:
-    return list(dict.fromkeys(source.topic for source in _sources(plan)))
-
-
-def _sources(plan: Plan) -> Iterator[SourcePlan]:
-    for plans in plan.vectors.values():
-        yield from (source for source in plans if source.source.flag_gaps is None)
-
-
-def _needs(plan: Plan, topic: str) -> tuple[NDArray[np.int64], tuple[str, ...]]:
-    """Return the messages of a topic that some frame needs, and their fields."""
-    sources = [source for source in _sources(plan) if source.topic == topic]
-    arrays = {id(a): a for s in sources for a in (s.match.before, s.match.after)}
-    wanted = np.unique(np.concatenate(list(arrays.values())))
-    return wanted, tuple(dict.fromkeys(source.source.field for source in sources))
-
-
-def _oldest(plan: Plan, topic: str) -> NDArray[np.int64]:
-    """Return, for each frame, the oldest message of a topic that it or a later frame needs."""
-    arrays = [s.match.before for s in _sources(plan) if s.topic == topic]
-    arrays += [s.match.after for s in _sources(plan) if s.topic == topic]
-    unique = {id(array): array for array in arrays}.values()
-    oldest = np.minimum.reduce(list(unique))
-    return np.asarray(np.minimum.accumulate(oldest[::-1])[::-1])
 
 
 def _windows(episodes: list[tuple[int, int]], longest: int) -> Iterator[tuple[int, int, int]]:

@@ -24,15 +24,10 @@ from penstock.conversion.align import (
     in_order,
     rate_slots,
 )
-from penstock.conversion.mapping import (
-    Camera,
-    Clock,
-    Mapping,
-    Source,
-)
-from penstock.conversion.worth import first_key
+from penstock.conversion.mapping import Camera, Clock, Mapping, Source
 from penstock.errors import DataError
-from penstock.media.packets import KeyFrame
+from penstock.media.encodings import CODECS
+from penstock.media.packets import KeyFrame, PacketDecoder, is_key
 from penstock.ui.suggestions import did_you_mean
 
 Mask = NDArray[np.bool_]
@@ -56,12 +51,21 @@ class Stamps:
         self._pairs: dict[str, dict[str, list[int]]] = {}
         self.where = str(bag.path)
 
-    def prepare(self, topics: Iterable[str]) -> None:
-        """Read the header stamps of all topics that will be asked for, in one pass."""
-        if self._clock == "header":
-            names = list(topics)
-            with_header = [t for t in names if self._bag.decoder(t).stamp_reader() is not None]
-            self._headers = self._bag.header_stamps(with_header, keep=names)
+    def prepare(self, topics: Iterable[str]) -> list[str]:
+        """Read the header stamps of all topics that will be asked for, in one pass.
+
+        Returns:
+            The topics whose publisher sets no stamps: their messages are taken when recorded.
+        """
+        if self._clock == "bag":
+            return []
+        names = list(topics)
+        with_header = [t for t in names if self._bag.decoder(t).stamp_reader() is not None]
+        self._headers = self._bag.header_stamps(with_header, keep=names)
+        unset = [topic for topic, stamps in self._headers.items() if not stamps.any()]
+        for topic in unset:
+            del self._headers[topic]
+        return unset
 
     def of(self, topic: str, field: str = "") -> Ordered:
         """Return the messages of a topic in order; only the last one asked for is kept.
@@ -117,8 +121,33 @@ class Stamps:
         words = " or ".join(tried)
         if any(topic in self._bag.topics for topic in tried):
             return f"{self.where}: {words} (for {name}) has no messages"
-        hint = did_you_mean(tried[0], there) if len(there) <= 40 else "see `penstock info`"
+        hint = did_you_mean(tried[0], there)
+        if not hint.startswith("did you mean"):
+            some = ", ".join(there[:5]) + (", …" if len(there) > 5 else "")
+            hint = f"it has {some or 'none'}; another robot's bag wants a dataset of its own"
         return f"{self.where}: there is no topic {words} (for {name}): {hint}"
+
+
+def first_key(bag: Bag, topic: str) -> KeyFrame:
+    """Return the first packet of a video topic that stands alone, decoded for its size.
+
+    Raises:
+        DataError: It cannot, or there is none.
+    """
+    decoder = bag.decoder(topic)
+    for message in bag.read([topic]):
+        packet = decoder.image(message.data)
+        if packet.encoding in CODECS and not is_key(packet.encoding, packet.data):
+            continue
+        try:
+            packets = PacketDecoder(packet.encoding)
+            pictures = packets.decode(message.ordinal, packet.data) + packets.flush()
+        except DataError as error:
+            raise DataError(f"{bag.path}: {topic}: {error}") from None
+        for _, frame in pictures[:1]:
+            size = frame.width, frame.height
+            return KeyFrame(message.ordinal, packet.encoding, *size, frame.format.name)
+    raise DataError(f"{bag.path}: {topic} has no key frame: its packets cannot be decoded")
 
 
 @dataclass(slots=True)
@@ -205,7 +234,7 @@ def lay_out(
     shortened = _without_years(times)
     _check_span(stamps.where, int(shortened[-1] - shortened[0]), max(mapping.fps, hz))
     slots = camera_slots(shortened, hz, mapping.fps)
-    account.drop("not needed at this rate", len(slots.skipped))
+    account.drop("not needed at this rate", slots.skipped)
     before = np.maximum.accumulate(np.maximum(slots.picks, 0))
     slots = replace(slots, times=slots.times + (times - shortened)[before])
     keep, held = _bridge(slots, mapping, account)
@@ -221,11 +250,10 @@ def _fixed_rate(stamps: Stamps, mapping: Mapping, topics: AnyMapping[str, bool])
     start_ns = int(max(span[0] for span in spans.values()))
     ends = [span[1] for topic, span in spans.items() if not topics[topic]]
     stop_ns = int(min(ends) if ends else max(span[1] for span in spans.values()))
-    if stop_ns <= start_ns:
+    if stop_ns < start_ns or (stop_ns == start_ns and ends):
         raise DataError(
-            f"{stamps.where}: there is no time in which all of "
-            f"{', '.join(topics)[:200]} speak: map topics that "
-            "overlap, with more than one message each"
+            f"{stamps.where}: there is no time in which all of {', '.join(topics)[:200]} speak: "
+            "map topics that overlap, with more than one message each, or align: hold"
         )
     _check_span(stamps.where, stop_ns - start_ns, mapping.fps)
     return rate_slots(start_ns, stop_ns, mapping.fps)

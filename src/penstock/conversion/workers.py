@@ -17,12 +17,11 @@ from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
 from typing import Any
 
-from penstock.conversion.one_bag import Advance, Converted, Job, convert_bag
+from penstock.conversion.one_bag import Advance, Job, Outcome, outcome_of
 from penstock.core.interrupt import check_stop
 from penstock.core.memory import give_back_at_once
 from penstock.errors import PenstockError
 
-Outcome = Converted | PenstockError
 _STOPPING = (signal.SIGINT, signal.SIGTERM)
 _POLL_S = 0.1
 
@@ -42,19 +41,6 @@ def run_jobs(
             yield job, outcome_of(job, advance)
         return
     yield from _Pool(workers, advance).run(jobs)
-
-
-def outcome_of(job: Job, advance: Advance) -> Outcome:
-    """Convert a bag; whatever goes wrong with it is its own affair, and no other bag's."""
-    try:
-        return convert_bag(job, advance)
-    except PenstockError as error:
-        return error
-    except Exception as error:
-        return PenstockError(
-            f"{job.bag}: {type(error).__name__}: {' '.join(str(error).split())[:200]}; this is a "
-            "fault of penstock: please report it, with the recording if you may"
-        )
 
 
 class _Worker:

@@ -410,13 +410,13 @@ class DatasetWriter:
                     path.unlink()
             return self._write_plan(given)
         self._restore()
+        if not is_dataset(root):
+            raise UsageError(f"{root} is not empty and no LeRobot dataset: choose another folder")
         if mode == "create":
             raise UsageError(
                 f"{root} is not empty: --resume goes on, --append adds to it, --overwrite "
                 "replaces it"
             )
-        if not is_dataset(root):
-            raise UsageError(f"{root} is not empty and no LeRobot dataset: choose another folder")
         if mode == "overwrite" and self._remote is not None:
             url = self._remote.url
             raise UsageError(f"{url} is not empty: remove it first, or write to another folder")

@@ -11,7 +11,8 @@ from typing import Any
 
 from penstock.bags import Bag, open_bag
 from penstock.bags.find import METADATA, parts_of
-from penstock.conversion.guess import guess_mapping, rate_of, to_yaml
+from penstock.conversion.guess import guess_mapping, rate_of
+from penstock.conversion.map_file import to_yaml
 from penstock.conversion.mapping import Camera
 from penstock.core.files import publish_bytes
 from penstock.core.memory import format_bytes

@@ -172,6 +172,17 @@ def aligned(lines: Iterable[tuple[str, str]]) -> str:
     return "\n".join(found)
 
 
+def command_lines(words: Iterable[str], width: int = 62) -> str:
+    """Lay out a command behind a label, so that a shell takes its lines as one."""
+    lines: list[str] = []
+    for word in words:
+        if lines and len(lines[-1]) + len(word) < width:
+            lines[-1] += f" {word}"
+        else:
+            lines.append(word)
+    return f" \\\n{' ' * _LABEL}".join(lines)
+
+
 def text_table(columns: Sequence[str], rows: Sequence[Sequence[Any]]) -> str:
     """Lay out a table for the terminal: aligned columns, numbers on the right.
 

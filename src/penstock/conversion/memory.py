@@ -1,0 +1,138 @@
+"""What a conversion may hold in memory: what its parts need, and a watch over all of it."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from typing import Final
+
+from typing_extensions import Self
+
+from penstock.conversion.lanes import Lanes
+from penstock.conversion.mapping import Mapping as Recipe
+from penstock.core.memory import format_bytes, highest_rss_bytes, rss_bytes
+from penstock.core.threads import start
+from penstock.dataset.layout import Feature
+from penstock.errors import UsageError
+
+# What one worker needs beside its queue and its encoders: the interpreter, libraries, parquet.
+BASE_BYTES: Final = 170 * 10**6
+# What an encoder and the pictures on their way through it take, per pixel (measured).
+_PER_PIXEL: Final = {"h264": 24, "grey8": 24, "depth12": 40, "av1": 64, "png": 12, "copy": 1}
+_QUEUE_BYTES: Final = 16 * 2**20  # hundreds of pictures: more would only be more memory
+_LEAST_QUEUE_BYTES: Final = 4 * 2**20
+_MAX_SAMPLES: Final = 2000
+
+
+def encoder_bytes(codec: str, width: int, height: int) -> int:
+    """Return the memory that one camera takes while it is encoded, about."""
+    return _PER_PIXEL[codec] * width * height
+
+
+def queue_bytes(memory_bytes: int) -> int:
+    """Return what may wait between reading and encoding in a worker of so much memory."""
+    return max(min(memory_bytes - BASE_BYTES, _QUEUE_BYTES), _LEAST_QUEUE_BYTES)
+
+
+def _floor(mapping: Recipe, features: Mapping[str, Feature]) -> tuple[int, str]:
+    """Return the least memory of a worker, and the camera that takes the most of it."""
+    cameras = [(0, "no camera")]
+    for name, camera in mapping.cameras.items():
+        _, height, width = features[name].picture_size
+        codec = mapping.codec_of(camera)
+        what = f"{name} ({width}x{height} as {codec})"
+        cameras.append((encoder_bytes(codec, width, height), what))
+    needed, what = max(cameras)
+    return BASE_BYTES + _LEAST_QUEUE_BYTES + needed, what
+
+
+def fitting_workers(
+    mapping: Recipe, features: Mapping[str, Feature], memory_bytes: int, workers: int
+) -> int:
+    """Return how many workers fit into the memory; the parent process counts as well.
+
+    Raises:
+        UsageError: Not even one: the largest camera must fit, the others may wait.
+    """
+    floor, what = _floor(mapping, features)
+    if memory_bytes < floor:
+        raise UsageError(
+            f"memory is {format_bytes(memory_bytes)}, and {what} needs "
+            f"{format_bytes(floor)}: raise --memory, or give the camera a resize"
+        )
+    return min(workers, max((memory_bytes - rss_bytes()) // floor, 1))
+
+
+class MemoryWatch:
+    """Samples the memory of this process and its children, and keeps lanes below a limit.
+
+    With a limit, what may wait in the lanes is halved at each sample above 90 % of it (never below
+    1/16 of the first value) and grows by 25 % at each sample below 70 %.
+
+    Args:
+        limit_bytes: Resident memory to stay below; None only measures.
+        lanes: What to adapt. The sequence is read at each sample: lanes may be added later.
+        interval_s: Time between two samples.
+
+    Attributes:
+        peak_bytes: The most that was seen.
+        samples: Seconds from the start, and bytes.
+    """
+
+    def __init__(
+        self, limit_bytes: int | None = None, lanes: Sequence[Lanes] = (), interval_s: float = 0.2
+    ) -> None:
+        self.peak_bytes = 0
+        self.samples: list[tuple[float, int]] = []
+        self._limit_bytes = limit_bytes
+        self._lanes = lanes
+        self._first_limits: dict[Lanes, int] = {}
+        self._interval_s = interval_s
+        self._taken, self._stride = 0, 1
+        self._closing = threading.Event()
+        self._error: BaseException | None = None
+        self._thread = threading.Thread(target=self._run, name="memory-watch", daemon=False)
+
+    def __enter__(self) -> Self:
+        self._start_s = time.perf_counter()
+        self._highest_before = highest_rss_bytes()
+        self._sample()  # so that even the shortest block has a peak
+        start(self._thread)
+        return self
+
+    def __exit__(self, exc_type: object, exc: BaseException | None, traceback: object) -> None:
+        self._closing.set()
+        self._thread.join()
+        highest = highest_rss_bytes()
+        if highest > self._highest_before:  # a peak between two samples
+            self.peak_bytes = max(self.peak_bytes, highest)
+        if self._error is not None and exc is None:  # never hide the error of the block
+            raise self._error
+
+    def _run(self) -> None:
+        try:
+            while not self._closing.wait(self._interval_s):
+                self._sample()
+        except BaseException as error:
+            self._error = error
+
+    def _sample(self) -> None:
+        rss = rss_bytes(tree=True)
+        self.peak_bytes = max(self.peak_bytes, rss)
+        if self._taken % self._stride == 0:
+            self.samples.append((time.perf_counter() - self._start_s, rss))
+        self._taken += 1
+        if len(self.samples) > _MAX_SAMPLES:
+            self.samples = self.samples[::2]
+            self._stride *= 2
+        for lanes in tuple(self._lanes) if self._limit_bytes else ():
+            self._adapt(lanes, rss / (self._limit_bytes or 1))
+
+    def _adapt(self, lanes: Lanes, share: float) -> None:
+        now_bytes = lanes.limit_bytes
+        first_bytes = self._first_limits.setdefault(lanes, now_bytes)
+        if share > 0.9:
+            lanes.resize(max(now_bytes // 2, first_bytes // 16, 1))
+        elif share < 0.7 and now_bytes < first_bytes:
+            lanes.resize(min(now_bytes + now_bytes // 4 + 1, first_bytes))
