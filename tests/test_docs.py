@@ -18,7 +18,7 @@ from penstock import cli
 from penstock.commands import VERBS
 from penstock.conversion.robots.kuavo import KuavoSettings
 from penstock.errors import MissingExtra
-from penstock.nav.training.config import load_config
+from penstock.nav.config import load_config
 from penstock.samples import write_sample
 
 ROOT = Path(__file__).parent.parent

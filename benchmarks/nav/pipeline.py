@@ -10,11 +10,10 @@ import torch
 
 from benchmarks import Row
 from benchmarks.measure import Timing, clock, interleave, time_rows, torch_threads
-from penstock.nav.learning.policy import Policy
-from penstock.nav.learning.ppo import PPO
-from penstock.nav.training.collect import SimulatorCollector
-from penstock.nav.training.config import Config, load_config
-from penstock.nav.training.sources import PipelinedSource, Source, SyncSource
+from penstock.nav.collect import Collector, PipelinedCollector, SimulatorCollector
+from penstock.nav.config import Config, load_config
+from penstock.nav.networks import Policy
+from penstock.nav.ppo import PPO
 
 OURS = "penstock, collector=pipelined"
 SYNC = "penstock, collector=sync"
@@ -42,16 +41,33 @@ class Bench:
         self.cpu_s = 0.0
         self.rest_s = 0.0
         self._stopped = False
-        # Of one thread: closing it ends nothing, so all sources may have it, one after another.
-        self.collector = SimulatorCollector(
-            [config.shard_settings(0)], [0], config["seed"], config.steps, stop=self._stop
-        )
-        memory = self.collector.memory()
+        self._active = config.settings.dynamic_obstacles
+        collector = self.sync()
         for _ in range(2):  # the first one compiles
-            self.collect_s = clock(lambda: self.collector.collect(self.ppo.policy, memory))
-        batch = self.collector.collect(self.ppo.policy, memory)
+            self.collect_s = clock(lambda: collector.collect(self._active, 1.0))
+        batch = collector.collect(self._active, 1.0)
         self.update_s = min(clock(lambda: self.ppo.update(batch, self.order)) for _ in range(2))
-        self._state = self.collector.state_dict()
+        self._state = collector.state_dict()
+
+    def sync(self) -> Collector:
+        """Return a collector that flies when it is asked to."""
+        return self._make(self.ppo.policy, 1)
+
+    def pipelined(self) -> Collector:
+        """Return one that flies ahead."""
+        return PipelinedCollector(self.ppo.policy, self._make)
+
+    def _make(self, policy: Policy, buffers: int) -> Collector:
+        config = self.config
+        return SimulatorCollector(
+            policy,
+            [config.shard_settings(0)],
+            [0],
+            config["seed"],
+            config.steps,
+            stop=self._stop,
+            buffers=buffers,
+        )
 
     def _stop(self) -> bool:
         """Asked before every step: there a slow environment rests."""
@@ -59,38 +75,36 @@ class Bench:
             time.sleep(self.rest_s)
         return self._stopped
 
-    def block(self, make: Callable[[SimulatorCollector, Policy], Source], length: int) -> float:
-        """Time `length` iterations of a fresh source; return the seconds of one.
+    def block(self, make: Callable[[], Collector], length: int) -> float:
+        """Time `length` iterations of a fresh collector; return the seconds of one.
 
         The clock starts with the first batch in hand and stops with the next one after the last
         update in hand: so many updates, and so many batches.
         """
         self._stopped = False
-        self.collector.load_state_dict(self._state)
-        source = make(self.collector, self.ppo.policy)
+        collector = make()
+        collector.load_state_dict(self._state)
         try:
-            source.updated(self.config.settings.dynamic_obstacles)
-            batch = source.next()
+            batch = collector.collect(self._active, 1.0)
             begin, cpu = time.perf_counter(), time.process_time()
             for _ in range(length):
                 self.ppo.update(batch, self.order)
-                source.updated(self.config.settings.dynamic_obstacles)
-                batch = source.next()
+                batch = collector.collect(self._active, 1.0)
             seconds = time.perf_counter() - begin
             self.cpu_s = (time.process_time() - cpu) / length
             return seconds / length
         finally:
             self._stopped = True  # the batch in the making is not waited for
-            source.close()
+            collector.close()
 
 
 def measure_pipeline(*, envs: int, slow_envs: int, rounds: int, length: int) -> list[Row]:
-    """Compare both sources as they are here, and with an environment as slow as the update.
+    """Compare both collectors as they are here, and with an environment as slow as the update.
 
     Args:
         envs: Drones.
         slow_envs: Drones of the slow environment.
-        rounds: Blocks of each source.
+        rounds: Blocks of each collector.
         length: Iterations of a block.
     """
     with torch_threads(1):
@@ -136,13 +150,13 @@ def _bench(envs: int) -> Bench:
 def _compare(bench: Bench, rounds: int, length: int, title: str) -> dict[str, Timing]:
     cpu_s: dict[str, list[float]] = {OURS: [], SYNC: []}
 
-    def turn(name: str, make: Callable[[SimulatorCollector, Policy], Source]) -> float:
+    def turn(name: str, make: Callable[[], Collector]) -> float:
         seconds = bench.block(make, length)
         cpu_s[name].append(bench.cpu_s)
         return seconds
 
     timings = interleave(
-        {OURS: lambda: turn(OURS, PipelinedSource), SYNC: lambda: turn(SYNC, SyncSource)},
+        {OURS: lambda: turn(OURS, bench.pipelined), SYNC: lambda: turn(SYNC, bench.sync)},
         rounds,
         title,
         warm_up=False,  # `Bench` did it

@@ -16,9 +16,8 @@ import torch.nn.functional as F  # noqa: N812
 from torch import Tensor, nn
 
 from penstock.errors import MissingExtra
-from penstock.nav.learning.beta import EDGE
-from penstock.nav.learning.policy import ACTIONS, Policy
-from penstock.nav.learning.ppo_settings import PPOSettings
+from penstock.nav.networks import ACTIONS, EDGE, Policy
+from penstock.nav.ppo import PPOSettings
 from penstock.nav.simulation.env import NavigationEnv
 from penstock.nav.simulation.task import Settings
 
@@ -62,8 +61,7 @@ class _Features(nn.Module):
         seen = {"state": state, "lidar": lidar, "dynamic_obstacle": dynamic_obstacle}
         with torch.no_grad():
             rows = self.encoder.prepare(seen)
-        with torch.autocast("cpu", dtype=torch.bfloat16, enabled=self.bf16):
-            features: Tensor = self.encoder(rows)
+        features: Tensor = self.encoder(rows.bfloat16() if self.bf16 else rows)
         return features.float()
 
 

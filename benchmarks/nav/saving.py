@@ -25,12 +25,11 @@ import torch
 from benchmarks import Row
 from benchmarks.measure import environment
 from penstock.errors import PenstockError
-from penstock.nav.training.books import Books
-from penstock.nav.training.config import load_config
-from penstock.nav.training.group import Group
-from penstock.nav.training.loop import Trainer
-from penstock.nav.training.runs import Run
-from penstock.nav.training.stopping import Stop
+from penstock.nav.config import load_config
+from penstock.nav.distributed import Group, Stop
+from penstock.nav.recorder import Run, RunRecorder
+from penstock.nav.train import Trainer
+from penstock.ui.monitor import PerformanceMonitor
 from penstock.ui.progress import Progress
 
 _SETTLE_S = 60.0
@@ -146,7 +145,7 @@ def measure_saving(
 
 
 class Loop:
-    """One process's loop, an iteration at a time: `loop.train` with saving left to the caller.
+    """One process's loop, an iteration at a time: that of nav/train.py, saving left to the caller.
 
     Args:
         words: Settings.
@@ -157,43 +156,42 @@ class Loop:
         config = load_config([*words, "save_interval=1", "env_dyn.curriculum=0"])
         torch.set_num_threads(config["threads"])
         run = Run(Path(config["run_dir"]))
-        if group.leads:
+        if group.is_main:
             run.create(config)
-        group.any(False)  # the folder is there for all
+        group.barrier()  # the folder is there for all
         self.trainer = Trainer(config, group, Stop())
         self._stack = ExitStack()
-        self._stack.callback(self.trainer.source.close)
-        trainer = self.trainer
-        self.books = self._stack.enter_context(
-            Books(config, run, trainer.ppo, trainer.monitor, group, trainer.place)
+        self._stack.callback(self.trainer.collector.close)
+        trainer, self._monitor = self.trainer, PerformanceMonitor(history=1000)
+        frames = trainer.frames_per_iteration
+        self.recorder = self._stack.enter_context(
+            RunRecorder(config, run, trainer.ppo, self._monitor, group, 0, 0, frames)
         )
         self._metrics: dict[str, float] = {}
-        trainer.source.updated(trainer.dynamic_active)
 
     def iterate(self, *, save: bool) -> None:
         """Do one iteration."""
-        trainer, monitor = self.trainer, self.trainer.monitor
+        trainer, monitor = self.trainer, self._monitor
         with monitor.timer("collect"):
-            batch = trainer.source.next()
+            batch = trainer.collector.collect(trainer.dynamic_active, trainer.disturbed)
         with monitor.timer("update"):
             stats = trainer.ppo.update(batch, trainer.order, trainer.progress, trainer.check_stop)
         with monitor.timer("other"):
-            self._metrics, _ = trainer.advance(stats)
-            trainer.source.updated(trainer.dynamic_active)
+            self._metrics, _ = trainer.advance(batch, stats)
         with monitor.timer("checkpoint"):
             state = trainer.state()
             if save:
-                self.books.save(state, self._metrics, best=False)
-        self.books.tell(trainer.iteration, trainer.frames, self._metrics)
+                self.recorder.save(state, self._metrics, best=False)
+        self.recorder.log_iteration(trainer.iteration, trainer.frames, self._metrics)
 
     def stall_s(self) -> float:
         """How long the last save held training up, so far."""
-        blocked = self.books.saver.get_stats()["blocked"]
+        blocked = self.recorder.saver.get_stats()["blocked"]
         return float(sum(blocked[name]["last"] for name in ("call", "barrier")))
 
     def settle(self) -> None:
         """Wait until nothing is being written."""
-        if not self.books.saver.wait(_SETTLE_S):
+        if not self.recorder.saver.wait(_SETTLE_S):
             raise PenstockError(f"a checkpoint was not written within {_SETTLE_S:.0f} s")
 
     def close(self) -> None:
@@ -203,7 +201,7 @@ class Loop:
 
 def alternate(loop: Loop, blocks: int, length: int) -> Blocks:
     """Run blocks with and without saving, in turn; the first one of each kind is forgotten."""
-    leads = loop.trainer.group.leads
+    leads = loop.trainer.group.is_main
     times: dict[bool, list[float]] = {True: [], False: []}
     stalls: list[float] = []
     for number in range(blocks + 1):
@@ -232,7 +230,7 @@ def _main(rank: str, size: str, address: str, blocks: str, length: str, *words: 
             result = alternate(loop, int(blocks), int(length))
         finally:
             loop.close()
-    if group.leads:
+    if group.is_main:
         sys.stdout.write(json.dumps(vars(result)) + "\n")
 
 

@@ -33,7 +33,7 @@ def measure_parallel(settings: Settings) -> list[Row]:
     turns = {}
     for count in _DRONES:
         task = Task(num_envs=count, new_map_every=0)
-        simulators[count] = simulator = Simulator(task, 0, "numba", 2)
+        simulators[count] = simulator = Simulator(task, 0, threads=2)
         simulator.reset()
         action = torch.full((count, 3), 0.6)
 

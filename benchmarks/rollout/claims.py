@@ -32,7 +32,7 @@ _LIMIT_BYTES = 8e9  # of device memory, below which the proposal compresses batc
 
 def measure_sizes(data: TensorDict) -> list[Row]:
     """Count the bytes of a step, of an environment and of a batch."""
-    from penstock.nav.training.config import load_config  # the rest does without nav/
+    from penstock.nav.config import load_config  # the rest does without nav/
 
     step = data[0, 0]
     seen_step = step[_SEEN]

@@ -16,12 +16,11 @@ from benchmarks.nav.plain_torchrl import PlainLoop
 from benchmarks.nav.saving import Blocks, Loop, alternate, measure_saving
 from benchmarks.nav.train import Training, compare, measure_resume, measure_training
 from penstock.errors import PenstockError
-from penstock.nav.learning.gae import gae
-from penstock.nav.learning.policy import Policy
-from penstock.nav.training.config import load_config
-from penstock.nav.training.group import Group
-from penstock.nav.training.launch import start
-from penstock.nav.training.sources import PipelinedSource, SyncSource
+from penstock.nav.config import load_config
+from penstock.nav.distributed import Group
+from penstock.nav.networks import Policy
+from penstock.nav.ppo import gae
+from penstock.nav.train import start
 
 LIGHT = ["processes=1", "env.maps=2", "tensorboard=False"]
 SMALL = ["env.num_envs=16", "env_dyn.curriculum=0", *LIGHT]
@@ -115,17 +114,9 @@ def test_peers_take_turns_with_penstock():
 # ---------------------------------------------------------------------- environment, pipeline
 
 
-def test_both_back_ends_are_measured(monkeypatch):
-    monkeypatch.setattr(nav, "_cores", lambda: 2)
+def test_the_simulator_is_measured():
     rows = nav.measure_environment(8, 1, ("fast",), steps=20)
-    assert set(judged(rows)) == {
-        "environment, 8 drones (fast), 350 + 80 obstacles",
-        "environment, numba against the faster of eager torch",
-    }
-    eager = [r.value for r in rows if r.who.startswith("eager") and "(fast)" in r.what]
-    numba = next(r.value for r in rows if r.who == nav.NUMBA and "(fast)" in r.what)
-    gain = next(r.value for r in rows if r.unit == "x eager")
-    assert gain == pytest.approx(numba / max(eager))
+    assert set(judged(rows)) == {"environment, 8 drones (fast), 350 + 80 obstacles"}
 
 
 def test_pipeline_is_measured_here_and_with_a_slow_environment():
@@ -137,8 +128,8 @@ def test_pipeline_is_measured_here_and_with_a_slow_environment():
 def test_a_slow_environment_rests_before_every_step():
     bench = Bench(load_config(SMALL))
     bench.rest_s = 0.01
-    assert bench.block(SyncSource, 1) >= 32 * 0.01
-    assert bench.block(PipelinedSource, 1) >= 20 * 0.01
+    assert bench.block(bench.sync, 1) >= 32 * 0.01
+    assert bench.block(bench.pipelined, 1) >= 20 * 0.01
     assert bench.cpu_s > 0
 
 
@@ -227,7 +218,7 @@ def test_saving_is_judged_by_pairs():
 def test_blocks_alternate_in_one_loop(tmp_path):
     loop = Loop([*SMALL, f"run_dir={tmp_path / 'run'}"], Group())
     blocks = alternate(loop, 1, 2)
-    saved = loop.books.saver.get_stats()
+    saved = loop.recorder.saver.get_stats()
     loop.close()
     assert loop.trainer.iteration == 2 * 2 * 3  # with and without, forgotten and kept, one before
     assert saved["total_saved"] == 2 * 3

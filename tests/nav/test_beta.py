@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import pytest
 import torch
-from torch.distributions import Beta
-
 from penstock.nav.learning import beta as betas
+from torch.distributions import Beta
 
 
 def parameters(seed: int = 0, rows: int = 200) -> tuple[torch.Tensor, ...]:

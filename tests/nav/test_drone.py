@@ -3,9 +3,9 @@
 import numpy as np
 import pytest
 import torch
-
 from penstock.nav.simulation.drone import HOVER_THROTTLE, fly, rotation
 from penstock.nav.simulation.kernels_flight import fly_fast, fly_hummingbird
+
 from penstock.nav.simulation.task import (
     AXIS,
     HEADING,

@@ -8,8 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from penstock.errors import UsageError
-from penstock.nav.learning.gae import gae
-from penstock.nav.learning.value_norm import ValueNorm
+from penstock.nav.ppo import ValueNorm, gae
 
 
 def slow_gae(reward, value, terminated, truncated, final, last, gamma, lam):

@@ -7,9 +7,9 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-
 from penstock.nav.simulation.native import NumbaBackend
 from penstock.nav.simulation.reference import TorchBackend
+
 from penstock.nav.simulation.task import ROW, Settings
 from penstock.nav.simulation.world import GROUND_M, Maps, Obstacles, World
 

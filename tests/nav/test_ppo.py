@@ -13,9 +13,8 @@ from torch import Tensor
 from torch.distributions import Beta
 
 from penstock.errors import DataError, UsageError
-from penstock.nav.learning.gae import gae
-from penstock.nav.learning.policy import PRESETS, Policy
-from penstock.nav.learning.ppo import PPO, Batch, PPOSettings
+from penstock.nav.networks import PRESETS, Policy
+from penstock.nav.ppo import PPO, Batch, PPOSettings, gae
 
 
 @pytest.fixture(autouse=True)

@@ -14,7 +14,7 @@ from penstock.errors import UsageError
 from penstock.ui.progress import choose_mode
 
 if TYPE_CHECKING:
-    from penstock.nav.training.loop import Result
+    from penstock.nav.train import Result
 
 
 def _add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -29,7 +29,7 @@ def _run(arguments: argparse.Namespace) -> Outcome:
     if arguments.resume is not None:
         words.append(f"resume={arguments.resume}")
     if arguments.print_config:
-        from penstock.nav.training.config import help_text, load_config
+        from penstock.nav.config import help_text, load_config
 
         config = load_config(words, arguments.config)
         shown = config.to_yaml() if words or arguments.config else help_text()
@@ -41,11 +41,11 @@ def _run(arguments: argparse.Namespace) -> Outcome:
     if choose_mode(None) != "quiet" and os.environ.get("RANK", "0") == "0":
         sys.stderr.write("penstock: loading torch; the first start compiles for half a minute\n")
         sys.stderr.flush()
-    from penstock.nav.training.config import load_config
+    from penstock.nav.config import load_config
 
     load_config(words, arguments.config)  # a mistake is said before torchrl is imported
-    from penstock.nav.training.launch import start
-    from penstock.nav.training.stopping import Stop
+    from penstock.nav.train import start
+    from penstock.nav.distributed import Stop
 
     with Stop() as stop:
         result = start(words, arguments.config, stop)

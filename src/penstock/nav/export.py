@@ -24,9 +24,9 @@ from torch import Tensor, nn
 from penstock.core.files import publish_bytes
 from penstock.errors import DataError, MissingExtra, UsageError
 from penstock.nav.evaluation.pilot import Navigator
-from penstock.nav.learning.policy import Policy
 from penstock.nav.navigator import INPUTS, NOTES, open_session, runner
-from penstock.nav.simulation.task import Settings
+from penstock.nav.networks import Policy
+from penstock.nav.simulation.task import Obstacle, Settings, State
 
 TOLERANCE = 1e-5
 _CHECKED = 1000  # observations that file and torch must agree on
@@ -74,7 +74,7 @@ class MeanAction(nn.Module):
         """Return [n, 3] in (0, 1)."""
         encoder = self.policy.encoder
         rows = encoder.prepare(dict(zip(INPUTS, (state, lidar, dynamic_obstacle), strict=True)))
-        alpha, beta, _ = self.policy.heads(encoder(rows))
+        alpha, beta, _ = self.policy.actor_critic(rows)
         return alpha / (alpha + beta)
 
 
@@ -119,13 +119,15 @@ def observations(settings: Settings, count: int, seed: int = 0) -> Seen:
     """Return made-up observations that reach every part of a policy: [count, ...] float32."""
     rng = np.random.default_rng(seed)
     seen = {name: rng.normal(size=(count, *settings.shapes()[name])) for name in INPUTS}
-    seen["state"][:, 3] = rng.uniform(0.0, 48.0, count)
+    seen["state"][:, State.DISTANCE] = rng.uniform(0.0, 48.0, count)
     hit = rng.random(seen["lidar"].shape) < 0.3
     seen["lidar"] = hit * rng.uniform(0.0, settings.lidar_range_m, hit.shape)
     obstacles = seen["dynamic_obstacle"]
-    obstacles[..., 3] = rng.uniform(0.0, settings.lidar_range_m, obstacles.shape[:2])
-    obstacles[..., 8] = rng.integers(0, 4, obstacles.shape[:2])
-    obstacles[..., 9] = rng.integers(0, 2, obstacles.shape[:2])
+    obstacles[..., Obstacle.DISTANCE] = rng.uniform(
+        0.0, settings.lidar_range_m, obstacles.shape[:2]
+    )
+    obstacles[..., Obstacle.WIDTH] = rng.integers(0, 4, obstacles.shape[:2])
+    obstacles[..., Obstacle.FLOATS] = rng.integers(0, 2, obstacles.shape[:2])
     obstacles *= rng.random((*obstacles.shape[:2], 1)) < 0.5  # the others are out of sight
     return {name: value.astype(np.float32) for name, value in seen.items()}
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Callable, Mapping
-from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -19,14 +18,14 @@ from typing_extensions import Self
 
 from penstock.errors import MissingExtra, UnknownFormat, UsageError
 from penstock.nav.shield import Shield
-from penstock.nav.simulation.task import Reward, Settings
+from penstock.nav.simulation.task import POLICY_INPUTS, Settings, State
 from penstock.ui.suggestions import did_you_mean
 
 Floats = NDArray[np.float32]
 Decide = Callable[[dict[str, Floats]], Floats]
 """Observations [n, ...] -> actions [n, 3] from 0 to 1, goal frame."""
 
-INPUTS = ("state", "lidar", "dynamic_obstacle")
+INPUTS = POLICY_INPUTS
 NOTES = "penstock"  # key of an ONNX file's metadata: settings and origin, as JSON
 _SWITCH = ("on", "off")
 
@@ -175,7 +174,9 @@ class Navigator:
         level = _array(height)
         if not np.isfinite(level).all():
             raise UsageError("height has values that are not finite; check sensors")
-        flown: Floats = self.shield.filter(velocity, seen, seen["state"][:, 5:8], level)[0]
+        flown: Floats = self.shield.filter(velocity, seen, seen["state"][:, State.VELOCITY], level)[
+            0
+        ]
         return flown
 
     def _checked(self, obs: Mapping[str, Any], name: str) -> Floats:
@@ -244,23 +245,10 @@ def read_settings(path: Path, metadata: Mapping[str, Any]) -> Settings:
     """
     if not isinstance(metadata.get("settings"), dict):
         raise UnknownFormat(f"{path} does not say its navigation settings")
-    given = dict(metadata["settings"])
     try:
-        if isinstance(given.get("reward"), dict):
-            given["reward"] = Reward(**_known(Reward, given["reward"]))
-        return Settings(**_known(Settings, given))
+        return Settings.from_json(metadata["settings"])
     except (UsageError, TypeError, ValueError) as error:
         raise UnknownFormat(f"{path}: its settings cannot be used: {error}") from error
-
-
-def _known(kind: Any, given: Mapping[str, Any]) -> Mapping[str, Any]:
-    known = [item.name for item in fields(kind)]
-    for name in given:
-        if name not in known:
-            raise UsageError(
-                f"there is no setting {name!r}, written by another version of penstock"
-            )
-    return given
 
 
 def _array(value: Any) -> Floats:

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from penstock.checkpoints.saver import AsyncCheckpointSaver
-from penstock.nav.learning.policy import Policy
+from penstock.nav.networks import Policy
 from penstock.nav.simulation.task import Settings
 
 Save = Callable[..., Path]

@@ -8,9 +8,9 @@ from torch import Tensor
 
 from penstock.errors import UsageError
 from penstock.nav.evaluation.crossing import Flights, Outcome, deterministic_pilot, fly, straight
-from penstock.nav.learning.policy import Policy
+from penstock.nav.networks import Policy
 from penstock.nav.shield import Shield
-from penstock.nav.simulation.results import Observation
+from penstock.nav.simulation.simulator import Observation
 from penstock.nav.simulation.task import Settings
 from penstock.ui.progress import Progress
 

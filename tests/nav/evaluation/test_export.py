@@ -18,7 +18,7 @@ from penstock.cli import main
 from penstock.errors import UnknownFormat, UsageError
 from penstock.nav.evaluation.pilot import Navigator
 from penstock.nav.export import INPUTS, export_policy, observations
-from penstock.nav.learning.policy import Policy
+from penstock.nav.networks import Policy
 from penstock.nav.shield import Shield
 from penstock.nav.simulation.simulator import Simulator
 from penstock.nav.simulation.task import POSITION, Settings

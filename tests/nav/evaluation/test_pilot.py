@@ -13,9 +13,8 @@ import torch
 from penstock.errors import CorruptFile, DataError, PenstockError, UnknownFormat, UsageError
 from penstock.nav.evaluation.crossing import fly
 from penstock.nav.evaluation.pilot import Navigator, run_folder
-from penstock.nav.learning.policy import Policy
-from penstock.nav.simulation.results import Observation
-from penstock.nav.simulation.simulator import Simulator
+from penstock.nav.networks import Policy
+from penstock.nav.simulation.simulator import Observation, Simulator
 from penstock.nav.simulation.task import Settings
 
 Save = Callable[..., Path]

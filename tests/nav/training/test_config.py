@@ -7,7 +7,7 @@ import re
 import pytest
 
 from penstock.errors import UsageError
-from penstock.nav.training.config import help_text, load_config, write_config
+from penstock.nav.config import help_text, load_config, write_config
 
 
 def test_the_keys_of_the_seeds_are_all_there():

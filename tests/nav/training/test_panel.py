@@ -14,8 +14,8 @@ import pytest
 from rich.console import Console
 
 from penstock.errors import UsageError
-from penstock.nav.training import panel as panel_module
-from penstock.nav.training.panel import Panel
+from penstock.nav import panel as panel_module
+from penstock.nav.panel import Panel
 from penstock.ui.progress import ENV_MODE
 
 METRICS = {
@@ -186,7 +186,7 @@ def test_modes_are_those_of_progress(clock: Clock, monkeypatch: pytest.MonkeyPat
 def test_only_a_terminal_imports_rich() -> None:
     code = (
         "import sys\n"
-        "from penstock.nav.training.panel import Panel\n"
+        "from penstock.nav.panel import Panel\n"
         "with Panel(3, 't', mode='plain') as panel:\n"
         "    panel.update(3, {}, {}, {})\n"
         "print('rich' in sys.modules)\n"

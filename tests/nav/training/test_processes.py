@@ -17,8 +17,8 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 from penstock import load_checkpoint
 from penstock.errors import UsageError
-from penstock.nav.learning.policy import Policy
-from penstock.nav.training.launch import start
+from penstock.nav.networks import Policy
+from penstock.nav.train import start
 
 from .conftest import SMALL, differences
 

@@ -17,13 +17,11 @@ from penstock import RolloutStorage, load_checkpoint, load_metadata
 from penstock.cli import main
 from penstock.core.files import FolderLock
 from penstock.errors import DataError, LockHeld, UsageError
-from penstock.nav.learning.ppo import PPO
-from penstock.nav.training.config import load_config
-from penstock.nav.training.episodes import EpisodeWindow
-from penstock.nav.training.group import Group
-from penstock.nav.training.launch import start
-from penstock.nav.training.loop import Trainer
-from penstock.nav.training.stopping import Stop
+from penstock.nav.collect import EpisodeWindow
+from penstock.nav.config import load_config
+from penstock.nav.distributed import Group, Stop
+from penstock.nav.ppo import PPO
+from penstock.nav.train import Trainer, start
 
 from .conftest import SMALL, differences
 

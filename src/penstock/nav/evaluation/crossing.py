@@ -18,17 +18,18 @@ import torch
 from torch import Tensor
 
 from penstock.errors import UsageError
-from penstock.nav.learning.policy import Policy
+from penstock.nav.networks import Policy
 from penstock.nav.shield import Shield
-from penstock.nav.simulation.results import Info, Observation
-from penstock.nav.simulation.simulator import Simulator
-from penstock.nav.simulation.task import POSITION, Settings
+from penstock.nav.simulation.simulator import Info, Observation, Simulator
+from penstock.nav.simulation.task import POSITION, Settings, State, Z
 from penstock.ui.progress import Progress
 
 Pilot = Callable[[Observation], Tensor]
 """Observations [n, ...] -> actions [n, 3] in (0, 1), goal frame, as `Simulator.step` takes them."""
 
-FIRST_WORLD = 7  # test worlds have the map seeds 7, 8, 9, ...; nothing is trained or chosen on them
+FIRST_WORLD = (
+    300_000  # of the test worlds; nothing is trained or chosen on them or their neighbours
+)
 _GROUP = 1024  # drones flown together: fewer waste time on calls, more on caches
 _BRAKE_M = 1.0  # within this distance `straight` slows down
 
@@ -82,8 +83,9 @@ def straight(settings: Settings) -> Pilot:
 
     def pilot(obs: Observation) -> Tensor:
         state = obs["state"]
-        way = state[:, :3] / state[:, :3].abs().amax(1, keepdim=True).clamp(min=1e-6)
-        distance = torch.hypot(state[:, 3:4], state[:, 4:5])
+        toward = state[:, State.TOWARD]
+        way = toward / toward.abs().amax(1, keepdim=True).clamp(min=1e-6)
+        distance = torch.hypot(state[:, State.DISTANCE, None], state[:, State.RISE, None])
         speed = (distance / _BRAKE_M).clamp(max=1.0)
         return (0.5 + 0.5 * way * speed).clamp(0.0, 1.0)
 
@@ -95,7 +97,7 @@ def deterministic_pilot(policy: Policy) -> Pilot:
 
     @torch.no_grad()
     def pilot(obs: Observation) -> Tensor:
-        device = policy.critic.weight.device
+        device = policy.device
         alpha, beta, _ = policy({name: value.to(device) for name, value in obs.items()})
         mean: Tensor = alpha / (alpha + beta)
         return mean.to(obs["state"].device)
@@ -112,7 +114,6 @@ def fly(
     shield: Shield | None = None,
     record: bool = False,
     threads: int = 1,
-    backend: str = "numba",
     progress: Progress | None = None,
 ) -> Flights:
     """Cross worlds, each with a row of drones side by side.
@@ -129,7 +130,6 @@ def fly(
             is open ground). Its counters count on.
         record: Keep the paths.
         threads: Groups of worlds flown at the same time; there are at least two groups.
-        backend: Of the simulator.
         progress: Advanced by `settings.episode_steps` for each world.
 
     Raises:
@@ -153,7 +153,7 @@ def fly(
     ]
 
     def run(crossing: _Crossing) -> None:
-        crossing.fly(backend, progress, stop)
+        crossing.fly(progress, stop)
 
     stop = threading.Event()
     with _one_thread():
@@ -224,15 +224,15 @@ class _Crossing:
         return self._shield.interventions if self._shield else 0
 
     @torch.no_grad()
-    def fly(self, backend: str, progress: Progress | None, stop: threading.Event) -> None:
+    def fly(self, progress: Progress | None, stop: threading.Event) -> None:
         steps = self._settings.episode_steps
-        with Simulator(self._settings, backend=backend, threads=1) as sim:
+        with Simulator(self._settings, threads=1) as sim:
             obs = sim.reset()
             place = sim.rows[:, POSITION].clone()
             for step in range(steps):
                 if stop.is_set():
                     return
-                action = self._decide(obs, sim.rows[:, 2])
+                action = self._decide(obs, sim.rows[:, Z])
                 obs, _, _, _, info = sim.step(action, restart=False)
                 torch.where(self._open[:, None], info.position, place, out=place)
                 self._judge(info, (step + 1) * self._settings.period_s)
@@ -260,7 +260,7 @@ class _Crossing:
                 velocity, changed = self._shield.filter(
                     (wanted[due] * 2.0 - 1.0) * limit,
                     ahead,
-                    ahead["state"][:, 5:8],
+                    ahead["state"][:, State.VELOCITY],
                     height[up[due]],
                 )
                 safe = (velocity / (2.0 * limit) + 0.5).clamp(0.0, 1.0)

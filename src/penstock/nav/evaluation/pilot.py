@@ -14,9 +14,9 @@ from typing_extensions import Self
 from penstock.checkpoints.load import from_newest, load_checkpoint, load_metadata, resolve
 from penstock.errors import DataError, UnknownFormat, UsageError
 from penstock.nav.evaluation.crossing import Pilot, deterministic_pilot
-from penstock.nav.learning.policy import PRESETS, Policy
 from penstock.nav.navigator import Navigator as PolicyNavigator
 from penstock.nav.navigator import check_switch, read_settings
+from penstock.nav.networks import PRESETS, Policy
 from penstock.nav.shield import Shield
 from penstock.nav.simulation.task import Settings
 from penstock.ui.suggestions import did_you_mean

@@ -9,9 +9,7 @@ from torch import Tensor
 
 from penstock.core.extras import needs_torchrl
 from penstock.errors import UsageError
-from penstock.nav.simulation.geometry import to_goal_frame
-from penstock.nav.simulation.results import Observation
-from penstock.nav.simulation.simulator import Simulator
+from penstock.nav.simulation.simulator import Observation, Simulator
 from penstock.nav.simulation.task import (
     AXIS,
     POSITION,
@@ -46,9 +44,7 @@ class NavigationEnv(EnvBase):  # type: ignore[misc]
         action: "normalized" takes ("agents", "action_normalized") from 0 to 1, in the goal frame,
             as the policy's Beta distributions give it; "velocity" takes ("agents", "action"), a
             velocity in the world in m/s as NavRL hands it on, cut at the action limit.
-        backend: See `Simulator`.
         threads: See `Simulator`.
-        device: See `Simulator`.
         changes: Other settings, by name: `NavigationEnv(num_envs=64)`.
     """
 
@@ -57,16 +53,14 @@ class NavigationEnv(EnvBase):  # type: ignore[misc]
         settings: Settings | None = None,
         seed: int = 0,
         action: str = "normalized",
-        backend: str = "numba",
         threads: int = 1,
-        device: str | torch.device = "cpu",
         **changes: Any,
     ) -> None:
         if action not in ACTIONS:
             raise UsageError(f"action={action!r} is unknown; use one of {', '.join(ACTIONS)}")
         settings = (settings or Settings()).with_(**changes)
-        self.simulator = Simulator(settings, seed, backend, threads, device)
-        super().__init__(device=torch.device(device), batch_size=[settings.num_envs])
+        self.simulator = Simulator(settings, seed, threads)
+        super().__init__(device=torch.device("cpu"), batch_size=[settings.num_envs])
         self._velocity = action == "velocity"
         self._last: Observation | None = None
         self._make_specs()
@@ -164,3 +158,16 @@ class NavigationEnv(EnvBase):  # type: ignore[misc]
         """End the simulator's threads."""
         self.simulator.close()
         super().close(**kwargs)
+
+
+def to_goal_frame(vector: Tensor, axis: Tensor) -> Tensor:
+    """Rotate vectors [n, ..., 3] of the world into the frames whose x axes are `axis`, [n, 2]."""
+    shape = [axis.shape[0]] + [1] * (vector.ndim - 2)
+    c, s = axis[:, 0].view(shape), axis[:, 1].view(shape)
+    x, y, z = vector.unbind(-1)
+    return torch.stack([c * x + s * y, c * y - s * x, z], -1)
+
+
+def to_world(vector: Tensor, axis: Tensor) -> Tensor:
+    """Undo `to_goal_frame`."""
+    return to_goal_frame(vector, axis * axis.new_tensor([1.0, -1.0]))

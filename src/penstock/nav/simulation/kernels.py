@@ -1,23 +1,101 @@
 """Compiled code of the simulator: one call moves and observes a range of drones, without the GIL.
 
-The same formulas as in geometry.py and reference.py, which are the ones to read first.
-Arithmetic is in double precision, states and observations are kept in single precision; what is
-observed is computed from the kept state, so that a restored simulator observes the same bits.
+Each sensor, each reward term and each disturbance has its place here, and only here; tests hold
+them against slow and obvious code (tests/nav/reference.py). Arithmetic is in double precision,
+states and observations are kept in single precision; what is observed is computed from the kept
+state, so that a restored simulator observes the same bits.
 """
 
 from __future__ import annotations
 
 import math
+from collections import namedtuple
+from dataclasses import fields
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from penstock.core.kernels.native import compiled
-from penstock.nav.simulation.kernels_flight import fly_fast, fly_hummingbird
+from penstock.nav.simulation.task import (
+    AX,
+    AXIS_X,
+    AXIS_Y,
+    DIRECTION_X,
+    DIRECTION_Y,
+    HEADING_X,
+    HEADING_Y,
+    HIGHEST,
+    LOWEST,
+    PHYSICS_DT_S,
+    QW,
+    QX,
+    QY,
+    QZ,
+    RATE_P,
+    RATE_Q,
+    RATE_R,
+    RETURN,
+    ROTOR,
+    TARGET_X,
+    TARGET_Y,
+    TARGET_Z,
+    VX,
+    VY,
+    VZ,
+    Disturbances,
+    Obstacle,
+    Reward,
+    X,
+    Y,
+    Z,
+)
 from penstock.nav.simulation.world import CELLS, GROUND_M
 
+GRAVITY = 9.81
+MASS_KG = 0.716
+INERTIA = (0.007, 0.007, 0.012)
+ARM_M = 0.17
+MAX_THRUST_N = 838.0**2 * 8.54858e-6
+DRAG_RATIO = 1.3677729e-7 / 8.54858e-6  # moment per thrust of a rotor, m
+ROTOR_RESPONSE = 0.43  # share of the way to its target that a throttle goes in one physics step
+VELOCITY_GAIN = 2.2
+ATTITUDE_GAIN = (0.7, 0.7, 0.035)  # N m per unit of attitude error
+RATE_GAIN = (0.1, 0.1, 0.025)
+FAST_LAG_S = 0.12
+HOVER_THROTTLE = math.sqrt(MASS_KG * GRAVITY / (4 * MAX_THRUST_N))
+RADIUS_M = 0.3  # of a drone
+GOAL_M = 0.5
+LOW_M, HIGH_M = 0.2, 4.0  # flight levels
+TOLERANCE_M = 0.2  # above and below the corridor
+
+# Columns of what disturbs a drone: its own values of this episode, then its last actions.
+LIGHTER, WIND_X, WIND_Y, DRIFT_X, DRIFT_Y, PENDING = range(6)
+
+_J0, _J1, _J2 = INERTIA
+_R0, _R1, _R2 = ATTITUDE_GAIN
+_W0, _W1, _W2 = RATE_GAIN
+_DT = PHYSICS_DT_S
 _ASIN = math.pi / 2 - 1
 _TINY = 1e-9
+_DISTANCE, _RISE, _WIDTH, _FLOATS = (
+    Obstacle.DISTANCE,
+    Obstacle.RISE,
+    Obstacle.WIDTH,
+    Obstacle.FLOATS,
+)
+_MOTION = Obstacle.VELOCITY.start
+_PLACE = Obstacle.PLACE.stop
+_MIX = np.uint64(0x9E3779B97F4A7C15)
+_MIX_1, _MIX_2 = np.uint64(0xBF58476D1CE4E5B9), np.uint64(0x94D049BB133111EB)
+_SHIFT = (np.uint64(30), np.uint64(27), np.uint64(31))
+_LOW_16 = np.uint64(0xFFFF)
+_16, _32, _48, _11 = np.uint64(16), np.uint64(32), np.uint64(48), np.uint64(11)
+
+# Weights and strengths by their names in task.py: a new one is there for the kernels at once.
+Weights: Any = namedtuple("Weights", [item.name for item in fields(Reward)])  # type: ignore[misc]
+Strengths: Any = namedtuple(  # type: ignore[misc]
+    "Strengths", [item.name for item in fields(Disturbances)]
+)
 
 
 class Constants(NamedTuple):
@@ -30,15 +108,9 @@ class Constants(NamedTuple):
     limit: float
     range_m: float
     dynamic: bool
-    velocity: float
-    constant: float
-    static_weight: float
-    dynamic_weight: float
-    smoothness: float
-    height: float
-    collision: float
-    goal: float
-    goal_ends: bool
+    free: float
+    """What the logarithms of free space pay, if they are not relative to it."""
+    weights: Any
 
 
 class Beams(NamedTuple):
@@ -67,12 +139,12 @@ class Scene(NamedTuple):
 
 
 class Seen(NamedTuple):
-    """Observations to write."""
+    """Observations to write, by their names."""
 
     state: Any
     lidar: Any
     direction: Any
-    dynamic: Any
+    dynamic_obstacle: Any
 
 
 class Outcome(NamedTuple):
@@ -83,6 +155,166 @@ class Outcome(NamedTuple):
     truncated: Any
     flags: Any
     position: Any
+
+
+class Trouble(NamedTuple):
+    """Disturbances of each drone."""
+
+    there: bool
+    strengths: Any
+    """`Strengths`."""
+    own: Any
+    """[n, PENDING + 3 * latency], see the columns."""
+    seeds: Any
+    """Of the random numbers of each episode, uint64 [n]."""
+
+
+# ---------------------------------------------------------------------- flight
+
+
+@compiled
+def fly_fast(
+    row: Any,
+    wx: float,
+    wy: float,
+    wz: float,
+    substeps: int,
+    lighter: float,
+    wind_x: float,
+    wind_y: float,
+) -> None:
+    """Answer to a velocity command with a second-order response.
+
+    Args:
+        row: The drone.
+        wx: Commanded velocity in the world, and so on.
+        wy: Likewise.
+        wz: Likewise.
+        substeps: Physics steps.
+        lighter: Mass that the controller believes in / mass.
+        wind_x: Acceleration by wind.
+        wind_y: Likewise.
+    """
+    for axis in range(3):
+        wish = wx if axis == 0 else (wy if axis == 1 else wz)
+        wind = wind_x if axis == 0 else (wind_y if axis == 1 else 0.0)
+        weight = GRAVITY * (lighter - 1.0) if axis == 2 else 0.0
+        place, speed = np.float64(row[X + axis]), np.float64(row[VX + axis])
+        push = np.float64(row[AX + axis])
+        gain = VELOCITY_GAIN * lighter
+        for _ in range(substeps):
+            push += _DT / FAST_LAG_S * (gain * (wish - speed) + weight - push)
+            speed += (push + wind) * _DT
+            place += speed * _DT
+        row[X + axis], row[VX + axis], row[AX + axis] = place, speed, push
+
+
+@compiled
+def _rotor(wanted: float, throttle: float) -> float:
+    share = min(max(wanted * (1.0 / MAX_THRUST_N), 0.0), 1.0)
+    return throttle + ROTOR_RESPONSE * (math.sqrt(share) - throttle)
+
+
+@compiled
+def fly_hummingbird(
+    row: Any,
+    wx: float,
+    wy: float,
+    wz: float,
+    substeps: int,
+    hold_yaw: bool,
+    lighter: float,
+    wind_x: float,
+    wind_y: float,
+) -> None:
+    """Answer to a velocity command with a Lee controller, four rotors and a rigid body."""
+    px, py, pz = np.float64(row[X]), np.float64(row[Y]), np.float64(row[Z])
+    vx, vy, vz = np.float64(row[VX]), np.float64(row[VY]), np.float64(row[VZ])
+    qw, qx = np.float64(row[QW]), np.float64(row[QX])
+    qy, qz = np.float64(row[QY]), np.float64(row[QZ])
+    p, q = np.float64(row[RATE_P]), np.float64(row[RATE_Q])
+    r = np.float64(row[RATE_R])
+    h0, h1 = np.float64(row[ROTOR]), np.float64(row[ROTOR + 1])
+    h2, h3 = np.float64(row[ROTOR + 2]), np.float64(row[ROTOR + 3])
+    for _ in range(substeps):
+        # The axes of the body.
+        ax, ay, az = 1 - 2 * (qy * qy + qz * qz), 2 * (qx * qy + qw * qz), 2 * (qx * qz - qw * qy)
+        bx, by, bz = 2 * (qx * qy - qw * qz), 1 - 2 * (qx * qx + qz * qz), 2 * (qy * qz + qw * qx)
+        cx, cy, cz = 2 * (qx * qz + qw * qy), 2 * (qy * qz - qw * qx), 1 - 2 * (qx * qx + qy * qy)
+        # The axes it should have: thrust along the wanted acceleration, the yaw it has.
+        gx, gy = VELOCITY_GAIN * (wx - vx), VELOCITY_GAIN * (wy - vy)
+        gz = VELOCITY_GAIN * (wz - vz) + GRAVITY
+        scale = 1.0 / max(math.sqrt(gx * gx + gy * gy + gz * gz), 1e-6)
+        tx, ty, tz = gx * scale, gy * scale, gz * scale
+        scale = 1.0 / max(math.sqrt(ax * ax + ay * ay), 1e-6)
+        yc, ys = ax * scale, ay * scale
+        if hold_yaw:
+            yc, ys = np.float64(row[AXIS_X]), np.float64(row[AXIS_Y])
+        sx, sy, sz = -tz * ys, tz * yc, tx * ys - ty * yc
+        scale = 1.0 / max(math.sqrt(sx * sx + sy * sy + sz * sz), 1e-6)
+        sx, sy, sz = sx * scale, sy * scale, sz * scale
+        fx, fy, fz = sy * tz - sz * ty, sz * tx - sx * tz, sx * ty - sy * tx
+        e0 = 0.5 * ((tx * bx + ty * by + tz * bz) - (sx * cx + sy * cy + sz * cz))
+        e1 = 0.5 * ((fx * cx + fy * cy + fz * cz) - (tx * ax + ty * ay + tz * az))
+        e2 = 0.5 * ((sx * ax + sy * ay + sz * az) - (fx * bx + fy * by + fz * bz))
+        m0, m1, m2 = -_R0 * e0 - _W0 * p, -_R1 * e1 - _W1 * q, -_R2 * e2 - _W2 * r
+        force = MASS_KG * (gx * cx + gy * cy + gz * cz)
+        # Rotors 0 and 2 lie on the x axis, 1 and 3 on the y axis, and turn the other way.
+        along = 0.5 * (force - m2 * (1.0 / DRAG_RATIO))
+        beside = 0.5 * (force + m2 * (1.0 / DRAG_RATIO))
+        h0 = _rotor(0.5 * (along - m1 * (1.0 / ARM_M)), h0)
+        h1 = _rotor(0.5 * (beside + m0 * (1.0 / ARM_M)), h1)
+        h2 = _rotor(0.5 * (along + m1 * (1.0 / ARM_M)), h2)
+        h3 = _rotor(0.5 * (beside - m0 * (1.0 / ARM_M)), h3)
+        t0, t1 = MAX_THRUST_N * h0 * h0, MAX_THRUST_N * h1 * h1
+        t2, t3 = MAX_THRUST_N * h2 * h2, MAX_THRUST_N * h3 * h3
+        lift = (t0 + t1 + t2 + t3) * (lighter / MASS_KG)
+        vx += (lift * cx + wind_x) * _DT
+        vy += (lift * cy + wind_y) * _DT
+        vz += (lift * cz - GRAVITY) * _DT
+        px += vx * _DT
+        py += vy * _DT
+        pz += vz * _DT
+        m0, m1, m2 = ARM_M * (t1 - t3), ARM_M * (t2 - t0), DRAG_RATIO * (t1 + t3 - t0 - t2)
+        dp = (m0 - (_J2 - _J1) * q * r) * (1.0 / _J0)
+        dq = (m1 - (_J0 - _J2) * r * p) * (1.0 / _J1)
+        dr = (m2 - (_J1 - _J0) * p * q) * (1.0 / _J2)
+        p += dp * _DT
+        q += dq * _DT
+        r += dr * _DT
+        half = 0.5 * _DT
+        ow, ox, oy, oz = qw, qx, qy, qz
+        qw = ow - half * (ox * p + oy * q + oz * r)
+        qx = ox + half * (ow * p + oy * r - oz * q)
+        qy = oy + half * (ow * q + oz * p - ox * r)
+        qz = oz + half * (ow * r + ox * q - oy * p)
+        scale = 1.0 / max(math.sqrt(qw * qw + qx * qx + qy * qy + qz * qz), 1e-6)
+        qw, qx, qy, qz = qw * scale, qx * scale, qy * scale, qz * scale
+    row[X], row[Y], row[Z] = px, py, pz
+    row[VX], row[VY], row[VZ] = vx, vy, vz
+    row[QW], row[QX], row[QY], row[QZ] = qw, qx, qy, qz
+    row[RATE_P], row[RATE_Q], row[RATE_R] = p, q, r
+    row[ROTOR], row[ROTOR + 1], row[ROTOR + 2], row[ROTOR + 3] = h0, h1, h2, h3
+    ax, ay = 1 - 2 * (qy * qy + qz * qz), 2 * (qx * qy + qw * qz)
+    scale = 1.0 / max(math.sqrt(ax * ax + ay * ay), 1e-6)
+    row[HEADING_X], row[HEADING_Y] = ax * scale, ay * scale
+
+
+# ---------------------------------------------------------------------- sensors
+
+
+@compiled
+def _angle(y: float, x: float) -> float:
+    """The angle of a vector, to 1e-3: an interval of beams needs no more, and it is 5 x faster."""
+    ax, ay = abs(x), abs(y)
+    small = min(ax, ay) / max(max(ax, ay), _TINY)
+    s = small * small
+    angle = ((-0.0464964749 * s + 0.15931422) * s - 0.327622764) * s * small + small
+    if ay > ax:
+        angle = 0.5 * math.pi - angle
+    if x < 0.0:
+        angle = math.pi - angle
+    return -angle if y < 0.0 else angle
 
 
 @compiled
@@ -99,13 +331,13 @@ def scan(
         scene: What there is to hit.
         beams: The lidar.
         range_m: Its range.
-        rays: Room, [4, around].
+        rays: Room, [6, beams].
         best: Horizontal distances, [around, high]; its reach if nothing is hit.
     """
     around, high = best.shape
-    px, py, pz = np.float64(row[0]), np.float64(row[1]), np.float64(row[2])
-    hc, hs = np.float64(row[20]), np.float64(row[21])
-    rx, ry, ix, iy = rays[0], rays[1], rays[2], rays[3]
+    px, py, pz = np.float64(row[X]), np.float64(row[Y]), np.float64(row[Z])
+    hc, hs = np.float64(row[HEADING_X]), np.float64(row[HEADING_Y])
+    rx, ry, ix, iy, first, last = rays[0], rays[1], rays[2], rays[3], rays[4], rays[5]
     for i in range(around):
         x = hc * beams.cosine[i] - hs * beams.sine[i]
         y = hs * beams.cosine[i] + hc * beams.sine[i]
@@ -138,19 +370,22 @@ def scan(
         mx, my = 0.5 * (x0 + x1), 0.5 * (y0 + y1)
         away2 = mx * mx + my * my
         round2 = 0.25 * ((x1 - x0) * (x1 - x0) + (y1 - y0) * (y1 - y0))
-        first, count = 0, around
+        start, count = 0, around
         if away2 > round2:
-            middle = math.atan2(hc * my - hs * mx, hc * mx + hs * my) * per_radian
+            middle = _angle(hc * my - hs * mx, hc * mx + hs * my) * per_radian
             sine = math.sqrt(round2 / away2)
             # asin(s) <= s + (pi/2 - 1) s^3, for all s: its series has positive terms only.
-            half = (sine + _ASIN * sine * sine * sine) * per_radian + 1e-6
-            first = math.ceil(middle - half)
-            count = min(math.floor(middle + half) - first + 1, around)
-            if first < 0:
-                first += around
+            half = (sine + _ASIN * sine * sine * sine + 1e-3) * per_radian
+            start = math.ceil(middle - half)
+            count = min(math.floor(middle + half) - start + 1, around)
+            if start < 0:
+                start += around
         rise = np.float64(box[4]) - pz
+        for k in range(high):
+            low, top = -pz * beams.inverse_slope[k], rise * beams.inverse_slope[k]
+            first[k], last[k] = min(low, top), max(low, top)
         for number in range(count):
-            i = first + number
+            i = start + number
             if i >= around:
                 i -= around
             a, b = x0 * ix[i], x1 * ix[i]
@@ -160,9 +395,8 @@ def scan(
             if enter > leave or enter >= range_m:
                 continue
             for k in range(high):
-                low, top = -pz * beams.inverse_slope[k], rise * beams.inverse_slope[k]
-                t = max(enter, min(low, top))
-                if t <= min(leave, max(low, top)) and t < best[i, k]:
+                t = max(enter, first[k])
+                if t <= min(leave, last[k]) and t < best[i, k]:
                     best[i, k] = t
 
 
@@ -226,7 +460,7 @@ def moving(
     """
     count = out.shape[0]
     out[:] = 0.0
-    px, py = np.float64(row[0]), np.float64(row[1])
+    px, py = np.float64(row[X]), np.float64(row[Y])
     found = 0
     limit = range_m * range_m
     places = scene.position[world]
@@ -246,11 +480,11 @@ def moving(
         if found < count:
             found += 1
     product, hit, share = 1.0, False, 1.0 / range_m
-    ux, uy = np.float64(row[22]), np.float64(row[23])
+    ux, uy = np.float64(row[AXIS_X]), np.float64(row[AXIS_Y])
     for n in range(found):
         j = int(order[1, n])
         dx, dy = places[j, 0] - px, places[j, 1] - py
-        dz = 0.0 if scene.tall[j] else np.float64(places[j, 2]) - row[2]
+        dz = 0.0 if scene.tall[j] else np.float64(places[j, 2]) - row[Z]
         flat = math.sqrt(order[0, n])
         away = math.sqrt(order[0, n] + dz * dz)
         scale = 1.0 / max(away, 1e-6)
@@ -258,65 +492,169 @@ def moving(
         out[n, 0] = (dx * ux + dy * uy) * scale
         out[n, 1] = (dy * ux - dx * uy) * scale
         out[n, 2] = dz * scale
-        out[n, 3] = flat
-        out[n, 4] = dz
-        out[n, 5] = v[0] * ux + v[1] * uy
-        out[n, 6] = v[1] * ux - v[0] * uy
-        out[n, 7] = v[2]
-        out[n, 8] = scene.width[j] * 4.0 - 1.0
-        out[n, 9] = 0.0 if scene.tall[j] else 1.0
+        out[n, _DISTANCE] = flat
+        out[n, _RISE] = dz
+        out[n, _MOTION] = v[0] * ux + v[1] * uy
+        out[n, _MOTION + 1] = v[1] * ux - v[0] * uy
+        out[n, _MOTION + 2] = v[2]
+        out[n, _WIDTH] = scene.width[j] * 4.0 - 1.0
+        out[n, _FLOATS] = 0.0 if scene.tall[j] else 1.0
         gap = min(max(away - 0.5 * scene.width[j], 1e-6), range_m)
         product *= gap * share
-        if flat <= 0.5 * scene.width[j] + 0.3 and abs(dz) <= 0.5 * scene.height[j] + 0.3:
+        beside = flat <= 0.5 * scene.width[j] + RADIUS_M
+        if beside and abs(dz) <= 0.5 * scene.height[j] + RADIUS_M:
             hit = True
     return math.log(product) / count, hit
 
 
 @compiled
-def look(row: Any, state: Any, direction: Any) -> float:
-    """Write where the target is and how the drone moves.
-
-    Returns:
-        The distance of the target.
-    """
-    ux, uy = np.float64(row[22]), np.float64(row[23])
-    dx, dy = np.float64(row[27]) - row[0], np.float64(row[28]) - row[1]
-    dz = np.float64(row[29]) - row[2]
-    flat = math.sqrt(dx * dx + dy * dy)
-    away = math.sqrt(dx * dx + dy * dy + dz * dz)
-    scale = 1.0 / max(away, 1e-6)
+def look(row: Any, drift_x: float, drift_y: float, state: Any, direction: Any) -> None:
+    """Write where the target seems to be, and how the drone moves."""
+    ux, uy = np.float64(row[AXIS_X]), np.float64(row[AXIS_Y])
+    dx = np.float64(row[TARGET_X]) - row[X] - drift_x
+    dy = np.float64(row[TARGET_Y]) - row[Y] - drift_y
+    dz = np.float64(row[TARGET_Z]) - row[Z]
+    scale = 1.0 / max(math.sqrt(dx * dx + dy * dy + dz * dz), 1e-6)
     state[0] = (dx * ux + dy * uy) * scale
     state[1] = (dy * ux - dx * uy) * scale
     state[2] = dz * scale
-    state[3] = flat
+    state[3] = math.sqrt(dx * dx + dy * dy)
     state[4] = dz
-    state[5] = row[3] * ux + row[4] * uy
-    state[6] = row[4] * ux - row[3] * uy
-    state[7] = row[5]
-    direction[0, 0], direction[0, 1], direction[0, 2] = row[24], row[25], 0.0
-    return away
+    state[5] = row[VX] * ux + row[VY] * uy
+    state[6] = row[VY] * ux - row[VX] * uy
+    state[7] = row[VZ]
+    direction[0, 0], direction[0, 1], direction[0, 2] = row[DIRECTION_X], row[DIRECTION_Y], 0.0
+
+
+# ---------------------------------------------------------------------- disturbances
+
+
+@compiled
+def _hash(seed: Any, step: int, number: int) -> Any:
+    """64 random bits for a number of a step of an episode: nothing is kept between draws."""
+    x = seed + np.uint64(step * 1024 + number) * _MIX
+    x = (x ^ (x >> _SHIFT[0])) * _MIX_1
+    x = (x ^ (x >> _SHIFT[1])) * _MIX_2
+    return x ^ (x >> _SHIFT[2])
+
+
+@compiled
+def _uniform(seed: Any, step: int, number: int) -> float:
+    return float(_hash(seed, step, number) >> _11) * (1.0 / 9007199254740992.0)
+
+
+@compiled
+def _normal(bits: Any) -> float:
+    """About normal, from 48 bits: a sum of three."""
+    total = float(bits & _LOW_16) + float((bits >> _16) & _LOW_16) + float((bits >> _32) & _LOW_16)
+    return (total * (1.0 / 65536.0) - 1.5) * 2.0
+
+
+@compiled
+def disturb(
+    seed: Any, step: int, strengths: Any, range_m: float, shown: Any, obstacles: Any
+) -> None:
+    """Disturb an observation of lidar and moving obstacles."""
+    flat = shown.reshape(shown.size)
+    if strengths.range_m > 0.0 or strengths.dropout > 0.0:
+        for n in range(flat.size):
+            if flat[n] > 0.0:
+                bits = _hash(seed, step, n)
+                noisy = flat[n] + strengths.range_m * _normal(bits)
+                lost = float(bits >> _48) * (1.0 / 65536.0) < strengths.dropout
+                flat[n] = 0.0 if lost else min(max(noisy, 0.0), range_m)
+    base = flat.size
+    kept = 0
+    for n in range(obstacles.shape[0]):
+        there = False
+        for column in range(_PLACE):
+            there |= obstacles[n, column] != 0.0
+        if there and _uniform(seed, step, base + n) >= strengths.missed:
+            if kept < n:
+                obstacles[kept] = obstacles[n]
+            kept += 1
+    obstacles[kept:] = 0.0
+    if kept < obstacles.shape[0] and _uniform(seed, step, base + 50) < strengths.ghosts:
+        angle = 2 * math.pi * _uniform(seed, step, base + 51)
+        away = 0.5 + (range_m - 0.5) * _uniform(seed, step, base + 52)
+        ghost = obstacles[kept]
+        ghost[0], ghost[1], ghost[_DISTANCE] = math.cos(angle), math.sin(angle), away
+        for axis in range(2):
+            ghost[_MOTION + axis] = 2.0 * _uniform(seed, step, base + 53 + axis) - 1.0
+        ghost[_WIDTH] = math.floor(4.0 * _uniform(seed, step, base + 55))
+
+
+@compiled
+def begin_trouble(which: Any, trouble: Trouble, draws: Any) -> None:
+    """Draw what disturbs some drones in their next episodes; `draws` are uniform, [n, 3]."""
+    for n in range(which.size):
+        own, u = trouble.own[which[n]], draws[n]
+        angle, force = 2 * math.pi * u[0], trouble.strengths.wind * math.sqrt(u[1])
+        own[LIGHTER] = 1.0 / (1.0 + trouble.strengths.mass * (2.0 * u[2] - 1.0))
+        own[WIND_X], own[WIND_Y] = force * math.cos(angle), force * math.sin(angle)
+        own[DRIFT_X] = own[DRIFT_Y] = 0.0
+        own[PENDING:] = 0.5  # nothing was commanded yet
+
+
+# ---------------------------------------------------------------------- a step of everything
+
+
+@compiled
+def _observe(
+    e: int,
+    row: Any,
+    step: int,
+    scene: Scene,
+    active: int,
+    beams: Beams,
+    c: Constants,
+    seen: Seen,
+    trouble: Trouble,
+    rays: Any,
+    best: Any,
+    order: Any,
+    away2: Any,
+) -> tuple[float, float, float, bool]:
+    """Write the observation of a drone; return what its true state says for the reward."""
+    world = scene.world_of[e]
+    drift_x = drift_y = 0.0
+    if trouble.there:
+        drift_x, drift_y = trouble.own[e, DRIFT_X], trouble.own[e, DRIFT_Y]
+    look(row, drift_x, drift_y, seen.state[e], seen.direction[e])
+    scan(row, world, scene, beams, c.range_m, rays, best)
+    static_log, nearest = lidar(best, beams, c.range_m, seen.lidar[e])
+    obstacles = seen.dynamic_obstacle[e]
+    moving_log, hit = moving(row, world, scene, active, c.range_m, order, away2, obstacles)
+    if trouble.there:
+        disturb(trouble.seeds[e], step, trouble.strengths, c.range_m, seen.lidar[e], obstacles)
+    return static_log, nearest, moving_log, hit
 
 
 @compiled
 def observe(
-    indices: Any, rows: Any, scene: Scene, active: int, beams: Beams, c: Constants, seen: Seen
+    indices: Any,
+    rows: Any,
+    progress: Any,
+    scene: Scene,
+    active: int,
+    beams: Beams,
+    c: Constants,
+    seen: Seen,
+    trouble: Trouble,
 ) -> None:
     """Write the observations of some drones."""
     around, high = seen.lidar.shape[2], seen.lidar.shape[3]
-    rays, best = np.empty((4, around)), np.empty((around, high))
-    order, away2 = np.empty((2, seen.dynamic.shape[1])), np.empty(scene.width.size)
+    rays, best = np.empty((6, max(around, high))), np.empty((around, high))
+    order, away2 = np.empty((2, seen.dynamic_obstacle.shape[1])), np.empty(scene.width.size)
+    room = (rays, best, order, away2)
     for e in indices:
-        row, world = rows[e], scene.world_of[e]
-        look(row, seen.state[e], seen.direction[e])
-        scan(row, world, scene, beams, c.range_m, rays, best)
-        lidar(best, beams, c.range_m, seen.lidar[e])
-        moving(row, world, scene, active, c.range_m, order, away2, seen.dynamic[e])
+        _observe(e, rows[e], progress[e], scene, active, beams, c, seen, trouble, *room)
 
 
 @compiled
 def step(
-    first: int,
-    last: int,
+    begin: int,
+    end: int,
     action: Any,
     rows: Any,
     progress: Any,
@@ -325,55 +663,79 @@ def step(
     beams: Beams,
     c: Constants,
     seen: Seen,
+    trouble: Trouble,
     outcome: Outcome,
 ) -> None:
     """Move, observe and judge the drones of a range."""
     around, high = seen.lidar.shape[2], seen.lidar.shape[3]
-    rays, best = np.empty((4, around)), np.empty((around, high))
-    order, away2 = np.empty((2, seen.dynamic.shape[1])), np.empty(scene.width.size)
-    for e in range(first, last):
-        row, world = rows[e], scene.world_of[e]
-        ux, uy = np.float64(row[22]), np.float64(row[23])
-        forward = (2.0 * action[e, 0] - 1.0) * c.limit
-        side = (2.0 * action[e, 1] - 1.0) * c.limit
-        up = (2.0 * action[e, 2] - 1.0) * c.limit
-        ox, oy, oz = np.float64(row[3]), np.float64(row[4]), np.float64(row[5])
+    rays, best = np.empty((6, max(around, high))), np.empty((around, high))
+    order, away2 = np.empty((2, seen.dynamic_obstacle.shape[1])), np.empty(scene.width.size)
+    room = (rays, best, order, away2)
+    w = c.weights
+    walk = math.sqrt(_DT * c.substeps)
+    command = np.empty(3)
+    for e in range(begin, end):
+        row = rows[e]
+        ux, uy = np.float64(row[AXIS_X]), np.float64(row[AXIS_Y])
+        lighter, wind_x, wind_y = 1.0, 0.0, 0.0
+        command[:] = action[e]
+        if trouble.there:
+            own = trouble.own[e]
+            lighter, wind_x, wind_y = own[LIGHTER], own[WIND_X], own[WIND_Y]
+            _delay(own, trouble.strengths.latency, command)
+            for axis in range(2):  # numbers 1000 and 1001 of the step before: no beam has them
+                walked = _normal(_hash(trouble.seeds[e], progress[e], 1000 + axis))
+                own[DRIFT_X + axis] += trouble.strengths.drift_m * walk * walked
+        forward = (2.0 * command[0] - 1.0) * c.limit
+        side = (2.0 * command[1] - 1.0) * c.limit
+        up = (2.0 * command[2] - 1.0) * c.limit
+        ox, oy, oz = np.float64(row[VX]), np.float64(row[VY]), np.float64(row[VZ])
         wx, wy = forward * ux - side * uy, forward * uy + side * ux
         if c.hummingbird:
-            fly_hummingbird(row, wx, wy, up, c.substeps, c.hold_yaw)
+            fly_hummingbird(row, wx, wy, up, c.substeps, c.hold_yaw, lighter, wind_x, wind_y)
         else:
-            fly_fast(row, wx, wy, up, c.substeps)
+            fly_fast(row, wx, wy, up, c.substeps, lighter, wind_x, wind_y)
         progress[e] += 1
-        away = look(row, seen.state[e], seen.direction[e])
-        scan(row, world, scene, beams, c.range_m, rays, best)
-        static_log, nearest = lidar(best, beams, c.range_m, seen.lidar[e])
-        moving_log, hit = moving(
-            row, world, scene, active, c.range_m, order, away2, seen.dynamic[e]
+        static_log, nearest, moving_log, hit = _observe(
+            e, row, progress[e], scene, active, beams, c, seen, trouble, *room
         )
 
-        dx, dy, dz = row[27] - row[0], row[28] - row[1], row[29] - row[2]
-        towards = (row[3] * dx + row[4] * dy + row[5] * dz) / max(away, 1e-6)
-        jx, jy, jz = row[3] - ox, row[4] - oy, row[5] - oz
-        jerk = math.sqrt(jx * jx + jy * jy + jz * jz)
-        z = np.float64(row[2])
-        excess = max(z - row[31] - 0.2, row[30] - 0.2 - z, 0.0)
-        reward = c.velocity * towards + c.constant + c.static_weight * static_log
-        reward -= c.smoothness * jerk + c.height * excess * excess
-        if c.dynamic:
-            reward += c.dynamic_weight * moving_log
-        touched = nearest < 0.3
-        outside = not (0.2 <= z <= 4.0)  # NaN, too
+        dx, dy, dz = row[TARGET_X] - row[X], row[TARGET_Y] - row[Y], row[TARGET_Z] - row[Z]
+        away = math.sqrt(np.float64(dx) * dx + np.float64(dy) * dy + np.float64(dz) * dz)
+        z = np.float64(row[Z])
+        touched = nearest < RADIUS_M
+        outside = not (LOW_M <= z <= HIGH_M)  # NaN, too
         crash = touched or hit or outside
-        reached = away < 0.5 and not crash
+        reached = away < GOAL_M and not crash
+
+        # The reward, term by term.
+        towards = (row[VX] * dx + row[VY] * dy + row[VZ] * dz) / max(away, 1e-6)
+        reward = w.velocity * towards + w.constant + c.free + w.static * static_log
+        if c.dynamic:
+            reward += w.dynamic * moving_log
+        jx, jy, jz = row[VX] - ox, row[VY] - oy, row[VZ] - oz
+        reward -= w.smoothness * math.sqrt(jx * jx + jy * jy + jz * jz)
+        excess = max(z - row[HIGHEST] - TOLERANCE_M, row[LOWEST] - TOLERANCE_M - z, 0.0)
+        reward -= w.height * excess * excess
         if crash:
-            reward += c.collision
-        if reached and c.goal_ends:
-            reward += c.goal
-        ended = crash or (reached and c.goal_ends)
-        row[32] += reward
+            reward += w.collision
+        if reached and w.goal_ends:
+            reward += w.goal
+
+        ended = crash or (reached and w.goal_ends)
+        row[RETURN] += reward
         outcome.reward[e] = reward
         outcome.terminated[e] = ended
         outcome.truncated[e] = progress[e] >= c.steps and not ended
         flags = outcome.flags[e]
         flags[0], flags[1], flags[2], flags[3] = touched, hit, outside, reached
-        outcome.position[e] = row[:3]
+        outcome.position[e] = row[: Z + 1]
+
+
+@compiled
+def _delay(own: Any, latency: int, command: Any) -> None:
+    """Put a command behind those that are still to be flown, and take the one that is due."""
+    for axis in range(3):
+        for late in range(latency):
+            at = PENDING + 3 * (latency - 1 - late) + axis
+            command[axis], own[at] = own[at], command[axis]

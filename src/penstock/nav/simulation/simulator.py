@@ -1,9 +1,11 @@
-"""The simulator: many drones in a few worlds, both back ends behind one class."""
+"""The simulator: many drones in a few worlds, moved and observed by compiled code."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
-from types import TracebackType
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import numpy as np
@@ -13,15 +15,7 @@ from torch import Tensor
 from typing_extensions import Self
 
 from penstock.errors import UsageError
-from penstock.nav.simulation.drone import HOVER_THROTTLE
-from penstock.nav.simulation.reference import TorchBackend
-from penstock.nav.simulation.results import (
-    Info,
-    Observation,
-    Outcome,
-    checked_action,
-    checked_memory,
-)
+from penstock.nav.simulation import kernels
 from penstock.nav.simulation.task import (
     DRAWS,
     RETURN,
@@ -32,9 +26,42 @@ from penstock.nav.simulation.task import (
     training_places,
 )
 from penstock.nav.simulation.world import Maps, Obstacles, World, pack_rng, unpack_rng
-from penstock.ui.suggestions import did_you_mean
 
-BACKENDS = ("numba", "torch")
+Observation = dict[str, Tensor]
+_FLAT = 1e-7  # stands for the slope of a level beam, so that nothing is divided by 0
+
+
+@dataclass
+class Info:
+    """What happened in a step, besides observation and reward.
+
+    Attributes:
+        collision_static: A beam ended closer than 0.3 m; bool [n].
+        collision_dynamic: A moving obstacle was hit; bool [n].
+        collision_height: Below 0.2 m or above 4 m; bool [n].
+        reach_goal: Within 0.5 m of the target, and not crashed; bool [n].
+        cut: Truncated because the world gets another map, neither crashed nor out of time; bool
+            [n].
+        position: After the step, before any reset; float32 [n, 3].
+        finished: Drones whose episode ended; int64 [k].
+        episode_length: Of those, in steps; int64 [k].
+        episode_return: Of those; float32 [k].
+        final_index: Those that were truncated; int64 [t].
+        final: Their last observations, [t, ...] each: what the value after a truncation is of,
+            since the observation that `step` returned is already of the next episode.
+    """
+
+    collision_static: Tensor
+    collision_dynamic: Tensor
+    collision_height: Tensor
+    reach_goal: Tensor
+    cut: Tensor
+    position: Tensor
+    finished: Tensor
+    episode_length: Tensor
+    episode_return: Tensor
+    final_index: Tensor
+    final: Observation
 
 
 class Simulator:
@@ -47,12 +74,11 @@ class Simulator:
     Args:
         settings: What is simulated.
         seed: Of starts and targets. Maps and moving obstacles depend on `settings.map_seed`.
-        backend: "numba" (CPU, fast) or "torch" (the reference, any device).
-        threads: Of the numba back end.
-        device: Of the torch back end.
+        threads: How many share the drones, the caller's among them. The result does not depend on
+            it: drones know nothing of each other.
 
     Raises:
-        UsageError: An unknown back end, a device it cannot use, or boxes that do not fit.
+        UsageError: No thread, or boxes that do not fit.
 
     Example:
         with Simulator(Settings(num_envs=64), seed=0) as sim:
@@ -60,23 +86,10 @@ class Simulator:
             obs, reward, terminated, truncated, info = sim.step(torch.rand(64, 3))
     """
 
-    def __init__(
-        self,
-        settings: Settings,
-        seed: int = 0,
-        backend: str = "numba",
-        threads: int = 2,
-        device: str | torch.device = "cpu",
-    ) -> None:
+    def __init__(self, settings: Settings, seed: int = 0, threads: int = 2) -> None:
         self.settings = settings
-        self.device = torch.device(device)
-        if backend not in BACKENDS:
-            raise UsageError(f"backend={backend!r} is unknown; {did_you_mean(backend, BACKENDS)}")
-        if backend == "numba" and self.device.type != "cpu":
-            raise UsageError(f"backend=numba runs on the CPU, not on {device}; use backend=torch")
         if threads < 1:
             raise UsageError(f"threads is {threads}; give at least 1")
-        self.backend = backend
         count = settings.num_envs
         self._rng = np.random.default_rng(seed)
         self._world_of = np.arange(count) * settings.maps // count
@@ -90,31 +103,51 @@ class Simulator:
         self._active = settings.dynamic_obstacles
         self._episodes = np.zeros(settings.maps, np.int64)
         self._renewing: set[int] = set()
-        self._rows = torch.zeros(count, ROW, device=self.device)
-        self._progress = torch.zeros(count, dtype=torch.int64, device=self.device)
+        self._rows = torch.zeros(count, ROW)
+        self._progress = torch.zeros(count, dtype=torch.int64)
         self._seen = self.observation_buffer()
-        self._outcome = Outcome(
-            reward=torch.zeros(count, device=self.device),
-            terminated=torch.zeros(count, dtype=torch.bool, device=self.device),
-            truncated=torch.zeros(count, dtype=torch.bool, device=self.device),
-            flags=torch.zeros(count, 4, dtype=torch.bool, device=self.device),
-            position=torch.zeros(count, 3, device=self.device),
-        )
-        self._nobody = torch.zeros(count, dtype=torch.bool, device=self.device)
-        self._engine = self._make(backend, threads)
-        self._engine.set_maps(self._maps)
+        self._reward = torch.zeros(count)
+        self._terminated = torch.zeros(count, dtype=torch.bool)
+        self._truncated = torch.zeros(count, dtype=torch.bool)
+        self._flags = torch.zeros(count, 4, dtype=torch.bool)
+        self._position = torch.zeros(count, 3)
+        self._nobody = torch.zeros(count, dtype=torch.bool)
         self._started = False
-
-    def _make(self, backend: str, threads: int) -> Any:
-        world_of = torch.from_numpy(self._world_of)
-        if backend == "torch":
-            return TorchBackend(self.settings, world_of, self.device)
-        from penstock.nav.simulation.native import NumbaBackend  # numba takes a second to import
-
-        return NumbaBackend(self.settings, world_of, threads)
+        # What the kernels read and write; a view costs 3 us, and these are always the same.
+        self._plain_rows, self._plain_progress = self._rows.numpy(), self._progress.numpy()
+        written = (self._reward, self._terminated, self._truncated, self._flags, self._position)
+        self._outcome: Any = kernels.Outcome(*(tensor.numpy() for tensor in written))
+        self._constants, self._beams = _constants(settings), _beams(settings)
+        late = settings.disturbances.latency
+        self._own = np.zeros((count, kernels.PENDING + 3 * late), np.float32)
+        self._noise = np.zeros(count, np.uint64)
+        self._share = 1.0
+        self.disturbed = 1.0
+        self._scene: Any = None
+        self._set_scene()
+        self._threads = min(threads, count)
+        # Its threads are no daemons, and end with it even if nobody closes it.
+        self._pool = (
+            ThreadPoolExecutor(self._threads - 1, "penstock-nav") if self._threads > 1 else None
+        )
 
     def _map(self, seed: int) -> World:
         return World.generate(seed, self.settings.num_obstacles)
+
+    def _set_scene(self) -> None:
+        maps, obstacles = self._maps, self._obstacles
+        self._scene = kernels.Scene(
+            self._world_of,
+            maps.boxes,
+            maps.starts,
+            maps.members,
+            obstacles.flat,
+            obstacles.position,
+            obstacles.velocity,
+            obstacles.width,
+            obstacles.height,
+            obstacles.tall,
+        )
 
     # ------------------------------------------------------------------ what can be asked
 
@@ -172,12 +205,28 @@ class Simulator:
         """Set how many are there."""
         self._active = max(0, min(int(count), self.settings.dynamic_obstacles)) // 8 * 8
 
+    @property
+    def disturbed(self) -> float:
+        """Which share of the disturbances there is, 0 to 1; a curriculum raises it."""
+        return self._share
+
+    @disturbed.setter
+    def disturbed(self, share: float) -> None:
+        """Set the share: of noise at once, of wind and mass with the next episodes."""
+        self._share = min(max(float(share), 0.0), 1.0)
+        given = self.settings.disturbances
+        # Late or in time, there is nothing between: from half of the way on.
+        scaled = {name: self._share * value for name, value in asdict(given).items()}
+        scaled["latency"] = given.latency if self._share >= 0.5 else 0
+        self._trouble: Any = kernels.Trouble(
+            given.any, kernels.Strengths(**scaled), self._own, self._noise
+        )
+
     def observation_buffer(self, *leading: int) -> Observation:
         """Return memory for observations, [*leading, n, ...] each."""
-        shapes = self.settings.shapes()
         return {
-            name: torch.zeros(*leading, self.num_envs, *shape, device=self.device)
-            for name, shape in shapes.items()
+            name: torch.zeros(*leading, self.num_envs, *shape)
+            for name, shape in self.settings.shapes().items()
         }
 
     # ------------------------------------------------------------------ flying
@@ -188,19 +237,28 @@ class Simulator:
         Args:
             out: Memory for the observation, such as a row of a rollout.
         """
-        seen = self._seen if out is None else checked_memory(out, self._seen)
+        seen = self._memory(out)
         self._start(np.arange(self.num_envs))
         self._started = True
-        return self._observe_all(seen)
+        return self._observe(np.arange(self.num_envs), seen)
 
     def observe(self, out: Observation | None = None) -> Observation:
         """Return the present observation again: after `load_state_dict`, say."""
         self._check_started()
-        return self._observe_all(self._seen if out is None else checked_memory(out, self._seen))
+        return self._observe(np.arange(self.num_envs), self._memory(out))
 
-    def _observe_all(self, seen: Observation) -> Observation:
-        self._engine.set_obstacles(self._obstacles, self._active)
-        self._engine.observe(torch.arange(self.num_envs), self._rows, seen)
+    def _observe(self, which: NDArray[np.int64], seen: Observation) -> Observation:
+        kernels.observe(
+            which,
+            self._plain_rows,
+            self._plain_progress,
+            self._scene,
+            self._active,
+            self._beams,
+            self._constants,
+            _views(seen),
+            self._trouble,
+        )
         return seen
 
     def step(
@@ -221,41 +279,68 @@ class Simulator:
             UsageError: `reset` was not called, or the action makes no sense.
         """
         self._check_started()
-        seen = self._seen if out is None else checked_memory(out, self._seen)
-        action = checked_action(action, self.num_envs, self.device)
-        outcome = self._outcome
+        seen = self._memory(out)
+        plain = _checked_action(action, self.num_envs)
         self._obstacles.advance()
-        self._engine.set_obstacles(self._obstacles, self._active)
-        self._engine.step(action, self._rows, self._progress, seen, outcome)
+        self._step(plain, seen)
         cut = self._nobody
         if self._renewing:
-            renewed = np.isin(self._world_of, list(self._renewing))
-            cut = torch.from_numpy(renewed).to(self.device)
-            cut &= ~(outcome.terminated | outcome.truncated)
-            outcome.truncated |= cut
-        done = outcome.terminated | outcome.truncated
-        finished = done.nonzero()[:, 0]
-        final_index = finished[outcome.truncated[finished]]
-        last = final_index if final_index.numel() else slice(0)  # mostly nothing: a view is cheap
-        static, dynamic, height, reached = outcome.flags.unbind(1)
+            cut = torch.from_numpy(np.isin(self._world_of, list(self._renewing)))
+            cut &= ~(self._terminated | self._truncated)
+            self._truncated |= cut
+        done = np.flatnonzero(self._outcome.terminated | self._outcome.truncated)
+        finished = torch.from_numpy(done)
+        final = done[self._outcome.truncated[done]]
+        final_index = torch.from_numpy(final)
+        last = final_index if final.size else slice(0)  # mostly nothing: a view is cheap
+        static, dynamic, height, reached = self._flags.unbind(1)
         info = Info(
             collision_static=static,
             collision_dynamic=dynamic,
             collision_height=height,
             reach_goal=reached,
             cut=cut,
-            position=outcome.position,
+            position=self._position,
             finished=finished,
-            episode_length=self._progress[finished],
-            episode_return=self._rows[finished, RETURN],
+            episode_length=torch.from_numpy(self._plain_progress[done]),
+            episode_return=torch.from_numpy(self._plain_rows[done, RETURN]),
             final_index=final_index,
             final={name: value[last] for name, value in seen.items()},
         )
-        if finished.numel():
-            self._renew(finished.cpu().numpy())
+        if done.size:
+            self._renew(done)
             if restart:
-                self.restart(finished, seen)
-        return seen, outcome.reward, outcome.terminated, outcome.truncated, info
+                self._start(done)
+                self._observe(done, seen)
+        return seen, self._reward, self._terminated, self._truncated, info
+
+    def _step(self, action: Any, seen: Observation) -> None:
+        arguments: Any = (
+            action,
+            self._plain_rows,
+            self._plain_progress,
+            self._scene,
+            self._active,
+            self._beams,
+            self._constants,
+            _views(seen),
+            self._trouble,
+            self._outcome,
+        )
+        count, threads = self.num_envs, self._threads
+        if self._pool is None:
+            kernels.step(0, count, *arguments)
+            return
+        cuts = [count * i // threads for i in range(threads + 1)]
+        others = [
+            self._pool.submit(kernels.step, cuts[i], cuts[i + 1], *arguments)
+            for i in range(1, threads)
+        ]
+        try:
+            kernels.step(cuts[0], cuts[1], *arguments)
+        finally:  # nobody may still write when this returns
+            for other in others:
+                other.result()
 
     def restart(self, which: Tensor, out: Observation | None = None) -> Observation:
         """Start some drones anew and observe them; the others' observations are left alone.
@@ -265,11 +350,9 @@ class Simulator:
             out: Memory for the observation of all drones.
         """
         self._check_started()
-        seen = self._seen if out is None else checked_memory(out, self._seen)
-        self._start(which.cpu().numpy())
-        self._engine.set_obstacles(self._obstacles, self._active)
-        self._engine.observe(which, self._rows, seen)
-        return seen
+        seen = self._memory(out)
+        self._start(which.numpy())
+        return self._observe(which.numpy(), seen)
 
     def reseed(self, seed: int) -> None:
         """Begin again: other starts and targets, the moving obstacles at their origins."""
@@ -279,17 +362,18 @@ class Simulator:
         self._started = False
 
     def _start(self, which: NDArray[np.int64]) -> None:
-        """Put some drones at their starts; the random numbers are the same for all back ends."""
+        """Put some drones at their starts."""
         if self.settings.evaluation:
             count = self._drones[self._world_of[which]]
             start, target = crossing_places(self._number[which], count)
         else:
             draws = self._rng.random((which.size, DRAWS), dtype=np.float32)
             start, target = training_places(draws, self.settings.crossing_share)
-        rows = torch.from_numpy(fresh_rows(start, target, HOVER_THROTTLE)).to(self.device)
-        index = torch.from_numpy(which).to(self.device)
-        self._rows[index] = rows
-        self._progress[index] = 0
+        self._plain_rows[which] = fresh_rows(start, target, kernels.HOVER_THROTTLE)
+        self._plain_progress[which] = 0
+        if self._trouble.there:
+            self._noise[which] = self._rng.integers(0, 2**63, which.size, np.uint64)
+            kernels.begin_trouble(which, self._trouble, self._rng.random((which.size, 3)))
 
     # ------------------------------------------------------------------ other maps
 
@@ -316,11 +400,12 @@ class Simulator:
             self._obstacles.renew(world, seed)
             self._episodes[world] = 0  # those that the new map cut are not of the new map
         if self._renewing:
-            self._engine.set_maps(self._maps)
+            self._set_scene()
             self._renewing.clear()
         if self.settings.new_map_every:
             due = self._episodes >= self.settings.new_map_every * self._drones
-            self._renewing.update(np.flatnonzero(due).tolist())
+            if due.any():
+                self._renewing.update(np.flatnonzero(due).tolist())
 
     # ------------------------------------------------------------------ checks
 
@@ -328,14 +413,30 @@ class Simulator:
         if not self._started:
             raise UsageError("the simulator has no state yet; call reset() first")
 
+    def _memory(self, out: Observation | None) -> Observation:
+        """Return memory for an observation, without anything else that may be there."""
+        if out is None:
+            return self._seen
+        for name, mine in self._seen.items():
+            given = out.get(name)
+            if given is None:
+                raise UsageError(f"out has no {name!r}; make it with observation_buffer()")
+            same = (given.shape, given.dtype, given.device) == (mine.shape, mine.dtype, mine.device)
+            if not same or not given.is_contiguous():
+                raise UsageError(
+                    f"out[{name!r}] is {given.dtype} {list(given.shape)} on {given.device}; give "
+                    f"contiguous {mine.dtype} {list(mine.shape)} on {mine.device}"
+                )
+        return {name: out[name] for name in self._seen}
+
     # ------------------------------------------------------------------ state
 
     def state_dict(self) -> dict[str, Any]:
         """Return copies of all that the future depends on, as plain tensors and numbers."""
         obstacles = self._obstacles.state_dict()
-        return {
-            "rows": self._rows.detach().cpu().clone(),
-            "progress": self._progress.cpu().clone(),
+        state = {
+            "rows": self._rows.clone(),
+            "progress": self._progress.clone(),
             "rng": torch.from_numpy(pack_rng(self._rng)),
             "seeds": torch.tensor(self._seeds, dtype=torch.int64),
             "episodes": torch.from_numpy(self._episodes.copy()),
@@ -344,9 +445,18 @@ class Simulator:
             "started": int(self._started),
             "obstacles": {name: torch.from_numpy(array) for name, array in obstacles.items()},
         }
+        if self._trouble.there:
+            state["disturbances"] = {
+                "own": torch.from_numpy(self._own.copy()),
+                "noise": torch.from_numpy(self._noise.view(np.int64).copy()),
+                "share": torch.tensor(self._share, dtype=torch.float64),
+            }
+        return state
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue from a state, bit for bit; call `observe` for the observation.
+
+        Disturbances that the state knows nothing of begin with the next episodes.
 
         Raises:
             UsageError: The state is of other settings; nothing is changed.
@@ -365,25 +475,85 @@ class Simulator:
         for world, seed in enumerate(seeds):
             if seed != self._seeds[world]:
                 self._maps.replace(world, self._map(seed))
-        if seeds != self._seeds:
-            self._engine.set_maps(self._maps)
         self._seeds = seeds
+        self._set_scene()
         self._episodes[...] = np.asarray(state["episodes"])
         self._renewing = set(state["renewing"].tolist())
         self._active = int(state["active"])
         self._started = bool(state["started"])
+        self._own[...] = 0.0
+        self._own[:, kernels.LIGHTER] = 1.0
+        self._own[:, kernels.PENDING :] = 0.5
+        disturbances = state.get("disturbances")
+        if disturbances is not None and disturbances["own"].shape == self._own.shape:
+            self._own[...] = np.asarray(disturbances["own"])
+            self._noise[...] = np.asarray(disturbances["noise"]).view(np.uint64)
+            self.disturbed = float(disturbances["share"])
 
     def close(self) -> None:
-        """End the threads of the back end."""
-        self._engine.close()
+        """End the threads."""
+        if self._pool is not None:
+            self._pool.shutdown()
 
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
+
+
+def _checked_action(action: Tensor, count: int) -> NDArray[np.float32]:
+    """Return an action as float32 [count, 3].
+
+    Raises:
+        UsageError: Its shape or a value is wrong.
+    """
+    if action.shape != (count, 3):
+        raise UsageError(f"action is {list(action.shape)}; give [{count}, 3]")
+    plain: NDArray[np.float32] = action.detach().to("cpu", torch.float32).numpy()
+    if not (plain.min() >= 0 and plain.max() <= 1):  # NaN, too
+        drone, axis = np.argwhere(~((plain >= 0) & (plain <= 1)))[0].tolist()
+        value = float(plain[drone, axis])
+        raise UsageError(f"action[{drone}, {axis}] is {value}; give numbers from 0 to 1")
+    return plain
+
+
+def _views(seen: Observation) -> Any:
+    return kernels.Seen(**{name: value.numpy() for name, value in seen.items()})
+
+
+def _constants(settings: Settings) -> Any:
+    weights = settings.weights
+    free = 0.0
+    if not weights.relative:  # the kernel takes all logarithms relative to free space
+        terms = weights.static + (weights.dynamic if settings.dynamic_obstacles else 0.0)
+        free = terms * math.log(settings.lidar_range_m)
+    plain = {
+        name: value if isinstance(value, bool) else float(value)
+        for name, value in asdict(weights).items()
+    }
+    return kernels.Constants(
+        hummingbird=settings.drone == "hummingbird",
+        hold_yaw=bool(settings.hold_yaw),
+        substeps=int(settings.substeps),
+        steps=settings.episode_steps,
+        limit=float(settings.action_limit),
+        range_m=float(settings.lidar_range_m),
+        dynamic=settings.dynamic_obstacles > 0,
+        free=free,
+        weights=kernels.Weights(**plain),
+    )
+
+
+def _beams(settings: Settings) -> Any:
+    azimuth = np.arange(settings.lidar_beams[0]) * (2 * np.pi / settings.lidar_beams[0])
+    slope = np.tan(settings.elevations)
+    slope = np.where(np.abs(slope) < _FLAT, _FLAT, slope)
+    stretch = 1.0 / np.cos(settings.elevations)
+    return kernels.Beams(
+        np.cos(azimuth),
+        np.sin(azimuth),
+        1.0 / slope,
+        settings.lidar_range_m / stretch,
+        np.tile(stretch, settings.lidar_beams[0]),
+    )

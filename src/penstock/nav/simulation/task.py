@@ -1,10 +1,15 @@
-"""The navigation task: its settings, where drones start and go, and what is kept of each drone."""
+"""The navigation task: its settings, presets of rewards and disturbances, and the names of columns.
+
+A new reward term is a weight in `Reward` and its formula in kernels.py. A new sensor is a shape in
+`Settings.shapes`, its formula in kernels.py and its use in networks.py.
+"""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
-from typing import Any
+from typing import Any, Final
 
 import numpy as np
 from numpy.typing import NDArray
@@ -21,22 +26,51 @@ CROSSING_M = 32.0  # width of the front of drones in evaluation
 MAX_SUBSTEPS = 125
 NEAREST = 5  # moving obstacles that are observed
 DRAWS = 7  # random numbers for one reset
+POLICY_INPUTS: Final = ("state", "lidar", "dynamic_obstacle")
+"""Observations that a policy looks at; the others say how to fly its action."""
 
 # The state of a drone is one row, so that a kernel finds it in a few cache lines, and so that it
-# is saved and restored whole.
-POSITION = slice(0, 3)
-VELOCITY = slice(3, 6)
-ACCELERATION = slice(6, 9)  # of the fast drone
-QUATERNION = slice(9, 13)  # w, x, y, z
-RATES = slice(13, 16)  # body frame, rad/s
-THROTTLE = slice(16, 20)
-HEADING = slice(20, 22)  # cosine and sine of the yaw
-AXIS = slice(22, 24)  # the x axis of the goal frame: unit, horizontal
-DIRECTION = slice(24, 27)  # target - start, horizontal, not normalised
-TARGET = slice(27, 30)
-HEIGHTS = slice(30, 32)  # lowest and highest of start and target
-RETURN = 32
+# is saved and restored whole. Kernels use the single columns, everybody else the slices.
+X, Y, Z, VX, VY, VZ, AX, AY, AZ = range(9)
+QW, QX, QY, QZ, RATE_P, RATE_Q, RATE_R = range(9, 16)
+ROTOR = 16  # the first of four
+HEADING_X, HEADING_Y, AXIS_X, AXIS_Y, DIRECTION_X, DIRECTION_Y = range(20, 26)
+TARGET_X, TARGET_Y, TARGET_Z, LOWEST, HIGHEST, RETURN = range(27, 33)
 ROW = 33
+POSITION = slice(X, Z + 1)
+VELOCITY = slice(VX, VZ + 1)
+ACCELERATION = slice(AX, AZ + 1)  # of the fast drone
+QUATERNION = slice(QW, QZ + 1)  # w, x, y, z
+RATES = slice(RATE_P, RATE_R + 1)  # body frame, rad/s
+THROTTLE = slice(ROTOR, ROTOR + 4)
+HEADING = slice(HEADING_X, HEADING_Y + 1)  # cosine and sine of the yaw
+AXIS = slice(AXIS_X, AXIS_Y + 1)  # the x axis of the goal frame: unit, horizontal
+DIRECTION = slice(DIRECTION_X, DIRECTION_X + 3)  # target - start, horizontal, not normalised
+TARGET = slice(TARGET_X, TARGET_Z + 1)
+HEIGHTS = slice(LOWEST, HIGHEST + 1)  # lowest and highest of start and target
+
+
+class State:
+    """Columns of the observation `state`, in the goal frame."""
+
+    TOWARD = slice(0, 3)  # unit vector to the target
+    DISTANCE = 3  # of the target, horizontal
+    RISE = 4  # of the target above the drone
+    VELOCITY = slice(5, 8)
+    SIZE = 8
+
+
+class Obstacle:
+    """Columns of the observation `dynamic_obstacle`, of each obstacle, in the goal frame."""
+
+    TOWARD = slice(0, 3)  # unit vector to it
+    DISTANCE = 3  # horizontal
+    RISE = 4  # above the drone; 0 of a cylinder
+    PLACE = slice(0, 5)  # these three; all zeros for none
+    VELOCITY = slice(5, 8)
+    WIDTH = 8  # width / 0.25 m - 1
+    FLOATS = 9  # 1 for a floating box, 0 for a cylinder from the ground on
+    SIZE = 10
 
 
 @dataclass(frozen=True)
@@ -85,6 +119,69 @@ class Reward:
 
 
 @dataclass(frozen=True)
+class Disturbances:
+    """What is not as the policy is told, or not as it commands. All 0: nothing of it.
+
+    Observations are disturbed, rewards and collisions are of the true state.
+
+    Attributes:
+        range_m: Standard deviation of a lidar distance.
+        dropout: Share of the beams that see nothing, drawn anew each step.
+        missed: Share of the moving obstacles that are not observed in a step.
+        ghosts: Chance that an obstacle that is not there is observed in a step.
+        drift_m: Standard deviation of the error of the own position after one second; it walks.
+        latency: Decisions by which each command is late.
+        wind: Largest acceleration by a wind, m/s2; of each episode another, horizontal.
+        mass: Largest share by which the drone is heavier or lighter than its controller believes.
+    """
+
+    range_m: float = 0.0
+    dropout: float = 0.0
+    missed: float = 0.0
+    ghosts: float = 0.0
+    drift_m: float = 0.0
+    latency: int = 0
+    wind: float = 0.0
+    mass: float = 0.0
+
+    def __post_init__(self) -> None:
+        for name, most in _MOST_DISTURBED.items():
+            value = getattr(self, name)
+            whole = name != "latency" or type(value) is int
+            if not (isinstance(value, int | float) and 0 <= value <= most and whole):
+                kind = "number" if name != "latency" else "whole number"
+                raise UsageError(f"disturbance {name} is {value!r}; give a {kind}, 0 to {most:g}")
+
+    @property
+    def any(self) -> bool:
+        """Whether there is any."""
+        return any(getattr(self, item.name) for item in fields(self))
+
+
+_MOST_DISTURBED: Final[Mapping[str, float]] = {
+    "range_m": 1.0,
+    "dropout": 1.0,
+    "missed": 1.0,
+    "ghosts": 1.0,
+    "drift_m": 5.0,
+    "latency": 4,
+    "wind": 5.0,
+    "mass": 0.5,
+}
+
+_SENSES = Disturbances(range_m=0.03, dropout=0.02, missed=0.05, ghosts=0.01, drift_m=0.05)
+STRESS: Final[Mapping[str, Disturbances]] = {
+    "none": Disturbances(),
+    "sensors": _SENSES,
+    "late": Disturbances(latency=1),
+    "wind and mass": Disturbances(wind=0.5, mass=0.05),
+    "all": replace(_SENSES, latency=1, wind=0.5, mass=0.05),
+}
+"""What `penstock evaluate --stress` flies: lidar noise of 3 cm, 2 % of the beams and 5 % of the
+obstacles lost, 1 % ghosts, drift of 5 cm after a second; one decision late; 0.5 m/s2 and 5 %."""
+
+
+@dataclass(frozen=True)
 class Settings:
     """What is simulated. Checked when made: one `UsageError` names the first value that is wrong.
 
@@ -111,6 +208,7 @@ class Settings:
         crossing_share: Share of training episodes whose target is on the opposite edge for
             certain; the others take both edges at random, as upstream.
         evaluation: Start in a row on one edge and cross the field, 48 m.
+        disturbances: Noise, latency, wind and mass.
     """
 
     num_envs: int = 1024
@@ -130,6 +228,7 @@ class Settings:
     new_map_every: int = 0
     crossing_share: float = 0.0
     evaluation: bool = False
+    disturbances: Disturbances = field(default_factory=Disturbances)
 
     def __post_init__(self) -> None:
         _check(self)
@@ -138,6 +237,19 @@ class Settings:
         object.__setattr__(self, "dynamic_obstacles", self.dynamic_obstacles // 8 * 8)
         for name in ("lidar_beams", "lidar_fov_deg"):  # lists come from files of settings
             object.__setattr__(self, name, tuple(getattr(self, name)))
+
+    @classmethod
+    def from_json(cls, values: Mapping[str, Any]) -> Self:
+        """Make settings of plain values, as `dataclasses.asdict` gives them.
+
+        Raises:
+            UsageError: A name or a value is wrong.
+        """
+        given = dict(values)
+        for name, kind in (("reward", Reward), ("disturbances", Disturbances)):
+            if isinstance(given.get(name), dict):
+                given[name] = kind(**_known(kind, given[name]))
+        return cls(**_known(cls, given))
 
     @property
     def weights(self) -> Reward:
@@ -162,12 +274,11 @@ class Settings:
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
         """Shape of each observation, without the number of drones."""
-        around, high = self.lidar_beams
         return {
-            "state": (8,),
-            "lidar": (1, around, high),
+            "state": (State.SIZE,),
+            "lidar": (1, *self.lidar_beams),
             "direction": (1, 3),
-            "dynamic_obstacle": (NEAREST, 10),
+            "dynamic_obstacle": (NEAREST, Obstacle.SIZE),
         }
 
     def with_(self, **changes: Any) -> Settings:
@@ -176,23 +287,20 @@ class Settings:
         Raises:
             UsageError: A name or a value is wrong.
         """
-        known = [item.name for item in fields(self)]
-        for name in changes:
-            if name not in known:
-                raise UsageError(f"there is no setting {name!r}; {did_you_mean(name, known)}")
-        return replace(self, **changes)
+        return replace(self, **_known(Settings, changes))
+
+
+def _known(kind: Any, given: Mapping[str, Any]) -> Mapping[str, Any]:
+    known = [item.name for item in fields(kind)]
+    for name in given:
+        if name not in known:
+            raise UsageError(f"there is no setting {name!r}; {did_you_mean(name, known)}")
+    return given
 
 
 def _check(settings: Settings) -> None:
-    least = {
-        "num_envs": 1,
-        "num_obstacles": 0,
-        "dynamic_obstacles": 0,
-        "substeps": 1,
-        "maps": 1,
-        "map_seed": 0,
-        "new_map_every": 0,
-    }
+    least = {"num_envs": 1, "num_obstacles": 0, "dynamic_obstacles": 0, "substeps": 1}
+    least |= {"maps": 1, "map_seed": 0, "new_map_every": 0}
     for name, low in least.items():
         value = getattr(settings, name)
         if isinstance(value, bool) or not isinstance(value, int | np.integer) or value < low:
@@ -274,13 +382,12 @@ def fresh_rows(start: Floats, target: Floats, throttle: float) -> Floats:
     axis[length < 1e-6] = (1.0, 0.0)
     rows[:, POSITION] = start
     rows[:, HEADING] = rows[:, AXIS] = axis
-    rows[:, 24:26] = way
+    rows[:, DIRECTION_X : DIRECTION_Y + 1] = way
     rows[:, TARGET] = target
     # Half the yaw: of the two roots, the one with w >= 0.
-    half = np.sqrt(np.maximum(0.5 * (1.0 + axis[:, 0]), 0.0))
-    rows[:, 9] = half
-    rows[:, 12] = np.copysign(np.sqrt(np.maximum(0.5 * (1.0 - axis[:, 0]), 0.0)), axis[:, 1])
+    rows[:, QW] = np.sqrt(np.maximum(0.5 * (1.0 + axis[:, 0]), 0.0))
+    rows[:, QZ] = np.copysign(np.sqrt(np.maximum(0.5 * (1.0 - axis[:, 0]), 0.0)), axis[:, 1])
     rows[:, THROTTLE] = throttle
-    rows[:, 30] = np.minimum(start[:, 2], target[:, 2])
-    rows[:, 31] = np.maximum(start[:, 2], target[:, 2])
+    rows[:, LOWEST] = np.minimum(start[:, 2], target[:, 2])
+    rows[:, HIGHEST] = np.maximum(start[:, 2], target[:, 2])
     return rows

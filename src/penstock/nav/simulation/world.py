@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from penstock.errors import UsageError
+from penstock.errors import MissingExtra, UsageError
+
+try:
+    from penstock.core.kernels.native import compiled
+except ModuleNotFoundError as error:
+    raise MissingExtra("numba", "rl") from error
 
 Floats = NDArray[np.float32]
 Ints = NDArray[np.int32]
@@ -21,18 +27,14 @@ CELLS = 50  # per axis, of 1 m
 GROUPS = 8  # kinds of moving obstacles
 REDRAW_S = 2.0  # time between new speeds
 
-# How far a moving obstacle roams from its origin, and where it may go at all.
-_LOWEST = np.array([-5.0, -5.0, -5.0])
-_SPAN = np.array([10.0, 10.0, 9.0])
-_CORNER_LOW = np.array([-HALF_M, -HALF_M, 0.0])
-_CORNER_HIGH = np.array([HALF_M, HALF_M, TOP_M])
-
 _PIXELS = 399  # usable ones of 0.1 m, inside an empty rim of one
 _STRIDE = 4
 _SIDES = (4, 8)
 _BATCH = 64
 _LOOKED_AT = 8  # of these at a time
 _MOST = 3000  # placed boxes; beyond that only the overlaps grow
+_AHEAD = 4096  # random numbers of a world's obstacles that are drawn ahead, at least
+_KEPT = ("position", "velocity", "goal", "origin", "steps")  # of obstacles, in a state
 _TRIES = 20_000  # candidates per box; upstream gives up after 100,000 and takes any
 
 
@@ -210,24 +212,47 @@ class Obstacles:
         self.width = (0.25 * (1 + kind % 4)).astype(np.float32)
         self.tall = kind >= GROUPS // 2
         self.height = np.where(self.tall, 5.0, 1.0).astype(np.float32)
-        shape = (len(seeds), count, 3)
+        worlds, shape = len(seeds), (len(seeds), count, 3)
         self.position = np.zeros(shape, np.float32)
         self.velocity = np.zeros(shape, np.float32)
         self.goal = np.zeros(shape, np.float32)
         self.origin = np.zeros(shape, np.float32)
-        self.steps = np.zeros(len(seeds), np.int64)
-        self.rngs: list[np.random.Generator] = []
+        self.flat = np.zeros((worlds, 2, count), np.float32)  # x and y, for the sensor
+        self.steps = np.zeros(worlds, np.int64)
+        # Each world's own stream of random numbers, some of them drawn ahead: `_rngs` are at the
+        # beginning of `_ahead`, of which `_used` are used.
+        self._rngs = [np.random.default_rng(0) for _ in seeds]
+        self._ahead = np.zeros((worlds, _AHEAD + 4 * count))
+        self._used = np.zeros(worlds, np.int64)
         for world, seed in enumerate(seeds):
-            self.rngs.append(np.random.default_rng(0))
             self.renew(world, seed)
 
     def renew(self, world: int, seed: int) -> None:
         """Begin again in one world, from another seed."""
-        rng = self.rngs[world] = np.random.default_rng([seed, 1])
+        rng = np.random.default_rng([seed, 1])
         self.origin[world] = self._origins(rng)
         self.position[world] = self.goal[world] = self.origin[world]
         self.velocity[world] = 0
         self.steps[world] = 0
+        self._draw_from(world, rng)
+        self._flatten()
+
+    def _flatten(self) -> None:
+        np.copyto(self.flat, self.position[:, :, :2].transpose(0, 2, 1))
+
+    def _draw_from(self, world: int, rng: np.random.Generator) -> None:
+        """Draw ahead; the generator stays at the beginning of what is drawn."""
+        self._rngs[world] = unpack_rng(pack_rng(rng))
+        self._ahead[world] = rng.random(self._ahead.shape[1])
+        self._used[world] = 0
+
+    def _rng(self, world: int) -> np.random.Generator:
+        """Return a generator that goes on where a world's stream is now."""
+        rng = unpack_rng(pack_rng(self._rngs[world]))
+        bits: Any = rng.bit_generator
+        if self._used[world]:
+            bits.advance(int(self._used[world]))  # a double is one step of it
+        return rng
 
     def _origins(self, rng: np.random.Generator) -> Floats:
         places = np.zeros((self.count, 3), np.float32)
@@ -247,42 +272,26 @@ class Obstacles:
         """Move all obstacles by one step."""
         if not self.count:
             return
-        way = self.goal - self.position
-        arrived = np.einsum("wmi,wmi->wm", way, way) < 0.5 * 0.5
-        arrived[self.steps == 0] = True
-        world, which = np.nonzero(arrived)
-        if world.size:
-            self._new_goals(world, which)
-        due = np.flatnonzero(self.steps % max(1, int(REDRAW_S / self.period_s)) == 0)
-        if due.size:
-            speed = np.stack([self.rngs[w].uniform(0.5, 1.5, self.count) for w in due])
-            way = self.goal[due] - self.position[due]
-            length = np.maximum(np.sqrt((way * way).sum(2)), 1e-6)
-            self.velocity[due] = way * (speed / length)[..., None]
-        self.position += self.velocity * np.float32(self.period_s)
-        self.steps += 1
-
-    def _new_goals(self, world: NDArray[np.int64], which: NDArray[np.int64]) -> None:
-        """Draw goals of some obstacles, in the order of their worlds: each world has its draws."""
-        counts = np.bincount(world)
-        u = np.concatenate([self.rngs[w].random((n, 3)) for w, n in enumerate(counts) if n])
-        origin = self.origin[world, which]
-        # Upstream lets z begin at -5 but span 9 only.
-        goal = origin + (_LOWEST + _SPAN * u)
-        np.clip(goal, _CORNER_LOW, _CORNER_HIGH, out=goal)
-        goal[self.tall[which], 2] = 2.5
-        self.goal[world, which] = goal
+        for world in np.flatnonzero(self._used > _AHEAD).tolist():  # a step may take 4 of each
+            self._draw_from(world, self._rng(world))
+        _advance(
+            self.position,
+            self.velocity,
+            self.goal,
+            self.origin,
+            self.flat,
+            self.steps,
+            self.tall,
+            self._ahead,
+            self._used,
+            max(1, int(REDRAW_S / self.period_s)),
+            self.period_s,
+        )
 
     def state_dict(self) -> dict[str, Any]:
         """Return copies of all that changes."""
-        return {
-            "position": self.position.copy(),
-            "velocity": self.velocity.copy(),
-            "goal": self.goal.copy(),
-            "origin": self.origin.copy(),
-            "steps": self.steps.copy(),
-            "rngs": np.stack([pack_rng(rng) for rng in self.rngs]),
-        }
+        rngs = [pack_rng(self._rng(world)) for world in range(len(self.steps))]
+        return {name: getattr(self, name).copy() for name in _KEPT} | {"rngs": np.stack(rngs)}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue from a state.
@@ -290,16 +299,75 @@ class Obstacles:
         Raises:
             UsageError: It is of another number of worlds or obstacles.
         """
-        for name in ("position", "velocity", "goal", "origin", "steps"):
+        for name in _KEPT:
             mine, other = getattr(self, name), np.asarray(state[name])
             if mine.shape != other.shape:
                 raise UsageError(
                     f"obstacles.{name} of the state is {list(other.shape)}, the simulator's is "
                     f"{list(mine.shape)}; give the settings it was saved with"
                 )
-        for name in ("position", "velocity", "goal", "origin", "steps"):
+        for name in _KEPT:
             getattr(self, name)[...] = np.asarray(state[name])
-        self.rngs = [unpack_rng(words) for words in np.asarray(state["rngs"])]
+        for world, words in enumerate(np.asarray(state["rngs"])):
+            self._draw_from(world, unpack_rng(words))
+        self._flatten()
+
+
+@compiled
+def _advance(
+    position: Any,
+    velocity: Any,
+    goal: Any,
+    origin: Any,
+    flat: Any,
+    steps: Any,
+    tall: Any,
+    draws: Any,
+    cursor: Any,
+    redraw_every: int,
+    period_s: float,
+) -> None:
+    """Move the obstacles of all worlds by one step.
+
+    `draws` are uniform numbers of each world, of which `cursor` are used: as many as its own
+    generator would have given.
+    """
+    worlds, count = position.shape[:2]
+    for w in range(worlds):
+        at = cursor[w]
+        begins = steps[w] == 0
+        for j in range(count):
+            way2 = 0.0
+            for axis in range(3):
+                way = np.float64(goal[w, j, axis]) - position[w, j, axis]
+                way2 += way * way
+            if begins or way2 < 0.5 * 0.5:
+                for axis in range(3):
+                    # Upstream lets z begin at -5 but span 9 only.
+                    span = 9.0 if axis == 2 else 10.0
+                    wish = origin[w, j, axis] - 5.0 + span * draws[w, at]
+                    low, high = (0.0, TOP_M) if axis == 2 else (-HALF_M, HALF_M)
+                    goal[w, j, axis] = min(max(wish, low), high)
+                    at += 1
+                if tall[j]:
+                    goal[w, j, 2] = 2.5
+        if steps[w] % redraw_every == 0:
+            for j in range(count):
+                way2 = 0.0
+                for axis in range(3):
+                    way = np.float64(goal[w, j, axis]) - position[w, j, axis]
+                    way2 += way * way
+                speed = (0.5 + draws[w, at]) / max(math.sqrt(way2), 1e-6)
+                at += 1
+                for axis in range(3):
+                    way = np.float64(goal[w, j, axis]) - position[w, j, axis]
+                    velocity[w, j, axis] = way * speed
+        cursor[w] = at
+        for j in range(count):
+            for axis in range(3):
+                position[w, j, axis] += np.float32(velocity[w, j, axis] * np.float32(period_s))
+            flat[w, 0, j], flat[w, 1, j] = position[w, j, 0], position[w, j, 1]
+        steps[w] += 1
 
 
 def pack_rng(rng: np.random.Generator) -> NDArray[np.int64]:

@@ -6,19 +6,17 @@ from functools import cache
 
 import pytest
 import torch
+from penstock.nav.training.plugin import PluginCollector, check_plugin, make_plugin
 from tensordict import TensorDict
 from torchrl.data import Bounded, Categorical, Composite, Unbounded
 from torchrl.envs import EnvBase, SerialEnv
 
 from penstock.errors import DataError, SaverClosed, UsageError
-from penstock.nav.learning.gae import gae
-from penstock.nav.learning.policy import Policy
-from penstock.nav.learning.ppo import PPO
-from penstock.nav.learning.ppo_settings import PPOSettings
+from penstock.nav.networks import Policy
+from penstock.nav.ppo import PPO, PPOSettings, gae
 from penstock.nav.simulation.env import NavigationEnv
 from penstock.nav.simulation.simulator import Simulator
 from penstock.nav.simulation.task import Settings
-from penstock.nav.training.plugin import PluginCollector, check_plugin, make_plugin
 
 SMALL = Settings(
     num_envs=8, num_obstacles=60, dynamic_obstacles=16, episode_seconds=1.0, drone="fast"

@@ -1,4 +1,4 @@
-"""Plug-ins: any TorchRL environment with NavRL's keys feeds the learner.
+"""Rollouts from any TorchRL environment with NavRL's keys: plug-ins.
 
 A plug-in is a batched `EnvBase`, one drone per environment. Axes of length 1 may stand anywhere
 after the first, as upstream's extra axis of agents does:
@@ -21,8 +21,7 @@ import importlib
 import inspect
 import math
 import warnings
-from collections import defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -33,9 +32,12 @@ from typing_extensions import Self
 from penstock.core.extras import needs_torchrl
 from penstock.core.writes import close_after
 from penstock.errors import SaverClosed, UsageError
-from penstock.nav.learning.policy import ACTIONS, Policy
-from penstock.nav.learning.ppo_settings import Batch, require_finite
-from penstock.nav.simulation.geometry import to_world
+from penstock.nav.collect import EpisodeSums, Stopped
+from penstock.nav.config import Config, as_omegaconf
+from penstock.nav.networks import ACTIONS, Policy
+from penstock.nav.ppo import Batch, require_finite
+from penstock.nav.simulation.env import to_world
+from penstock.nav.simulation.task import Settings
 from penstock.ui.suggestions import did_you_mean
 
 with needs_torchrl("an environment of TorchRL"):
@@ -45,12 +47,7 @@ with needs_torchrl("an environment of TorchRL"):
 
 Key = str | tuple[str, ...]
 
-SHAPES: Final[dict[str, tuple[int, ...]]] = {
-    "state": (8,),
-    "lidar": (1, 36, 4),
-    "direction": (1, 3),
-    "dynamic_obstacle": (5, 10),
-}
+SHAPES: Final = Settings().shapes()
 """Observations as the policy gets them, whatever axes of length 1 the environment adds."""
 STATS: Final = ("reach_goal", "collision", "return", "episode_len")
 _SEEN: Final = ("agents", "observation")
@@ -146,7 +143,7 @@ def _check(
         )
 
 
-class PluginPolicy(TensorDictModuleBase):  # type: ignore[misc]
+class _TorchRLPolicy(TensorDictModuleBase):  # type: ignore[misc]
     """A policy as TorchRL calls it: it reads and writes the keys of an environment.
 
     Args:
@@ -192,17 +189,17 @@ def observations(tensordict: TensorDictBase) -> dict[str, Tensor]:
     }
 
 
-class PluginCollector:
-    """Rollouts of a policy in an environment, by TorchRL's own collector.
+class TorchRLCollector:
+    """Flies any environment, by TorchRL's own collector: a `penstock.nav.collect.Collector`.
 
     `close` closes the environment, too. A batch is the caller's: the next one does not overwrite
-    it. Actions are drawn from a generator of its own, which is kept in `generator`.
+    it. Actions are drawn from a generator of its own. The environment's own state cannot be saved:
+    a resumed run goes on with the same weights and random numbers, and with new episodes.
 
     Args:
         env: The environment: see the head of this module.
         policy: What flies; its weights are those of the moment, there is no copy.
         steps: Steps per batch.
-        device: Where the policy is, and the batches.
         seed: Of the environment, and of the actions.
         action_limit: Largest speed per axis, m/s.
 
@@ -210,80 +207,100 @@ class PluginCollector:
         UsageError: The environment cannot feed the learner, or an argument makes no sense.
 
     Example:
-        with PluginCollector(env, policy, steps=32) as collector:
-            for batch in collector:
-                ppo.update(batch, generator)
+        with TorchRLCollector(env, policy, steps=32) as collector:
+            ppo.update(collector.collect(), generator)
     """
 
     def __init__(
-        self,
-        env: EnvBase,
-        policy: Policy,
-        steps: int,
-        device: str | torch.device = "cpu",
-        seed: int = 0,
-        action_limit: float = 2.0,
+        self, env: EnvBase, policy: Policy, steps: int, seed: int = 0, action_limit: float = 2.0
     ) -> None:
         if type(steps) is not int or steps < 1:
             raise UsageError(f"steps is {steps!r}; give a whole number, at least 1")
         if not (math.isfinite(action_limit) and action_limit > 0):
             raise UsageError(f"action_limit is {action_limit!r}; give a number above 0, in m/s")
-        # The very device of the weights: for any other, TorchRL would fly with a copy of them.
-        self.device = policy.critic.weight.device
-        if torch.device(device).type != self.device.type:
-            raise UsageError(f"device is {device}, the policy is on {self.device}; move it there")
         self.plugin = check_plugin(env)
         self.env = env
         self.policy = policy
         self.steps = steps
-        self.seed = seed
-        self.generator = torch.Generator(self.device)
-        self._module = PluginPolicy(policy, self.plugin, self.generator, action_limit)
+        self._device = policy.device
+        self._generator = torch.Generator(self._device).manual_seed(seed)
+        self._seed = seed
+        self._collected = 0
+        self._module = _TorchRLPolicy(policy, self.plugin, self._generator, action_limit)
         self._collector: Any = None
+        self._batches: Iterator[Any] | None = None
+        self._facts: dict[str, float] = {}
         self._closed = False
-        self._totals: defaultdict[str, float] = defaultdict(float)
 
-    def start(self, seed: int | None = None) -> None:
-        """Seed and reset the environment; iterating does so by itself, the first time.
-
-        Args:
-            seed: Another than that of the constructor: of a run that is continued, say.
+    @classmethod
+    def from_config(cls, config: Config, policy: Policy, seed: int) -> Self:
+        """Make the environment that the settings name. A class that asks for a `cfg` gets all.
 
         Raises:
-            UsageError: The collector was started before, or closed.
+            UsageError: As for the class and `make_plugin`.
         """
-        self._check_open()
-        if self._collector is not None:
-            raise UsageError("this collector was started before; make a new one to begin again")
-        seed = self.seed if seed is None else seed
-        self.env.set_seed(seed)
+        assert config.plugin is not None
+        arguments = dict(config.plugin_arguments)
+        if "cfg" not in arguments and _asks_for_cfg(config.plugin):
+            arguments["cfg"] = as_omegaconf(config)
+        env = make_plugin(config.plugin, arguments)
+        made = cls(env, policy, config.steps, seed, config.settings.action_limit)
+        rows = config.steps * made.plugin.num_envs
+        if rows % config.ppo.minibatches:
+            raise UsageError(
+                f"algo.minibatches={config.ppo.minibatches} does not divide the {rows} frames of "
+                f"{type(env).__name__} ({config.steps} steps x {made.plugin.num_envs} environments)"
+            )
+        return made
+
+    def collect(self, dynamic_active: int = 0, disturbed: float = 1.0) -> Batch:
+        """Fly; the environment has its own obstacles and disturbances.
+
+        Returns:
+            A batch whose facts are the environment's statistics, of the last batch in which
+            episodes ended.
+
+        Raises:
+            SaverClosed: The collector was closed.
+        """
+        del dynamic_active, disturbed
+        if self._closed:
+            raise SaverClosed("this collector was closed; make a new one, with a new environment")
+        if self._batches is None:
+            self._start()
+        assert self._batches is not None
+        data = next(self._batches, None)
+        if data is None:
+            raise Stopped
+        self._collected += 1
+        return self._batch(data)
+
+    def _start(self) -> None:
+        """Seed and reset the environment."""
+        self.env.set_seed(self._seed + self._collected)
+        drawn = self._generator.get_state()
         self._collector = _make_collector(
             self.env,
             self._module,
             frames_per_batch=self.steps * self.plugin.num_envs,
-            policy_device=self.device,
+            # The very device of the weights: for any other, TorchRL would fly with a copy of them.
+            policy_device=self._device,
             env_device=self.env.device,
-            storing_device=self.device,
+            storing_device=self._device,
         )
-        # After it was made, since a collector tries the policy first to see what it writes.
-        self.generator.manual_seed(seed)
+        # A collector tries the policy first to see what it writes.
+        self._generator.set_state(drawn)
+        self._batches = iter(self._collector)
 
-    def __iter__(self) -> Iterator[Batch]:
-        self._check_open()
-        if self._collector is None:
-            self.start()
-        for data in self._collector:
-            yield self._batch(data)
+    def state_dict(self) -> list[dict[str, Any]]:
+        """Return the random numbers of the actions."""
+        state = {"generator": self._generator.get_state()}
+        return [state | {"batches": torch.tensor(self._collected)}]
 
-    def episodes(self) -> dict[str, float]:
-        """Return means of `STATS` over the "episodes" since the last call; {} if none ended."""
-        totals, self._totals = self._totals, defaultdict(float)
-        count = totals.pop("episodes", 0.0)
-        return {"episodes": count, **{key: totals[key] / count for key in totals}} if count else {}
-
-    def _check_open(self) -> None:
-        if self._closed:
-            raise SaverClosed("this collector was closed; make a new one, with a new environment")
+    def load_state_dict(self, states: Sequence[Mapping[str, Any]]) -> None:
+        """Go on with them."""
+        self._generator.set_state(states[0]["generator"])
+        self._collected = int(states[0]["batches"])
 
     def close(self) -> None:
         """End collection and close the environment; may be called twice."""
@@ -310,31 +327,42 @@ class PluginCollector:
             ended = ended | cut.reshape(shape)
         truncated = ended & ~terminated
         self._count(after, ended)
-        final = torch.zeros(shape, device=self.device)
+        final = torch.zeros(shape, device=self._device)
         if truncated.any():
             final[truncated] = self.policy.value(observations(after[truncated]))
-        last = torch.zeros(shape[1], device=self.device)
+        last = torch.zeros(shape[1], device=self._device)
         flying = ~ended[-1]  # of the others nothing is carried over
         if flying.any():
             last[flying] = self.policy.value(observations(after[-1][flying]))
+        reward = _owned(after.get(self.plugin.reward).reshape(shape).float())
+        sums = EpisodeSums()
+        sums.add_reward(reward)
         # TorchRL writes the next batch into the same memory.
         return Batch(
             obs={part: _owned(value) for part, value in observations(rows).items()},
             action=_owned(rows.get(_NORMALIZED).reshape(*shape, ACTIONS)),
             log_prob=_owned(rows.get(_LOG_PROB)),
             value=_owned(rows.get(_VALUE)),
-            reward=_owned(after.get(self.plugin.reward).reshape(shape).float()),
+            reward=reward,
             terminated=_owned(terminated),
             truncated=truncated,
             final_value=final,
             last_value=last,
+            episodes=sums.sums,
+            facts=dict(self._facts),
         )
 
     def _count(self, after: TensorDictBase, ended: Tensor) -> None:
-        self._totals["episodes"] += float(ended.sum())
+        """Take the means of `STATS` over the episodes that ended, if any did."""
+        count = float(ended.sum())
+        if not count:
+            return
+        self._facts = {"stats/episodes": count}
         for name in self.plugin.stats:
             values = after.get(("stats", name)).reshape(ended.shape)
-            self._totals[name] += float(values[ended].double().sum())
+            self._facts[f"stats/{name}"] = float(values[ended].double().mean())
+        if "stats/reach_goal" in self._facts:
+            self._facts["train/success"] = self._facts["stats/reach_goal"]
 
 
 def _owned(tensor: Tensor) -> Tensor:
@@ -395,3 +423,12 @@ def make_plugin(target: str, config: Mapping[str, Any]) -> EnvBase:
 
 def _is_env(item: Any) -> bool:
     return isinstance(item, type) and issubclass(item, EnvBase)
+
+
+def _asks_for_cfg(target: str) -> bool:
+    module, _, name = target.rpartition(".")
+    try:
+        kind = getattr(importlib.import_module(module), name)
+        return "cfg" in inspect.signature(kind.__init__).parameters
+    except (ImportError, AttributeError, TypeError, ValueError):
+        return False  # make_plugin says what is wrong

@@ -1,6 +1,7 @@
 """Settings of a training: conf/train.yaml, a user's YAML and key=value words, checked.
 
-The only file that knows Hydra. Every mistake is one line, before anything starts.
+The presets of the algorithm are in ppo.py, those of the reward in simulation/task.py. Every mistake
+is one line, before anything starts.
 """
 
 from __future__ import annotations
@@ -19,19 +20,18 @@ import torch
 
 from penstock.core.files import publish_bytes, storage_error
 from penstock.errors import MissingExtra, UsageError
-from penstock.nav.learning.ppo_settings import PPO_HELP, PPOSettings
-from penstock.nav.simulation.task import PHYSICS_DT_S, Reward, Settings
+from penstock.nav.networks import PRESETS
+from penstock.nav.ppo import PPO_HELP, PPOSettings
+from penstock.nav.simulation.task import PHYSICS_DT_S, Disturbances, Reward, Settings
 from penstock.ui.suggestions import did_you_mean
 
 try:
-    from hydra import compose, initialize_config_dir
-    from hydra.errors import HydraException
     from omegaconf import DictConfig, ListConfig, OmegaConf
     from omegaconf.errors import OmegaConfBaseException
 except ModuleNotFoundError as error:
-    raise MissingExtra("hydra-core", "rl") from error
+    raise MissingExtra("omegaconf", "rl") from error
 
-CONF: Final = Path(__file__).parent / "conf"
+CONF: Final = Path(__file__).parent / "conf/train.yaml"
 COLLECTORS: Final = ("sync", "pipelined")
 TRAINING_MAPS: Final = 1_000_000  # seeds of maps: from here for training, see evaluation for others
 VALIDATION_MAPS: Final = 500_000
@@ -107,24 +107,15 @@ def load_config(
         UsageError: A key is unknown, or a value impossible.
     """
     pairs = [_split(word) for word in words]
+    if any(key == "backend" and word != "backend=numba" for key, word in pairs):
+        raise UsageError("backend=… is gone: the simulator is compiled for the CPU; leave it out")
+    pairs = [pair for pair in pairs if pair[0] != "backend"]
     user = _read_yaml(Path(file)) if file is not None else OmegaConf.create({})
-    algo = [word for key, word in pairs if key == "algo"]
-    preset = OmegaConf.select(user, "algo")
-    if isinstance(preset, str):  # a file may name the preset, as the command line does
-        algo = [f"algo={preset}", *algo]
+    presets = [word.partition("=")[2] for key, word in pairs if key == "algo"]
+    if isinstance(preset := OmegaConf.select(user, "algo"), str):  # a file may name it, too
+        presets = [preset, *presets]
         del user["algo"]
-    try:
-        with initialize_config_dir(str(CONF), version_base="1.3"):
-            config = compose("train", algo)
-        OmegaConf.set_struct(config, False)
-        config.algo.update(_ppo_defaults(config.algo.name))
-    except HydraException as error:
-        known = [path.stem for path in (CONF / "algo").glob("*.yaml")]
-        given = algo[-1].partition("=")[2]
-        raise UsageError(
-            f"algo={given!r} is no preset; {did_you_mean(given, known)} (settings of it are "
-            "algo.lr=… and so on)"
-        ) from error
+    config = _defaults(presets[-1] if presets else "fast")
     if base is not None:
         former = _read_yaml(base)
         target = OmegaConf.select(former, "env._target_")
@@ -132,8 +123,12 @@ def load_config(
             raise UsageError(  # a file must not decide what code is run
                 f"{base} names another environment, {target}: give env._target_=… again to run it"
             )
-        if algo:  # asked for anew
+        if presets:  # asked for anew
             former.pop("algo", None)
+        elif preset := OmegaConf.select(former, "algo.name"):
+            config = _defaults(str(preset))
+        if former.pop("backend", "numba") != "numba":  # of runs before there was only one
+            raise UsageError(f"{base}: backend=torch is gone; start a new run")
         config = _merged(config, former, str(base), foreign=True)
     foreign = _is_foreign(config, user, pairs)
     config = _merged(config, user, str(file), foreign)
@@ -190,14 +185,30 @@ def write_config(config: Config, path: Path, iteration: int = 0) -> None:
     publish_bytes(path, text.encode())
 
 
+def _defaults(preset: str) -> DictConfig:
+    """Return all settings with a preset of the algorithm."""
+    if preset not in PRESETS:
+        raise UsageError(
+            f"algo={preset!r} is no preset; {did_you_mean(preset, PRESETS)} (settings of it are "
+            "algo.lr=… and so on)"
+        )
+    config = _read_yaml(CONF)
+    config.algo.update({"name": preset, **_ppo_defaults(preset)})
+    config.reward.update({item.name: None for item in fields(Reward)})
+    return config
+
+
 def help_text() -> str:
-    """Return the settings with their comments, as they are in the files."""
-    algo = (CONF / "algo/fast.yaml").read_text()
+    """Return the settings with their comments."""
+    text = CONF.read_text()
+    reward = "".join(f"  {item.name}: null\n" for item in fields(Reward))
+    text = text.replace("  # (weights)\n", reward)
+    algo = ""
     for name, value in _ppo_defaults("fast").items():
         line = f"{name}: {'null' if value is None else value}"
         comment = PPO_HELP.get(name)
         algo += f"{line:<37}# {comment}\n" if comment else f"{line}\n"
-    return (CONF / "train.yaml").read_text() + "\nalgo:\n" + textwrap.indent(algo, "  ")
+    return text + textwrap.indent(algo, "  ")
 
 
 def _ppo_defaults(preset: str) -> dict[str, Any]:
@@ -290,8 +301,7 @@ def _checked(raw: dict[str, Any], plugin_arguments: Mapping[str, Any]) -> Config
             "once; give collector=sync, which learns the same bits"
         )
     _check_choice("collector", raw["collector"], COLLECTORS)
-    _check_choice("backend", raw["backend"], ("numba", "torch"))
-    _check_device(raw["device"], raw["backend"])
+    _check_device(raw["device"])
     _check_choice("wandb.mode", raw["wandb"]["mode"], ("offline", "online", "disabled"))
     for name, least in (
         ("seed", 0),
@@ -329,9 +339,10 @@ def _checked(raw: dict[str, Any], plugin_arguments: Mapping[str, Any]) -> Config
             f"algo.minibatches={ppo.minibatches} does not divide the {rows} frames of a shard "
             f"({steps} steps x {envs // shards} drones); choose another number"
         )
-    curriculum = raw["env_dyn"]["curriculum"]
-    if not isinstance(curriculum, int | float) or not 0 <= curriculum <= 1:
-        raise UsageError(f"env_dyn.curriculum={curriculum!r}; give a share from 0 to 1")
+    for group in ("env_dyn", "sim"):
+        share = raw[group]["curriculum"]
+        if not isinstance(share, int | float) or not 0 <= share <= 1:
+            raise UsageError(f"{group}.curriculum={share!r}; give a share from 0 to 1")
     minutes = raw["max_minutes"]
     if minutes is not None and not (isinstance(minutes, int | float) and minutes > 0):
         raise UsageError(f"max_minutes={minutes!r}; give a number above 0, or null")
@@ -347,7 +358,7 @@ def _checked(raw: dict[str, Any], plugin_arguments: Mapping[str, Any]) -> Config
         max_frames=raw["max_frame_num"],
         max_seconds=None if minutes is None else 60.0 * minutes,
         max_iterations=raw["max_iterations"],
-        curriculum=float(curriculum),
+        curriculum=float(raw["env_dyn"]["curriculum"]),
         processes=processes,
         shards=shards,
         plugin_arguments=plugin_arguments,
@@ -376,6 +387,12 @@ def _settings(raw: dict[str, Any], shards: int) -> Settings:
     weights = {key: value for key, value in raw["reward"].items() if key != "preset"}
     reward = Reward.preset(str(raw["reward"]["preset"]))
     reward = replace(reward, **{key: value for key, value in weights.items() if value is not None})
+    sim = raw["sim"]
+    if not isinstance(sim["noise"], dict):
+        raise UsageError(
+            f"sim.noise={sim['noise']!r}; give its parts, such as sim.noise.range_m=0.03"
+        )
+    outer = {name: sim[name] for name in ("latency", "wind", "mass")}
     maps = max(shards, env["maps"] // shards * shards) if env["maps"] else 0
     return Settings(
         num_envs=env["num_envs"],
@@ -394,6 +411,7 @@ def _settings(raw: dict[str, Any], shards: int) -> Settings:
         map_seed=_whole("env.map_seed", env["map_seed"], 0),
         new_map_every=env["new_map_every"],
         crossing_share=env["crossing_share"],
+        disturbances=Disturbances(**sim["noise"], **outer),
     )
 
 
@@ -448,15 +466,13 @@ def _whole(name: str, value: Any, least: int, most: int | None = None) -> int:
     return int(number)
 
 
-def _check_device(device: Any, backend: str) -> None:
+def _check_device(device: Any) -> None:
     try:
         kind = torch.device(device).type
     except (RuntimeError, TypeError) as error:
         raise UsageError(f"device={device!r} is none that torch knows; give cpu or cuda") from error
     if kind == "cuda" and not torch.cuda.is_available():
         raise UsageError(f"device={device!r}: this torch has no CUDA device; give device=cpu")
-    if kind != "cpu" and backend == "numba":
-        raise UsageError(f"backend=numba flies on the CPU, not on {device}; give backend=torch")
 
 
 def _check_choice(name: str, value: Any, choices: Sequence[str]) -> None:

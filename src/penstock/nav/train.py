@@ -1,12 +1,16 @@
-"""The training loop: collect, update, validate, save, tell.
+"""Training, top to bottom: collect, advantages, update, validate, save, log.
 
-Every process runs it on its shards; process 0 keeps the books. A state is taken at the end of every
-iteration, so that a stop in the middle of one loses only what was half done.
+Every process runs the loop on its shards; process 0 keeps the record. A state is taken at the end
+of every iteration, so that a stop in the middle of one loses only what was half done.
 """
 
 from __future__ import annotations
 
+import os
+import signal
+import sys
 import time
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -15,19 +19,20 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from penstock.errors import DataError, PeerLost, UsageError
+from penstock.errors import DataError, PeerLost, PenstockError, UsageError
+from penstock.nav.collect import (
+    Collector,
+    EpisodeWindow,
+    PipelinedCollector,
+    SimulatorCollector,
+    Stopped,
+)
+from penstock.nav.config import VALIDATION_MAPS, Config, from_raw, load_config
+from penstock.nav.distributed import Group, Stop, spawn_workers
 from penstock.nav.evaluation.crossing import Outcome, deterministic_pilot, fly
-from penstock.nav.learning.policy import Policy, has_bf16
-from penstock.nav.learning.ppo import PPO
-from penstock.nav.training.books import Books, Place
-from penstock.nav.training.collect import SimulatorCollector, Stopped
-from penstock.nav.training.config import VALIDATION_MAPS, Config
-from penstock.nav.training.episodes import EpisodeWindow
-from penstock.nav.training.group import Group
-from penstock.nav.training.plugin_source import PluginFlyer
-from penstock.nav.training.runs import Run, flatten, unflatten
-from penstock.nav.training.sources import Flyer, make_source
-from penstock.nav.training.stopping import Stop
+from penstock.nav.networks import Policy, has_bf16
+from penstock.nav.ppo import PPO, Batch
+from penstock.nav.recorder import FINAL, Run, RunRecorder, open_run
 from penstock.ui.monitor import PerformanceMonitor
 
 _NAMES = {"actor_loss": "loss/actor", "critic_loss": "loss/critic", "entropy": "loss/entropy"}
@@ -53,6 +58,48 @@ class Result:
     """Why a run that was gone on with had ended already."""
 
 
+def start(words: Sequence[str] = (), file: str | None = None, stop: Stop | None = None) -> Result:
+    """Train as the words say, in as many processes as they say.
+
+    Args:
+        words: key=value.
+        file: A YAML file with some of the keys.
+        stop: Asked whether to stop.
+
+    Raises:
+        PenstockError: The settings, the state or the disk make it impossible, or a process died.
+    """
+    config, run, state = open_run(load_config(words, file), words)
+    device = config["device"]
+    if "WORLD_SIZE" in os.environ:  # torchrun, or a test, has started us
+        with Group.from_environment(device) as group:
+            return train(config, run, state, group, stop)
+    if config.processes == 1:
+        return train(config, run, state, Group(), stop)
+    sent = (dict(config.raw), dict(config.plugin_arguments), str(run.folder))
+    with spawn_workers(config.processes, _worker_main, sent, device) as group:
+        return train(config, run, state, group, stop)
+
+
+def _worker_main(
+    rank: int, address: str, raw: dict[str, Any], arguments: dict[str, Any], folder: str
+) -> None:
+    """What a process does that was started here."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    os.environ["PENSTOCK_PROGRESS"] = "quiet"
+    config, run = from_raw(raw, arguments), Run(Path(folder))
+    try:
+        with Group(rank, config.processes, address, config["device"]) as group:
+            state = None if config["resume"] is None else run.load_state()
+            train(config, run, state, group)
+    except (PeerLost, UsageError) as error:  # process 0 says it
+        sys.exit(error.exit_code)
+    except PenstockError as error:
+        sys.stderr.write(f"penstock: process {rank}: {error}\n")
+        sys.exit(error.exit_code)
+
+
 def train(
     config: Config,
     run: Run,
@@ -65,7 +112,7 @@ def train(
     Args:
         config: What is trained; see conf/train.yaml.
         run: Where it goes; a new one must not exist.
-        state: To go on from, of `runs.load_state`.
+        state: To go on from, of `Run.load_state`.
         group: The processes that train together.
         stop: Asked whether to stop.
 
@@ -76,20 +123,66 @@ def train(
     torch.set_num_threads(config["threads"])  # the order of sums depends on it, and so the bits
     group = Group() if group is None else group
     stop = Stop() if stop is None else stop  # one that nobody asked is false
+    timer = (monitor := PerformanceMonitor(history=1000)).timer
     with ExitStack() as stack:
         trainer = Trainer(config, group, stop)
-        stack.callback(trainer.source.close)
+        stack.callback(trainer.collector.close)
         if state is not None:
             trainer.load(state)
-        if group.leads and config["resume"] is None:
+        if group.is_main and config["resume"] is None:
             run.create(config)  # now: settings that are impossible must leave nothing behind
-        group.any(False)  # the folder is there for all
-        books = stack.enter_context(
-            Books(config, run, trainer.ppo, trainer.monitor, group, trainer.place)
+        group.barrier()  # the folder is there for all
+        recorder = stack.enter_context(
+            RunRecorder(
+                config,
+                run,
+                trainer.ppo,
+                monitor,
+                group,
+                trainer.iteration,
+                trainer.frames,
+                trainer.frames_per_iteration,
+            )
         )
         nothing_to_do = trainer.why_done
-        stopped = _loop(trainer, books)
-        books.close_panel(stopped=stopped)
+        ppo, collector = trainer.ppo, trainer.collector
+        after = trainer.state()
+        stopped = aborted = False
+        while not (stopped or trainer.done):
+            before = _copied(after)
+            try:
+                with timer("collect"):
+                    batch = collector.collect(trainer.dynamic_active, trainer.disturbed)
+                with timer("update"):
+                    targets = ppo.advantages(batch)
+                    stats = ppo.update(
+                        batch, trainer.order, trainer.progress, trainer.check_stop, targets
+                    )
+                with timer("other"):
+                    metrics, stopped = trainer.advance(batch, stats)
+                    recorder.save_rollout(batch, trainer.iteration)
+                best = False
+                if trainer.validation_due:
+                    with timer("validation"):
+                        best = trainer.validate(metrics)
+                with timer("checkpoint"):
+                    after = trainer.state()
+                    recorder.save(after, metrics, best=best)
+                recorder.log_iteration(trainer.iteration, trainer.frames, metrics, trainer.progress)
+            except Stopped:
+                recorder.save_now(before)
+                stopped = aborted = True
+            except PeerLost:
+                recorder.save_now(before)
+                raise
+            except DataError as error:
+                where = recorder.save_now(before)
+                raise DataError(f"iteration {trainer.iteration + 1}: {error}; {where}") from error
+        if not aborted and (stopped or config.max_iterations):
+            recorder.save_now(after)
+        if not stopped and trainer.finished:
+            recorder.save_now(after, FINAL)
+        recorder.close_panel(stopped=stopped)
         return Result(
             run.folder,
             trainer.iteration,
@@ -97,64 +190,17 @@ def train(
             trainer.seconds,
             stopped,
             trainer.best,
-            books.summary(),
+            recorder.summary(),
             nothing_to_do,
         )
 
 
-def _loop(trainer: Trainer, books: Books) -> bool:
-    """Run iterations; return whether somebody stopped them."""
-    trainer.source.updated(trainer.dynamic_active)
-    state = trainer.state()
-    stopped = False
-    while not (stopped or trainer.done):
-        before = _copied(state)
-        try:
-            state, stopped = _iterate(trainer, books)
-        except Stopped:
-            books.save_now(before)
-            return True
-        except PeerLost:
-            books.save_now(before)
-            raise
-        except DataError as error:
-            where = books.save_now(before)
-            raise DataError(f"iteration {trainer.iteration + 1}: {error}; {where}") from error
-    if stopped or trainer.config.max_iterations:
-        books.save_now(state)
-    if not stopped and trainer.finished:
-        books.save_final(state)
-    return stopped
-
-
-def _iterate(trainer: Trainer, books: Books) -> tuple[dict[str, Any], bool]:
-    """Do one iteration; return the state after it, and whether somebody asked to stop."""
-    monitor = trainer.monitor
-    with monitor.timer("collect"):
-        batch = trainer.source.next()
-    with monitor.timer("update"):
-        stats = trainer.ppo.update(batch, trainer.order, trainer.progress, trainer.check_stop)
-    with monitor.timer("other"):
-        metrics, stopped = trainer.advance(stats)
-        books.save_rollout(batch, trainer.iteration)
-        trainer.source.updated(trainer.dynamic_active)
-    best = False
-    if trainer.validation_due:
-        with monitor.timer("validation"):
-            best = trainer.validate(metrics)
-    with monitor.timer("checkpoint"):
-        state = trainer.state()
-        books.save(state, metrics, best=best)
-    books.tell(trainer.iteration, trainer.frames, metrics, trainer.progress)
-    return state, stopped
-
-
 class Trainer:
-    """The learner, where its batches come from, and how far it is.
+    """What the loop works on: the learner, who flies for it, and how far it is.
 
     Attributes:
         ppo: The learner.
-        source: Where batches come from.
+        collector: Who flies.
         order: Random numbers for the order of rows, equal in all processes.
         iteration: Iterations done.
         frames: Decisions of all drones together.
@@ -165,11 +211,9 @@ class Trainer:
     def __init__(self, config: Config, group: Group, stop: Stop) -> None:
         self.config = config
         self.group = group
-        self.monitor = PerformanceMonitor(history=1000)
         self._stop = stop
         self._shards = group.shards(config.shards)
-        seed = config["seed"]
-        device = config["device"]
+        seed, device = config["seed"], config["device"]
         bf16 = has_bf16(device) if config.bf16 is None else config.bf16
         policy = Policy(config.preset, seed=seed, bf16=bf16).to(device)
         self.ppo = PPO(
@@ -179,13 +223,11 @@ class Trainer:
         )
         self.order = torch.Generator().manual_seed(seed)
         self.frames_per_iteration = config.frames_per_iteration
-        flyer: Flyer
-        if config.plugin is not None:
-            flyer = PluginFlyer(config, 1000 * seed + group.rank)  # as shards: never another seed's
-            self.frames_per_iteration = config.steps * flyer.num_envs * group.size
+        self.collector: Collector
+        if config["collector"] == "pipelined":
+            self.collector = PipelinedCollector(policy, self._collector)
         else:
-            flyer = self._collector()
-        self.source = make_source(config["collector"], flyer, policy)
+            self.collector = self._collector(policy, 1)
         self.iteration = self.frames = 0
         self.seconds = 0.0
         self.best: float | None = None
@@ -193,26 +235,29 @@ class Trainer:
         self._looks = 0
         self._window = EpisodeWindow()
 
-    def _collector(self) -> SimulatorCollector:
+    def _collector(self, policy: Policy, buffers: int) -> Collector:
         config = self.config
+        if config.plugin is not None:
+            from penstock.nav.torchrl_collector import TorchRLCollector  # TorchRL takes seconds
+
+            seed = 1000 * config["seed"] + self.group.rank  # as shards: never another seed's
+            plugin = TorchRLCollector.from_config(config, policy, seed)
+            envs = plugin.plugin.num_envs
+            self.frames_per_iteration = config.steps * envs * self.group.size
+            return plugin
         alone = self.group.size == 1  # only then may one process stop in the middle
         return SimulatorCollector(
+            policy,
             [config.shard_settings(shard) for shard in self._shards],
             self._shards,
             config["seed"],
             config.steps,
             stop=self._stop if alone else lambda: False,
-            backend=config["backend"],
             threads=config["threads"],
-            device=config["device"],
+            buffers=buffers,
         )
 
     # ------------------------------------------------------------------ how far
-
-    @property
-    def place(self) -> Place:
-        """Where the run is, for the books."""
-        return Place(self.iteration, self.frames, self.frames_per_iteration)
 
     @property
     def progress(self) -> float:
@@ -256,6 +301,12 @@ class Trainer:
         return int(min(1.0, share) * count)
 
     @property
+    def disturbed(self) -> float:
+        """Which share of the disturbances is there: more and more over their curriculum."""
+        over: float = self.config["sim.curriculum"]
+        return min(1.0, self.progress / over) if over else 1.0
+
+    @property
     def validation_due(self) -> bool:
         """Whether it is time to fly validation maps."""
         interval = self.config["eval_interval"]
@@ -273,20 +324,20 @@ class Trainer:
 
     # ------------------------------------------------------------------ steps of the loop
 
-    def advance(self, stats: dict[str, float]) -> tuple[dict[str, float], bool]:
+    def advance(self, batch: Batch, stats: dict[str, float]) -> tuple[dict[str, float], bool]:
         """Count an iteration; return its metrics, and whether any process was asked to stop."""
         self.iteration += 1
         self.frames += self.frames_per_iteration
         now = time.monotonic()
         self.seconds += now - self._since
         self._since = now
-        sums = self.source.episodes()
-        clock = self.seconds if self.group.leads else 0.0
+        assert batch.episodes is not None
+        clock = self.seconds if self.group.is_main else 0.0
         told = torch.tensor([float(bool(self._stop)), clock], dtype=torch.float64)
-        exchanged = self.group.sum_(torch.cat((sums, told)))
+        exchanged = self.group.sum_(torch.cat((batch.episodes, told)))
         self.seconds = float(exchanged[-1])
         metrics = {_NAMES.get(name, f"train/{name}"): value for name, value in stats.items()}
-        metrics |= self._window.add(exchanged[:-2]) | self.source.facts()
+        metrics |= self._window.add(exchanged[:-2]) | dict(batch.facts)
         metrics["env/dynamic_active"] = self.dynamic_active
         return metrics, bool(exchanged[-2])
 
@@ -301,7 +352,6 @@ class Trainer:
                 self.config.settings,
                 [VALIDATION_MAPS + world for world in own],
                 self.config["eval_drones"],
-                backend=self.config["backend"],
             )
             counts[:-1] = torch.bincount(flights.outcome.long(), minlength=len(Outcome))
             counts[-1] = flights.outcome.numel()
@@ -317,8 +367,7 @@ class Trainer:
 
     def state(self) -> dict[str, Any]:
         """Return all that the future depends on; the learner's tensors are not copied."""
-        own = [flatten(state) for state in self.source.state_dict()]
-        shards = self.group.gather(own)
+        shards = self.group.gather([_flatten(state) for state in self.collector.state_dict()])
         seeds = [shard["simulator/seeds"] for shard in shards if "simulator/seeds" in shard]
         return {
             "ppo": self.ppo.state_dict(),
@@ -344,7 +393,7 @@ class Trainer:
                 f"the checkpoint has {len(shards)} shards, and shards={self.config.shards}; give "
                 f"shards={len(shards)}"
             )
-        self.source.load_state_dict([unflatten(shards[number]) for number in self._shards])
+        self.collector.load_state_dict([_unflatten(shards[number]) for number in self._shards])
         self.ppo.load_state_dict(state["ppo"])
         self.order.set_state(state["order"])
         self.iteration, self.frames = int(state["iteration"]), int(state["frames"])
@@ -362,3 +411,26 @@ def _copied(value: Any) -> Any:
     if isinstance(value, list):
         return [_copied(item) for item in value]
     return value
+
+
+def _flatten(state: Mapping[str, Any], prefix: str = "") -> dict[str, Tensor]:
+    """Turn nested dicts of tensors and whole numbers into one dict of tensors."""
+    flat: dict[str, Tensor] = {}
+    for name, value in state.items():
+        if isinstance(value, Mapping):
+            flat |= _flatten(value, f"{prefix}{name}/")
+        else:
+            flat[f"{prefix}{name}"] = torch.as_tensor(value)
+    return flat
+
+
+def _unflatten(flat: Mapping[str, Any]) -> dict[str, Any]:
+    """Turn `_flatten` round; whole numbers stay tensors of one element."""
+    state: dict[str, Any] = {}
+    for name, value in flat.items():
+        *path, last = name.split("/")
+        place = state
+        for part in path:
+            place = place.setdefault(part, {})
+        place[last] = value
+    return state

@@ -1,0 +1,430 @@
+"""Rollouts for the learner: from the built-in simulator, and any of them ahead of time.
+
+A collector hands out one batch after another, and knows the state from which the *next* one comes:
+what a checkpoint must hold to go on bit for bit. torchrl_collector.py has the one for other
+environments.
+"""
+
+from __future__ import annotations
+
+import copy
+import queue
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, Final, Protocol
+
+import torch
+from tensordict import TensorDict
+from torch import Tensor
+
+from penstock.core.threads import poll
+from penstock.errors import PenstockError
+from penstock.nav.networks import ACTIONS, Policy
+from penstock.nav.ppo import Batch
+from penstock.nav.simulation.simulator import Info, Simulator
+from penstock.nav.simulation.task import Settings
+from penstock.rollouts.collect import PipelinedDataCollector
+
+OUTCOMES: Final = (
+    "success",
+    "collision_static",
+    "collision_dynamic",
+    "collision_height",
+    "timeout",
+)
+WINDOW: Final = 1000  # finished episodes that shares are over, at least
+_CUT, _RETURN, _LENGTH, _REWARD, _STEPS = range(len(OUTCOMES), len(OUTCOMES) + 5)
+SUMS: Final = _STEPS + 1
+_WAIT_S = 60.0
+
+
+class Stopped(Exception):
+    """Somebody asked to stop; what was half done is dropped."""
+
+
+class Collector(Protocol):
+    """What the loop asks of whoever flies."""
+
+    def collect(self, dynamic_active: int, disturbed: float) -> Batch:
+        """Return the next batch; it is valid until the one after next is asked for.
+
+        Args:
+            dynamic_active: How many moving obstacles are to be there.
+            disturbed: Which share of the disturbances.
+
+        Raises:
+            Stopped: Somebody asked to.
+        """
+
+    def state_dict(self) -> list[dict[str, Any]]:
+        """Return the state that the next batch comes from, per shard."""
+
+    def load_state_dict(self, states: Sequence[Mapping[str, Any]]) -> None:
+        """Go on from a state."""
+
+    def close(self) -> None:
+        """Release threads."""
+
+
+class SimulatorCollector:
+    """Flies the drones of some shards, straight into the memory the learner reads.
+
+    A shard has its own simulator and its own random numbers, so that a batch does not depend on how
+    shards are spread over processes.
+
+    Args:
+        policy: Decides; its weights are those of the moment.
+        settings: Of each shard.
+        numbers: Numbers of the shards, for their seeds.
+        seed: Of the whole training.
+        steps: Decisions of each drone per rollout.
+        stop: Asked before every step.
+        threads: Of each simulator.
+        buffers: Batches that may be in use at the same time.
+    """
+
+    def __init__(
+        self,
+        policy: Policy,
+        settings: Sequence[Settings],
+        numbers: Sequence[int],
+        seed: int,
+        steps: int,
+        *,
+        stop: Callable[[], bool] = lambda: False,
+        threads: int = 1,
+        buffers: int = 1,
+    ) -> None:
+        self.policy = policy
+        self.steps = steps
+        self._stop = stop
+        self.simulators = [
+            Simulator(each, 1000 * seed + number, threads)
+            for each, number in zip(settings, numbers, strict=True)
+        ]
+        self._generators = [
+            torch.Generator(policy.device).manual_seed(1000 * seed + number) for number in numbers
+        ]
+        each = settings[0].num_envs
+        self._parts = [slice(i * each, (i + 1) * each) for i in range(len(numbers))]
+        drones = each * len(numbers)
+        self._buffers = deque(_Rollout(settings[0], steps, drones) for _ in range(buffers))
+        self._fresh = True
+
+    def collect(self, dynamic_active: int, disturbed: float = 1.0) -> Batch:
+        """Fly `steps` decisions with the policy: see `Collector`."""
+        policy, device = self.policy, self.policy.device
+        self._buffers.rotate()
+        rollout = self._buffers[0]
+        shards = list(zip(self.simulators, self._generators, self._parts, strict=True))
+        for simulator, _, part in shards:
+            simulator.dynamic_active = dynamic_active
+            simulator.disturbed = disturbed
+            first = rollout.observation(0, part)
+            simulator.reset(first) if self._fresh else simulator.observe(first)
+        self._fresh = False
+        rollout.final_value.zero_()
+        sums = EpisodeSums()
+        for step in range(self.steps):
+            if self._stop():
+                raise Stopped
+            for simulator, generator, part in shards:
+                encoded = policy.encode(_on(device, rollout.observation(step, part)))
+                rollout.keep_encoded(encoded, step, part)
+                act = policy.sample(encoded, generator)
+                _, reward, terminated, truncated, info = simulator.step(
+                    act.action, rollout.observation(step + 1, part)
+                )
+                rollout.action[step, part] = act.action
+                rollout.log_prob[step, part] = act.log_prob
+                rollout.value[step, part] = act.value
+                rollout.reward[step, part] = reward
+                rollout.terminated[step, part] = terminated
+                rollout.truncated[step, part] = truncated
+                if info.final_index.numel():
+                    value = policy.value(_on(device, info.final))
+                    rollout.final_value[step, info.final_index + part.start] = value.cpu()
+                sums.add(info, reward)
+        last = [
+            policy.value(_on(device, rollout.observation(self.steps, part))) for *_, part in shards
+        ]
+        return rollout.batch(torch.cat(last), sums, device)
+
+    def state_dict(self) -> list[dict[str, Any]]:
+        """Return what the next rollout depends on besides the policy, per shard."""
+        return [
+            {"simulator": simulator.state_dict(), "generator": generator.get_state()}
+            for simulator, generator in zip(self.simulators, self._generators, strict=True)
+        ]
+
+    def load_state_dict(self, states: Sequence[Mapping[str, Any]]) -> None:
+        """Go on from there, bit for bit."""
+        for state, simulator, generator in zip(
+            states, self.simulators, self._generators, strict=True
+        ):
+            simulator.load_state_dict(state["simulator"])
+            generator.set_state(state["generator"])
+        self._fresh = not self.simulators[0].started
+
+    def close(self) -> None:
+        """End the threads of the simulators."""
+        for simulator in self.simulators:
+            simulator.close()
+
+
+class _Rollout:
+    """Memory of T steps of N drones, and of the observation after the last."""
+
+    def __init__(self, settings: Settings, steps: int, drones: int) -> None:
+        self.obs = {
+            name: torch.zeros(steps + 1, drones, *shape)
+            for name, shape in settings.shapes().items()
+        }
+        self.action = torch.zeros(steps, drones, ACTIONS)
+        numbers = torch.zeros(4, steps, drones)
+        self.log_prob, self.value, self.reward, self.final_value = numbers
+        self.terminated, self.truncated = torch.zeros(2, steps, drones, dtype=torch.bool)
+        self.encoded: Tensor | None = None
+
+    def observation(self, step: int, part: slice) -> dict[str, Tensor]:
+        """Return the memory of one step's observation of some drones."""
+        return {name: value[step, part] for name, value in self.obs.items()}
+
+    def keep_encoded(self, rows: Tensor, step: int, part: slice) -> None:
+        """Keep observations as the networks take them: the learner need not make them again."""
+        if self.encoded is None:
+            self.encoded = rows.new_zeros(*self.reward.shape, *rows.shape[1:])
+        self.encoded[step, part] = rows
+
+    def batch(self, last_value: Tensor, sums: EpisodeSums, device: torch.device) -> Batch:
+        """Return the rollout as the learner takes it; on the CPU nothing is copied."""
+        names = ("action", "log_prob", "value", "reward", "terminated", "truncated", "final_value")
+        parts = {name: getattr(self, name).to(device) for name in names}
+        return Batch(
+            obs={name: value[:-1] for name, value in self.obs.items()},
+            last_value=last_value,
+            encoded=self.encoded,
+            episodes=sums.sums,
+            **parts,
+        )
+
+
+def _on(device: torch.device, obs: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+    if device.type == "cpu":
+        return obs
+    return {name: value.to(device) for name, value in obs.items()}
+
+
+class PipelinedCollector:
+    """Collects a batch while the learner works on the one before: one update behind.
+
+    Batch k + 1 is flown with the weights that the learner had when it asked for batch k, always:
+    which weights these are does not depend on who is faster, so training is repeatable, and a
+    checkpoint holds the weights and the drones that the batch in the making began with.
+
+    Args:
+        policy: The one that learns; flown is a copy.
+        make: Makes the collector that flies, in the background from the first `collect` on, given
+            that copy and the number of batches in use at the same time.
+    """
+
+    def __init__(self, policy: Policy, make: Callable[[Policy, int], Collector]) -> None:
+        self._policy = policy
+        self._flown = copy.deepcopy(policy)
+        for parameter in self._flown.parameters():
+            parameter.grad = None
+        self._inner = make(self._flown, 2)
+        self._orders: queue.SimpleQueue[Any] = queue.SimpleQueue()
+        self._begun: deque[list[dict[str, Any]]] = deque()
+        self._resumed: tuple[dict[str, Tensor], int, float] | None = None
+        self._ahead: PipelinedDataCollector | None = None
+        self._batches: Iterator[Any] | None = None
+
+    def collect(self, dynamic_active: int, disturbed: float = 1.0) -> Batch:
+        """Return the batch that was collected meanwhile; the one after the next is of now."""
+        weights = {
+            name: value.detach().clone() for name, value in self._policy.state_dict().items()
+        }
+        now = (weights, dynamic_active, disturbed)
+        if self._batches is None:
+            self._ahead = PipelinedDataCollector(_Repeat(self._fly), prefetch_count=1)
+            self._batches = iter(self._ahead)
+            self._orders.put(now if self._resumed is None else self._resumed)
+        self._orders.put(now)
+        made = next(self._batches, None)
+        if made is None:
+            raise Stopped
+        self._begun.popleft()
+        assert self._ahead is not None
+        batch: Batch = made.batch
+        batch.facts = {
+            **batch.facts,
+            "pipeline/staleness": self._ahead.staleness,
+            "pipeline/wait_s": self._ahead.stats()["wait_s"],
+        }
+        return batch
+
+    def _fly(self) -> Iterator[_Made]:
+        while (order := self._orders.get()) is not None:
+            weights, active, disturbed = order
+            self._flown.load_state_dict(weights)
+            states = self._inner.state_dict()
+            for state in states:
+                state["flown"] = weights
+                state["active"] = torch.tensor(active)
+                state["disturbed"] = torch.tensor(disturbed, dtype=torch.float64)
+            self._begun.append(states)
+            try:
+                batch = self._inner.collect(active, disturbed)
+            except Stopped:
+                return
+            yield _Made(batch)
+
+    def state_dict(self) -> list[dict[str, Any]]:
+        """Return what the batch in the making began with, and the weights it is flown with."""
+        if self._batches is None:
+            return self._inner.state_dict()
+        if not poll(lambda: bool(self._begun), _WAIT_S):
+            raise PenstockError(f"collection did not begin within {_WAIT_S:.0f} s")
+        return self._begun[0]
+
+    def load_state_dict(self, states: Sequence[Mapping[str, Any]]) -> None:
+        """Begin with a batch that was in the making."""
+        if self._batches is not None:
+            raise PenstockError("collection has begun; load the state before")
+        self._inner.load_state_dict(states)
+        first = states[0]
+        if "flown" in first:
+            drones = first.get("simulator", {})
+            active = first.get("active", drones.get("active", 0))  # before: of the drones
+            self._resumed = (first["flown"], int(active), float(first.get("disturbed", 1.0)))
+
+    def close(self) -> None:
+        """Stop collecting."""
+        self._orders.put(None)
+        if self._ahead is not None:
+            self._ahead.shutdown()
+        self._inner.close()
+
+
+class _Made:
+    """What the pipeline passes on as it is: it looks into dicts and tuples only."""
+
+    def __init__(self, batch: Batch) -> None:
+        self.batch = batch
+
+
+class _Repeat:
+    """An iterable that makes a new iterator each time."""
+
+    def __init__(self, make: Callable[[], Iterator[Any]]) -> None:
+        self._make = make
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self._make())
+
+
+# ---------------------------------------------------------------------- how episodes end
+
+
+class EpisodeSums:
+    """Sums over the episodes that ended in a batch, and over its rewards.
+
+    An episode has one outcome: arrived, the first kind of collision, or out of time. Episodes that
+    a new map cut have none: they are counted apart.
+    """
+
+    def __init__(self) -> None:
+        self.sums = torch.zeros(SUMS, dtype=torch.float64)
+
+    def add(self, info: Info, reward: Tensor) -> None:
+        """Count the episodes that ended in a step, and the reward of all."""
+        self.add_reward(reward)
+        if not info.finished.numel():
+            return
+        whole = ~info.cut[info.finished]
+        ended = info.finished[whole]
+        kinds = (info.reach_goal, info.collision_static, info.collision_dynamic)
+        happened = torch.stack([kind[ended] for kind in (*kinds, info.collision_height)])
+        rest = torch.ones_like(happened[:1])
+        outcome = torch.cat((happened, rest)).int().argmax(0)  # the first that happened
+        self.sums[:_CUT] += torch.bincount(outcome, minlength=len(OUTCOMES))
+        self.sums[_CUT] += info.finished.numel() - ended.numel()
+        self.sums[_RETURN] += float(info.episode_return[whole].sum())
+        self.sums[_LENGTH] += float(info.episode_length[whole].sum())
+
+    def add_reward(self, reward: Tensor) -> None:
+        """Count the reward of steps whose episodes somebody else counts."""
+        self.sums[_REWARD] += float(reward.sum())
+        self.sums[_STEPS] += reward.numel()
+
+
+class EpisodeWindow:
+    """The last finished episodes of all drones, over as many iterations as it takes."""
+
+    def __init__(self) -> None:
+        self._sums: deque[Tensor] = deque()
+
+    def add(self, sums: Tensor) -> dict[str, float]:
+        """Take in the sums of an iteration; return its metrics.
+
+        The shares of the outcomes are over the window, and their sum is 1. So are return and
+        length; `train/episodes`, `train/cut` and `train/reward` are of the iteration.
+        """
+        metrics = {"train/reward": float(sums[_REWARD] / sums[_STEPS].clamp(min=1.0))}
+        if self._sums and not _finished(sums):  # so that the window has at most WINDOW entries
+            self._sums[-1] = self._sums[-1] + sums
+        else:
+            self._sums.append(sums.clone())
+        while _finished(sum(self._sums) - self._sums[0]) >= WINDOW:
+            self._sums.popleft()
+        total: Tensor = sum(self._sums)  # type: ignore[assignment]
+        ended = _finished(total)
+        if ended:
+            shares = zip(OUTCOMES, (total[:_CUT] / ended).tolist(), strict=True)
+            metrics |= {f"train/{name}": share for name, share in shares}
+            metrics["train/return"] = float(total[_RETURN]) / ended
+            metrics["train/episode_length"] = float(total[_LENGTH]) / ended
+            metrics["train/episodes"] = _finished(sums)
+            metrics["train/cut"] = float(sums[_CUT])
+        return metrics
+
+    def state(self) -> Tensor:
+        """Return the window, [iterations, sums]."""
+        none = torch.zeros(0, SUMS, dtype=torch.float64)
+        return torch.cat((none, *(sums[None] for sums in self._sums)))
+
+    def load(self, state: Tensor) -> None:
+        """Go on with a window."""
+        self._sums = deque(state.unbind(0))
+
+
+def _finished(sums: Tensor) -> float:
+    return float(sums[:_CUT].sum())
+
+
+# ---------------------------------------------------------------------- for others
+
+
+def as_tensordict(batch: Batch) -> TensorDict:
+    """Return a batch with NavRL's keys, [drones, steps]; nothing is copied."""
+    steps, drones = batch.reward.shape
+
+    def turned(tensor: Tensor) -> Tensor:
+        return tensor.transpose(0, 1)
+
+    return TensorDict(
+        {
+            "agents": {
+                "observation": {name: turned(value) for name, value in batch.obs.items()},
+                "action_normalized": turned(batch.action),
+                "log_prob": turned(batch.log_prob),
+                "reward": turned(batch.reward),
+            },
+            "state_value": turned(batch.value),
+            "terminated": turned(batch.terminated),
+            "truncated": turned(batch.truncated),
+            "final_value": turned(batch.final_value),
+        },
+        batch_size=[drones, steps],
+    )
