@@ -235,13 +235,11 @@ class Reference:
     Args:
         settings: What is simulated.
         world_of: World of each drone.
-        device: Where.
     """
 
-    def __init__(self, settings: Settings, world_of: Tensor, device: torch.device) -> None:
+    def __init__(self, settings: Settings, world_of: Tensor) -> None:
         self.settings = settings
-        self.world_of = world_of.to(device)
-        self.device = device
+        self.world_of = world_of
 
     def set_maps(self, maps: Maps) -> None:
         """Take over the static maps."""
@@ -251,14 +249,14 @@ class Reference:
         table = np.full((counts.size, width), len(maps.boxes), np.int64)
         table[np.arange(width)[None] < counts[:, None]] = maps.members
         far = np.array([[1e6, 1e6 + 1, 1e6, 1e6 + 1, 1]], np.float32)
-        self._boxes = torch.from_numpy(np.concatenate([maps.boxes, far])).to(self.device)
-        self._table = torch.from_numpy(table).to(self.device)
+        self._boxes = torch.from_numpy(np.concatenate([maps.boxes, far]))
+        self._table = torch.from_numpy(table)
 
     def set_obstacles(self, obstacles: Obstacles, active: int) -> None:
         """Take over the moving obstacles as they are now."""
 
         def here(array: Any) -> Tensor:
-            return torch.from_numpy(np.ascontiguousarray(array)).to(self.device)
+            return torch.from_numpy(np.ascontiguousarray(array))
 
         self._position = here(obstacles.position[:, :active])
         self._velocity = here(obstacles.velocity[:, :active])
@@ -319,7 +317,7 @@ class Reference:
 
     def observe(self, which: Tensor, rows: Tensor, seen: Observation) -> None:
         """Write the observations of some drones."""
-        self._observe(which.to(self.device), rows, seen)
+        self._observe(which, rows, seen)
 
     def _observe(
         self, which: Tensor, rows: Tensor, seen: Observation
@@ -385,4 +383,4 @@ class Reference:
         outcome.position.copy_(position)
 
     def _all(self, rows: Tensor) -> Tensor:
-        return torch.arange(rows.shape[0], device=self.device)
+        return torch.arange(rows.shape[0])

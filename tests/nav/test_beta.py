@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import pytest
 import torch
-from penstock.nav.learning import beta as betas
 from torch.distributions import Beta
+
+from penstock.nav import networks
 
 
 def parameters(seed: int = 0, rows: int = 200) -> tuple[torch.Tensor, ...]:
@@ -19,7 +20,7 @@ def parameters(seed: int = 0, rows: int = 200) -> tuple[torch.Tensor, ...]:
 @pytest.mark.parametrize("weights", [(1.0, 0.0), (0.0, 1.0), (0.7, -0.3)])
 def test_values_and_gradients_are_those_of_torch(weights: tuple[float, float]) -> None:
     alpha, beta, action = parameters()
-    log_prob, entropy = betas.log_prob_and_entropy(alpha, beta, action)
+    log_prob, entropy = networks.log_prob_and_entropy(alpha, beta, action)
     expected = Beta(alpha, beta)
     torch.testing.assert_close(log_prob, expected.log_prob(action).sum(-1))
     torch.testing.assert_close(entropy, expected.entropy().sum(-1))
@@ -35,25 +36,25 @@ def test_values_and_gradients_are_those_of_torch(weights: tuple[float, float]) -
 
 def test_float32_is_close_enough() -> None:
     alpha, beta, action = parameters(1)
-    exact = betas.log_prob_and_entropy(alpha, beta, action)
-    rough = betas.log_prob_and_entropy(alpha.float(), beta.float(), action.float())
+    exact = networks.log_prob_and_entropy(alpha, beta, action)
+    rough = networks.log_prob_and_entropy(alpha.float(), beta.float(), action.float())
     for got, want in zip(rough, exact, strict=True):
         torch.testing.assert_close(got.double(), want, rtol=1e-4, atol=1e-3)
 
 
 def test_the_density_without_gradients_is_the_same() -> None:
     alpha, beta, action = parameters(2)
-    log_prob = betas.log_prob(alpha, beta, action)
+    log_prob = networks.beta_log_prob(alpha, beta, action)
     assert not log_prob.requires_grad
-    torch.testing.assert_close(log_prob, betas.log_prob_and_entropy(alpha, beta, action)[0])
+    torch.testing.assert_close(log_prob, networks.log_prob_and_entropy(alpha, beta, action)[0])
 
 
 def test_samples_have_the_moments_and_keep_off_the_edges() -> None:
     alpha = torch.tensor([1.0001, 2.0, 50.0]).expand(40_000, 3)
     beta = torch.tensor([1.0001, 7.0, 5.0]).expand(40_000, 3)
-    drawn = betas.sample(alpha, beta, torch.Generator().manual_seed(3))
+    drawn = networks.sample_beta(alpha, beta, torch.Generator().manual_seed(3))
     expected = Beta(alpha[0], beta[0])
-    assert drawn.min() >= betas.EDGE
+    assert drawn.min() >= networks.EDGE
     assert drawn.max() < 1.0
     torch.testing.assert_close(drawn.mean(0), expected.mean, rtol=0, atol=0.006)
     torch.testing.assert_close(drawn.var(0), expected.variance, rtol=0.05, atol=0)
@@ -64,9 +65,9 @@ def test_samples_come_from_the_generator_alone() -> None:
     before = torch.random.get_rng_state()
     generator = torch.Generator().manual_seed(5)
     state = generator.get_state()
-    first = betas.sample(alpha, beta, generator)
-    second = betas.sample(alpha, beta, generator)
+    first = networks.sample_beta(alpha, beta, generator)
+    second = networks.sample_beta(alpha, beta, generator)
     generator.set_state(state)
-    assert torch.equal(betas.sample(alpha, beta, generator), first)
+    assert torch.equal(networks.sample_beta(alpha, beta, generator), first)
     assert not torch.equal(first, second)
     assert torch.equal(torch.random.get_rng_state(), before)

@@ -3,9 +3,8 @@
 import numpy as np
 import pytest
 import torch
-from penstock.nav.simulation.drone import HOVER_THROTTLE, fly, rotation
-from penstock.nav.simulation.kernels_flight import fly_fast, fly_hummingbird
 
+from penstock.nav.simulation.kernels import HOVER_THROTTLE, fly_fast, fly_hummingbird
 from penstock.nav.simulation.task import (
     AXIS,
     HEADING,
@@ -15,6 +14,8 @@ from penstock.nav.simulation.task import (
     VELOCITY,
     fresh_rows,
 )
+
+from .reference import fly, rotation
 
 DRONES = ["hummingbird", "fast"]
 
@@ -112,8 +113,8 @@ def test_compiled_code_flies_the_same(drone, hold):
         mine = rows.clone().numpy()
         for n in range(20):
             if drone == "fast":
-                fly_fast(mine[n], *map(float, wish[n]), 3)
+                fly_fast(mine[n], *map(float, wish[n]), 3, 1.0, 0.0, 0.0)
             else:
-                fly_hummingbird(mine[n], *map(float, wish[n]), 3, hold)
+                fly_hummingbird(mine[n], *map(float, wish[n]), 3, hold, 1.0, 0.0, 0.0)
         fly(rows, wish, 3, drone, hold)
         np.testing.assert_allclose(mine, rows.numpy(), atol=2e-4)

@@ -15,10 +15,9 @@ def make(**kwargs):
     return NavigationEnv(Settings(episode_seconds=1.0, **SMALL), **kwargs)
 
 
-@pytest.mark.parametrize("backend", ["numba", "torch"])
 @pytest.mark.parametrize("action", ["normalized", "velocity"])
-def test_specs(backend, action):
-    env = make(backend=backend, action=action)
+def test_specs(action):
+    env = make(action=action)
     check_env_specs(env, seed=0)
     env.close()
 

@@ -1,20 +1,22 @@
-"""Lidar of both back ends against one ray and one box at a time."""
+"""Lidar, compiled and in the reference, against one ray and one box at a time."""
 
 import math
+from unittest import mock
 
 import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from penstock.nav.simulation.native import NumbaBackend
-from penstock.nav.simulation.reference import TorchBackend
 
+from penstock.nav.simulation.simulator import Simulator
 from penstock.nav.simulation.task import ROW, Settings
 from penstock.nav.simulation.world import GROUND_M, Maps, Obstacles, World
 
+from .reference import Reference
+
 RANGE = 4.0
-BACKENDS = ["numba", "torch"]
+BACKENDS = ["compiled", "reference"]
 
 
 def ray_and_box(origin, direction, box):
@@ -62,15 +64,18 @@ def scan(backend, origins, yaws, boxes, **changes):
     rows[:, 20] = torch.tensor(np.cos(yaws))
     rows[:, 21] = torch.tensor(np.sin(yaws))
     seen = {name: torch.zeros(count, *shape) for name, shape in config.shapes().items()}
-    home = torch.zeros(count, dtype=torch.int64)
-    engine = (
-        NumbaBackend(config, home, 1)
-        if backend == "numba"
-        else TorchBackend(config, home, torch.device("cpu"))
-    )
-    engine.set_maps(Maps([world], RANGE))
-    engine.set_obstacles(Obstacles([0], 0, 0.1), 0)
-    engine.observe(torch.arange(count), rows, seen)
+    if backend == "compiled":
+        with mock.patch.object(World, "generate", lambda *_: world):
+            simulator = Simulator(config, threads=1)
+        with simulator:
+            simulator.reset()
+            simulator.rows.copy_(rows)
+            simulator.observe(seen)
+    else:
+        engine = Reference(config, torch.zeros(count, dtype=torch.int64))
+        engine.set_maps(Maps([world], RANGE))
+        engine.set_obstacles(Obstacles([0], 0, 0.1), 0)
+        engine.observe(torch.arange(count), rows, seen)
     return RANGE - seen["lidar"][:, 0].numpy().astype(np.float64)
 
 
@@ -160,5 +165,5 @@ def test_other_beams(backend):
 
 
 def test_a_place_that_is_no_number_is_no_crash():
-    found = scan("numba", [(math.nan, 0.0, 1.0)], [0.0], [(1.0, 2.0, 0.0, 1.0, 3.0)])
+    found = scan("compiled", [(math.nan, 0.0, 1.0)], [0.0], [(1.0, 2.0, 0.0, 1.0, 3.0)])
     assert found.shape == (1, 36, 4)

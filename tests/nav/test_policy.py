@@ -7,11 +7,17 @@ from collections.abc import Iterator
 import pytest
 import torch
 import torch.nn.functional as F
-from penstock.nav.learning.networks import FoldedConvolutions, _MaxPool, describe_obstacles
 from torch import Tensor
 
 from penstock.errors import UsageError
-from penstock.nav.networks import PRESETS, Policy, has_bf16
+from penstock.nav.networks import (
+    PRESETS,
+    FoldedConvolutions,
+    Policy,
+    _MaxPool,
+    describe_obstacles,
+    has_bf16,
+)
 
 
 @pytest.fixture(autouse=True, scope="module")

@@ -53,7 +53,7 @@ def part(batch: Batch, columns: slice) -> Batch:
     values = {
         name: value[columns] if name == "last_value" else value[:, columns]
         for name, value in vars(batch).items()
-        if name not in ("obs", "rows")
+        if isinstance(value, torch.Tensor)
     }
     return Batch(obs={k: v[:, columns] for k, v in batch.obs.items()}, **values)
 
@@ -215,7 +215,7 @@ def test_the_batch_is_not_changed() -> None:
     before = copy.deepcopy(batch)
     PPO(policy).update(batch, order())
     for name, value in vars(before).items():
-        if name not in ("obs", "rows"):
+        if isinstance(value, torch.Tensor):
             assert torch.equal(value, getattr(batch, name)), name
     assert all(torch.equal(before.obs[key], batch.obs[key]) for key in batch.obs)
 
@@ -225,8 +225,8 @@ def test_rows_that_were_kept_change_nothing() -> None:
     batch = roll_out(policies[0])
     PPO(policies[0]).update(batch, order())
     steps = range(len(batch.reward))
-    kept = [policies[1].prepare({k: v[t] for k, v in batch.obs.items()}) for t in steps]
-    PPO(policies[1]).update(replace(batch, rows=torch.stack(kept)), order())
+    kept = [policies[1].encode({k: v[t] for k, v in batch.obs.items()}) for t in steps]
+    PPO(policies[1]).update(replace(batch, encoded=torch.stack(kept)), order())
     assert torch.equal(weights(policies[0]), weights(policies[1]))
 
 

@@ -107,7 +107,7 @@ def pilot(node: ModuleType) -> Any:
 def test_observations_are_those_of_the_simulator(node: ModuleType, yaw: float) -> None:
     torch = pytest.importorskip("torch")
     compared = 0
-    with Simulator(SETTINGS, seed=3, backend="torch") as sim:
+    with Simulator(SETTINGS, seed=3) as sim:
         sim.reset()
         flier = pilot(node)
         flier.on_goal(goal(sim.rows[0, TARGET].tolist()))

@@ -10,7 +10,6 @@ from penstock.errors import UsageError
 from penstock.nav.simulation.simulator import Simulator
 from penstock.nav.simulation.task import DRAWS, Reward, Settings, training_places
 
-BACKENDS = ["numba", "torch"]
 EMPTY = {"num_obstacles": 0, "dynamic_obstacles": 0}
 
 
@@ -48,11 +47,10 @@ def test_evaluation_is_a_front_of_straight_crossings():
             assert torch.equal(value, first[name])
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize(("reward", "paid"), [("navrl", 1.0 + math.log(4)), ("shifted", 0.0)])
-def test_what_hovering_pays(backend, reward, paid):
+def test_what_hovering_pays(reward, paid):
     config = Settings(num_envs=3, num_obstacles=0, dynamic_obstacles=0, reward=reward)
-    with Simulator(config, 0, backend) as sim:
+    with Simulator(config, 0) as sim:
         sim.reset()
         sim.rows[:, 2] = sim.rows[:, 30:32].mean(1) + 0.8  # off the ground for all beams
         sim.rows[:, 30:32] = sim.rows[:, 2:3]
@@ -60,11 +58,10 @@ def test_what_hovering_pays(backend, reward, paid):
     assert found.tolist() == pytest.approx([paid] * 3, abs=1e-4)
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
-def test_dynamic_obstacles_count_as_far_while_there_are_none(backend):
+def test_dynamic_obstacles_count_as_far_while_there_are_none():
     config = Settings(num_envs=3, num_obstacles=0, dynamic_obstacles=15)
     assert config.dynamic_obstacles == 8
-    with Simulator(config, 0, backend) as sim:
+    with Simulator(config, 0) as sim:
         sim.dynamic_active = 7
         assert sim.dynamic_active == 0
         sim.reset()
@@ -76,10 +73,9 @@ def test_dynamic_obstacles_count_as_far_while_there_are_none(backend):
         assert sim.dynamic_active == 8
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
-def test_a_moving_obstacle_is_seen_and_hit(backend):
+def test_a_moving_obstacle_is_seen_and_hit():
     config = Settings(num_envs=3, num_obstacles=0, dynamic_obstacles=8, substeps=1, drone="fast")
-    with Simulator(config, 0, backend) as sim:
+    with Simulator(config, 0) as sim:
         sim.reset()
         crowd = sim.obstacles
         crowd.advance()  # goals and speeds are drawn
@@ -106,11 +102,10 @@ def test_a_moving_obstacle_is_seen_and_hit(backend):
         assert terminated.tolist() == [False, True, False]
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("reward", ["navrl", "shifted"])
-def test_the_target(backend, reward):
+def test_the_target(reward):
     config = Settings(num_envs=2, reward=reward, drone="fast", **EMPTY)
-    with Simulator(config, 0, backend) as sim:
+    with Simulator(config, 0) as sim:
         sim.reset()
         sim.rows[0, :3] = sim.rows[0, 27:30]
         _, found, terminated, truncated, info = sim.step(straight(2, 0.5))
@@ -122,11 +117,10 @@ def test_the_target(backend, reward):
         assert info.finished.tolist() == ([0] if ends else [])
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
-def test_truncation_shows_the_last_observation(backend):
+def test_truncation_shows_the_last_observation():
     config = Settings(num_envs=4, episode_seconds=0.096 * 5, **EMPTY)
     assert config.episode_steps == 5
-    with Simulator(config, 0, backend) as sim, Simulator(config, 0, backend) as twin:
+    with Simulator(config, 0) as sim, Simulator(config, 0) as twin:
         sim.reset()
         twin.reset()
         sim.rows[2, 2] = twin.rows[2, 2] = 3.9
@@ -191,10 +185,9 @@ def test_observations_go_where_they_are_wanted():
             sim.reset(rows[0])
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
-def test_a_new_map_truncates_its_drones(backend):
+def test_a_new_map_truncates_its_drones():
     config = Settings(num_envs=6, maps=3, num_obstacles=10, dynamic_obstacles=8)
-    with Simulator(config, 0, backend) as sim:
+    with Simulator(config, 0) as sim:
         sim.reset()
         sim.step(straight(6))
         old = sim.worlds
@@ -255,10 +248,6 @@ def test_settings_that_make_no_sense(changes, message):
 
 def test_calls_that_make_no_sense():
     config = Settings(num_envs=3, **EMPTY)
-    with pytest.raises(UsageError, match="backend='numbs' is unknown; did you mean 'numba'"):
-        Simulator(config, backend="numbs")
-    with pytest.raises(UsageError, match="backend=numba runs on the CPU, not on meta"):
-        Simulator(config, device="meta")
     with pytest.raises(UsageError, match="threads is 0"):
         Simulator(config, threads=0)
     with pytest.raises(UsageError, match="num_obstacles=9999 do not fit"):

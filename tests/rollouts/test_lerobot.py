@@ -326,8 +326,8 @@ def test_rollouts_that_came_since_are_added_and_changed_ones_refused(tmp_path) -
 
 def test_rollouts_of_a_training(tmp_path, monkeypatch) -> None:
     """What `penstock train` saves has the keys that LeRobot expects."""
-    from penstock.nav.ppo import Batch
     from penstock.nav.collect import as_tensordict
+    from penstock.nav.ppo import Batch
 
     rng = torch.Generator().manual_seed(0)
     steps, drones = 6, 4

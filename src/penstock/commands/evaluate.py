@@ -31,7 +31,10 @@ def _add_arguments(parser: argparse.ArgumentParser) -> None:
         "--drones", type=natural, default=256, metavar="N", help="drones in each (default 256)"
     )
     parser.add_argument(
-        "--first-world", type=natural, default=7, metavar="N", help="its map seed (default 7)"
+        "--first-world", type=natural, default=300_000, metavar="N", help="its map seed (300000)"
+    )
+    parser.add_argument(
+        "--stress", action="store_true", help="also under noise, latency, wind and another mass"
     )
     parser.add_argument("--no-shield", action="store_true", help="only the pilots without it")
     parser.add_argument(
@@ -65,6 +68,7 @@ def _run(arguments: argparse.Namespace) -> Outcome:
         drones=arguments.drones,
         first_world=arguments.first_world,
         shield=not arguments.no_shield,
+        stress=arguments.stress,
         margins=arguments.margins,
         out=arguments.out,
         rerun=arguments.rerun,
@@ -123,6 +127,7 @@ def _margins(text: str) -> tuple[float, float]:
 def _text(result: dict[str, Any]) -> str:
     """Return the table, and where the files are."""
     from penstock.nav.evaluation import table
+    from penstock.ui.report import text_table
 
     trained = []
     if result["iteration"] is not None:
@@ -140,6 +145,8 @@ def _text(result: dict[str, Any]) -> str:
         table.text(result["results"]),
         "",
     ]
+    if result["stress"] is not None:
+        lines += [text_table(*table.stress_cells(result["stress"])), ""]
     return "\n".join(lines + [f"{name}: {path}" for name, path in result["files"].items()])
 
 

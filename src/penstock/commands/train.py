@@ -44,8 +44,8 @@ def _run(arguments: argparse.Namespace) -> Outcome:
     from penstock.nav.config import load_config
 
     load_config(words, arguments.config)  # a mistake is said before torchrl is imported
-    from penstock.nav.train import start
     from penstock.nav.distributed import Stop
+    from penstock.nav.train import start
 
     with Stop() as stop:
         result = start(words, arguments.config, stop)

@@ -36,9 +36,9 @@ def test_from_end_to_end(save: Save) -> None:
     run = save()
     result = evaluate(run, worlds=2, drones=3)
     assert list(result["results"]) == FOUR
-    assert (result["seeds"], result["drones"], result["iteration"]) == ([7, 8], 3, 12)
+    assert (result["seeds"], result["drones"], result["iteration"]) == ([300_000, 300_001], 3, 12)
     for summary in result["results"].values():
-        assert [world["seed"] for world in summary["worlds"]] == [7, 8]
+        assert [world["seed"] for world in summary["worlds"]] == [300_000, 300_001]
         assert [world["drones"] for world in summary["worlds"]] == [3, 3]
     assert result["results"]["policy"]["shield"] is None
     assert result["results"]["policy + shield"]["shield"]["decisions"] > 0
@@ -165,3 +165,16 @@ def test_the_old_spelling_works_with_a_note(save: Save, capsys: pytest.CaptureFi
 def test_wrong_words(words: list[str], said: str) -> None:
     with pytest.raises(UsageError, match=said):
         run_command(*words)
+
+
+def test_stress_is_flown_and_told(save: Save) -> None:
+    done = run_command("--stress", "--no-shield", str(save()))
+    stress = done.data["stress"]
+    assert list(stress) == ["none", "sensors", "late", "wind and mass", "all"]
+    assert stress["none"]["policy"] == done.data["results"]["policy"]
+    assert all(list(kind) == ["policy"] for kind in stress.values())
+    for kind in stress:
+        assert f"\n{kind} " in done.text
+    page = Path(done.data["files"]["report"]).read_text()
+    assert "wind and mass" in page
+    assert run_command(str(save())).data["stress"] is None

@@ -40,7 +40,7 @@ def test_every_key_has_a_comment():
     lines = [line for line in help_text().splitlines() if re.match(r" *\w+: *[^ #|]", line)]
     uncommented = [line for line in lines if "#" not in line]
     # Weights of the reward are explained together, other keys explain themselves.
-    own = {"constant", "static", "dynamic", "smoothness", "height", "collision", "goal"}
+    own = {"velocity", "constant", "static", "dynamic", "smoothness", "height", "collision", "goal"}
     own |= {"relative", "goal_ends", "lidar_vbeams", "name", "gamma", "lam", "epochs"}
     own |= {"minibatches", "clip", "actor_weight", "critic_weight", "entropy_weight"}
     own |= {"max_grad_norm", "lr", "critic_lr", "value_norm_beta", "tensorboard", "project"}
@@ -68,7 +68,11 @@ def test_presets_change_the_algorithm():
         (["env.num_envs=1.5"], "env.num_envs=1.5"),
         (["env.num_envs=many"], "env.num_envs='many'"),
         (["env.num_obstacles=-1"], "env.num_obstacles=-1"),
-        (["backend=cuda"], "backend='cuda' is unknown; use one of numba, torch"),
+        (["backend=torch"], "backend=… is gone"),
+        (["sim.noise=1"], "sim.noise=1; give its parts"),
+        (["sim.latency=0.5"], "latency is 0.5; give a whole number"),
+        (["sim.noise.dropout=2"], "dropout is 2; give a number, 0 to 1"),
+        (["sim.curriculum=2"], "sim.curriculum=2"),
         (["collector=async"], "collector='async' is unknown"),
         (["collector=compressed"], "collector=compressed is gone: it cost time"),
         (["wandb.mode=onlin"], "wandb.mode='onlin' is unknown; did you mean 'online'"),

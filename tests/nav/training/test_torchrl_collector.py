@@ -6,7 +6,6 @@ from functools import cache
 
 import pytest
 import torch
-from penstock.nav.training.plugin import PluginCollector, check_plugin, make_plugin
 from tensordict import TensorDict
 from torchrl.data import Bounded, Categorical, Composite, Unbounded
 from torchrl.envs import EnvBase, SerialEnv
@@ -17,6 +16,7 @@ from penstock.nav.ppo import PPO, PPOSettings, gae
 from penstock.nav.simulation.env import NavigationEnv
 from penstock.nav.simulation.simulator import Simulator
 from penstock.nav.simulation.task import Settings
+from penstock.nav.torchrl_collector import TorchRLCollector, check_plugin, make_plugin
 
 SMALL = Settings(
     num_envs=8, num_obstacles=60, dynamic_obstacles=16, episode_seconds=1.0, drone="fast"
@@ -131,13 +131,13 @@ def policy():
     return Policy("fast", seed=1)
 
 
+def own(facts):
+    """The environment's statistics of a batch."""
+    return {name[6:]: value for name, value in facts.items() if name.startswith("stats/")}
+
+
 def take(collector, count):
-    batches = []
-    for batch in collector:
-        batches.append(batch)
-        if len(batches) == count:
-            return batches
-    raise AssertionError("it ended")
+    return [collector.collect() for _ in range(count)]
 
 
 # ---------------------------------------------------------------------- the built-in simulator
@@ -149,8 +149,9 @@ def test_it_trains(action):
     ppo = PPO(policy, PPOSettings.preset("fast", minibatches=4))
     order = torch.Generator().manual_seed(0)
     before = [parameter.detach().clone() for parameter in policy.encoder.trunk.parameters()]
-    with PluginCollector(NavigationEnv(SMALL, action=action), policy, steps=8) as collector:
-        for number, batch in enumerate(collector):
+    with TorchRLCollector(NavigationEnv(SMALL, action=action), policy, steps=8) as collector:
+        for _ in range(3):
+            batch = collector.collect()
             # The weights are those of the learner, after each update as well.
             flat = {name: value.flatten(0, 1) for name, value in batch.obs.items()}
             alpha, beta, value = policy(flat)
@@ -161,14 +162,12 @@ def test_it_trains(action):
             )
             stats = ppo.update(batch, order)
             assert all(map(math.isfinite, stats.values()))
-            if number == 2:
-                break
     after = list(policy.encoder.trunk.parameters())
     assert all(not torch.equal(old, new) for old, new in zip(before, after, strict=True))
 
 
 def test_it_is_the_simulator_flown_by_hand(policy):
-    with PluginCollector(NavigationEnv(SMALL), policy, steps=7, seed=3) as collector:
+    with TorchRLCollector(NavigationEnv(SMALL), policy, steps=7, seed=3) as collector:
         batches = take(collector, 3)
     with Simulator(SMALL, seed=3) as simulator:
         seen = simulator.reset()
@@ -197,26 +196,21 @@ def test_the_same_seed_gives_the_same_bits_and_the_global_generator_is_left_alon
     runs = []
     state = torch.get_rng_state()
     for seed in (5, 5, 6):
-        with PluginCollector(NavigationEnv(SMALL), policy, steps=5, seed=seed) as collector:
+        with TorchRLCollector(NavigationEnv(SMALL), policy, steps=5, seed=seed) as collector:
             runs.append(take(collector, 2)[-1])
-    with PluginCollector(NavigationEnv(SMALL), policy, steps=5, seed=0) as collector:
-        collector.start(seed=5)
-        runs.append(take(collector, 2)[-1])
     assert torch.equal(torch.get_rng_state(), state)
     assert torch.equal(runs[0].action, runs[1].action)
     assert torch.equal(runs[0].obs["lidar"], runs[1].obs["lidar"])
-    assert torch.equal(runs[0].action, runs[3].action)
     assert not torch.equal(runs[0].action, runs[2].action)
     assert not torch.equal(runs[0].obs["state"], runs[2].obs["state"])
 
 
 def test_statistics_of_the_episodes_that_ended(policy):
-    with PluginCollector(NavigationEnv(SMALL), policy, steps=25) as collector:
-        assert collector.episodes() == {}
+    with TorchRLCollector(NavigationEnv(SMALL), policy, steps=25) as collector:
         (batch,) = take(collector, 1)
         ended = batch.terminated | batch.truncated
-        stats = collector.episodes()
-        assert collector.episodes() == {}
+        stats = own(batch.facts)
+    assert batch.facts["train/success"] == stats["reach_goal"]
     assert set(stats) == {"episodes", "reach_goal", "collision", "return", "episode_len"}
     assert stats["episodes"] == ended.sum() >= 8
     assert 1 <= stats["episode_len"] <= 10
@@ -231,7 +225,7 @@ def test_statistics_of_the_episodes_that_ended(policy):
 @pytest.mark.parametrize("action", ["action", "action_normalized"])
 def test_an_extra_axis_of_agents(policy, axis, action):
     env = UpstreamLike(axis=axis, action=action, reward=("agents", "reward"))
-    with PluginCollector(env, policy, steps=6) as collector:
+    with TorchRLCollector(env, policy, steps=6) as collector:
         (batch,) = take(collector, 1)
         flown = torch.stack(env.flown[-6:])
     assert env.is_closed
@@ -262,9 +256,9 @@ def test_an_extra_axis_of_agents(policy, axis, action):
 @pytest.mark.parametrize("flags", [("done", "terminated", "truncated"), ("done", "terminated")])
 def test_truncation_is_bootstrapped_and_termination_is_not(policy, flags):
     # Environments 0 and 2 are cut off after 2 and 4 steps, 1 and 3 end after 3 and 5.
-    with PluginCollector(UpstreamLike(flags=flags), policy, steps=7) as collector:
+    with TorchRLCollector(UpstreamLike(flags=flags), policy, steps=7) as collector:
         first, second = take(collector, 2)
-        stats = collector.episodes()
+        stats = own(first.facts), own(second.facts)
     steps = torch.arange(1, 15)
     for number in range(4):
         ended = steps % (number + 2) == 0
@@ -311,13 +305,15 @@ def test_truncation_is_bootstrapped_and_termination_is_not(policy, flags):
             error = at + 1 + 0.9 * after - worth(number, at)
             carried = error + (0.0 if ended else 0.9 * 0.8 * carried)
             assert float(advantage[step, number]) == pytest.approx(carried, abs=1e-4)
-    assert stats["episodes"] == 7 + 4 + 3 + 2
-    assert stats["episode_len"] == pytest.approx((7 * 2 + 4 * 3 + 3 * 4 + 2 * 5) / 16)
-    assert set(stats) == {"episodes", "return", "episode_len"}
+    counts = [each["episodes"] for each in stats]
+    assert sum(counts) == 7 + 4 + 3 + 2
+    total = sum(each["episode_len"] * count for each, count in zip(stats, counts, strict=True))
+    assert total == pytest.approx(7 * 2 + 4 * 3 + 3 * 4 + 2 * 5)
+    assert all(set(each) == {"episodes", "return", "episode_len"} for each in stats)
 
 
 def test_a_batch_is_not_overwritten(policy):
-    with PluginCollector(UpstreamLike(count=1), policy, steps=1) as collector:
+    with TorchRLCollector(UpstreamLike(count=1), policy, steps=1) as collector:
         first, second = take(collector, 2)
     assert first.reward.tolist() == [[1.0]]
     assert second.reward.tolist() == [[2.0]]
@@ -327,10 +323,10 @@ def test_a_batch_is_not_overwritten(policy):
 
 def test_without_statistics_and_with_a_plain_reward(policy):
     env = UpstreamLike(stats=False, reward="reward", axis=False)
-    with PluginCollector(env, policy, steps=4) as collector:
+    with TorchRLCollector(env, policy, steps=4) as collector:
         (batch,) = take(collector, 1)
         assert batch.reward[:, 3].tolist() == [1, 2, 3, 4]
-        assert collector.episodes() == {"episodes": 4.0}
+        assert own(batch.facts) == {"episodes": 4.0}
 
 
 def test_several_environments_in_one(policy):
@@ -358,7 +354,7 @@ def test_several_environments_in_one(policy):
 
     with pytest.raises(UsageError, match=r"plug-in Single has batch_size \[\]; give a batch"):
         check_plugin(Single())
-    with PluginCollector(SerialEnv(2, Single), policy, steps=3) as collector:
+    with TorchRLCollector(SerialEnv(2, Single), policy, steps=3) as collector:
         (batch,) = take(collector, 1)
     assert batch.reward.tolist() == [[1, 1]] * 3
 
@@ -402,7 +398,7 @@ def test_several_environments_in_one(policy):
 def test_a_bad_environment_is_refused_before_anything_starts(policy, make, message):
     env = make()
     with pytest.raises(UsageError, match=message) as caught:
-        PluginCollector(env, policy, steps=4)
+        TorchRLCollector(env, policy, steps=4)
     assert "\n" not in str(caught.value)
     assert not getattr(env, "flown", [])
     assert not hasattr(env, "seeded")
@@ -421,19 +417,18 @@ def test_flags_inside_the_agents_are_refused():
     [
         ({"steps": 0}, "steps is 0; give a whole number, at least 1"),
         ({"steps": 4, "action_limit": math.nan}, "action_limit is nan; give a number above 0"),
-        ({"steps": 4, "device": "meta"}, "device is meta, the policy is on cpu; move it there"),
     ],
 )
 def test_bad_arguments(policy, options, message):
     with pytest.raises(UsageError, match=message):
-        PluginCollector(UpstreamLike(), policy, **options)
+        TorchRLCollector(UpstreamLike(), policy, **options)
 
 
 def test_an_observation_that_is_not_finite_is_named(policy):
     env = UpstreamLike(bad=3)
     with (
         pytest.raises(DataError, match=r"observation lidar of the plug-in holds 144 values"),
-        PluginCollector(env, policy, steps=8) as collector,
+        TorchRLCollector(env, policy, steps=8) as collector,
     ):
         take(collector, 1)
     assert env.is_closed
@@ -447,40 +442,36 @@ def test_what_the_environment_raises_comes_through_and_it_is_closed(policy):
     env = Broken()
     with (
         pytest.raises(OSError, match="the simulator is gone"),
-        PluginCollector(env, policy, steps=8) as collector,
+        TorchRLCollector(env, policy, steps=8) as collector,
     ):
         take(collector, 1)
     assert env.is_closed
 
 
-def test_closed_and_started_twice(policy):
+def test_closed_twice(policy):
     env = UpstreamLike()
-    collector = PluginCollector(env, policy, steps=2)
-    collector.start()
-    with pytest.raises(UsageError, match="was started before"):
-        collector.start()
-    take(collector, 1)
-    take(collector, 1)  # a second loop goes on
+    collector = TorchRLCollector(env, policy, steps=2)
+    take(collector, 2)
     assert int(env.steps[3]) == 4
     collector.close()
     collector.close()
     assert env.is_closed
     with pytest.raises(SaverClosed, match="was closed; make a new one"):
         take(collector, 1)
-    unused = PluginCollector(UpstreamLike(), policy, steps=2)
+    unused = TorchRLCollector(UpstreamLike(), policy, steps=2)
     unused.close()
     assert unused.env.is_closed
     with pytest.raises(SaverClosed):
-        unused.start()
+        unused.collect()
 
 
 def test_the_old_name_of_the_collector(policy, monkeypatch):
-    with PluginCollector(UpstreamLike(), policy, steps=2) as collector:
+    with TorchRLCollector(UpstreamLike(), policy, steps=2) as collector:
         take(collector, 1)  # so that the module is there
     collectors = sys.modules["torchrl.collectors"]
     monkeypatch.setattr(collectors, "SyncDataCollector", collectors.Collector, raising=False)
     monkeypatch.delattr(collectors, "Collector")
-    with PluginCollector(UpstreamLike(), policy, steps=2) as collector:
+    with TorchRLCollector(UpstreamLike(), policy, steps=2) as collector:
         assert take(collector, 1)[0].reward.shape == (2, 4)
 
 

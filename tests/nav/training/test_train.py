@@ -334,6 +334,16 @@ def test_no_process_flies_the_random_numbers_of_another_seed():
         group = Group()
         group.rank = rank
         trainer = Trainer(load_config([*words, f"seed={seed}"]), group, Stop())
-        states.append(bytes(trainer.source.state_dict()[0]["generator"].numpy()))
-        trainer.source.close()
+        states.append(bytes(trainer.collector.state_dict()[0]["generator"].numpy()))
+        trainer.collector.close()
     assert len(set(states)) == 3
+
+
+def test_a_disturbed_run_goes_on_bit_for_bit(tmp_path):
+    noise = ["sim.noise.range_m=0.05", "sim.noise.missed=0.2", "sim.noise.drift_m=0.1"]
+    words = [*SMALL, *noise, "sim.latency=1", "sim.wind=0.5", "sim.mass=0.1", "sim.curriculum=0.5"]
+    start([*words, "run_dir=whole"])
+    start([*words, "run_dir=parts", "max_iterations=3"])
+    start(["resume=parts", "max_iterations=null"])
+    whole, parts = load_checkpoint("whole/checkpoints"), load_checkpoint("parts/checkpoints")
+    assert differences(whole, parts) == []

@@ -16,7 +16,7 @@ from penstock.nav.evaluation.crossing import FIRST_WORLD, Flights, Pilot, fly, s
 from penstock.nav.evaluation.pilot import Navigator, run_folder
 from penstock.nav.evaluation.table import summarise
 from penstock.nav.shield import Shield
-from penstock.nav.simulation.task import CROSSING_M, EDGE_M, Settings
+from penstock.nav.simulation.task import CROSSING_M, EDGE_M, STRESS, Disturbances, Settings
 from penstock.ui.progress import Mode, Progress
 
 RESERVED = 500_000  # map seeds from here on are for training, and for choosing checkpoints
@@ -33,6 +33,7 @@ def evaluate(
     drones: int = 256,
     first_world: int = FIRST_WORLD,
     shield: bool = True,
+    stress: bool = False,
     margins: tuple[float, float] | None = None,
     drone: str | None = None,
     changes: Mapping[str, Any] | None = None,
@@ -51,6 +52,7 @@ def evaluate(
         drones: In each world.
         first_world: Map seed of the first; the others follow.
         shield: Whether to fly with the shield, too.
+        stress: Also fly the policy under each of `STRESS`: noise, latency, wind and mass.
         margins: Of the shield, see `Shield`.
         drone: Another drone than the run's: "hummingbird" or "fast".
         changes: Other settings than the run's, by the names of `Settings`.
@@ -61,7 +63,8 @@ def evaluate(
         progress: As for `Progress`.
 
     Returns:
-        What is in evaluation.json: "results" by pilot as `summarise` says them, and what was flown.
+        What is in evaluation.json: "results" by pilot as `summarise` says them, "stress" by
+        disturbance and pilot (None without), and what was flown.
 
     Raises:
         UsageError: There is no such run, a value is wrong, or the run has trained on these worlds.
@@ -80,7 +83,8 @@ def evaluate(
     chosen = dict(changes or {})
     if drone is not None:
         chosen["drone"] = drone
-    settings = navigator.settings.with_(**chosen)
+    # Undisturbed, even if it was trained under disturbances: those are flown for the stress table.
+    settings = navigator.settings.with_(**{"disturbances": Disturbances(), **chosen})
     Shield.for_task(settings, margins)  # a wrong margin is said before anything is flown
     folder = Path(out) if out is not None else _beside(path)
     _make(folder)
@@ -90,22 +94,38 @@ def evaluate(
         pilots.append((name, pilot, False))
         if shield:
             pilots.append((f"{name} + shield", pilot, True))
+    harder = {name: kind for name, kind in STRESS.items() if stress and kind.any}
     results: dict[str, Any] = {}
-    total = len(pilots) * worlds * settings.episode_steps
+    under: dict[str, Any] | None = {name: {} for name in STRESS} if stress else None
+    own = [each for each in pilots if each[1] is navigator.pilot]
+    total = (len(pilots) + len(harder) * len(own)) * worlds * settings.episode_steps
     with Progress(total, "evaluate", "steps", progress) as bar:
-        for name, pilot, shielded in pilots:
-            bar.note(name)
-            flights = fly(
+
+        def flown(pilot: Pilot, shielded: bool, task: Settings, keep: bool) -> Flights:
+            return fly(
                 pilot,
-                settings,
+                task,
                 seeds,
                 drones,
-                shield=Shield.for_task(settings, margins) if shielded else None,
-                record=(record or rerun is not None) and name == pilots[-1][0],
+                shield=Shield.for_task(task, margins) if shielded else None,
+                record=keep,
                 threads=threads or min(2, os.cpu_count() or 1),
                 progress=bar,
             )
+
+        for name, pilot, shielded in pilots:
+            bar.note(name)
+            keep = (record or rerun is not None) and name == pilots[-1][0]
+            flights = flown(pilot, shielded, settings, keep)
             results[name] = summarise(flights)
+            if under is not None and pilot is navigator.pilot:
+                under["none"][name] = results[name]
+        for kind, disturbances in harder.items():
+            for each, pilot, shielded in own:
+                bar.note(f"{each}, {kind}")
+                task = settings.with_(disturbances=disturbances)
+                assert under is not None
+                under[kind][each] = summarise(flown(pilot, shielded, task, keep=False))
     files = {"result": str(folder / RESULT)}
     drawn = _drawn(flights, settings, name, results[name]) if record else None
     if drawn is not None:
@@ -123,6 +143,7 @@ def evaluate(
         "drones": drones,
         "margins": None if margins is None else list(margins),
         "results": results,
+        "stress": under,
         "files": files,
     }
     page.build(result, drawn, run_folder(path) / "metrics.jsonl").write(folder / PAGE)

@@ -37,6 +37,9 @@ def build(result: Mapping[str, Any], picture: bytes | None, metrics: Path) -> Re
     )
     report.table(*table.cells(results))
     report.text(*table.footnotes(results))
+    if result["stress"] is not None:
+        report.heading("Under disturbances")
+        report.table(*table.stress_cells(result["stress"]))
     curves = learning_curves(metrics)
     if curves:
         report.heading("Learning")

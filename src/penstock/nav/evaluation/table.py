@@ -135,6 +135,28 @@ def text(results: Mapping[str, Mapping[str, Any]]) -> str:
     return f"{text_table(*cells(results))}\n\n{notes}"
 
 
+def stress_cells(stress: Mapping[str, Mapping[str, Any]]) -> tuple[list[str], list[list[str]]]:
+    """Return the columns and rows of the table of disturbances.
+
+    Args:
+        stress: What `summarise` returned, by disturbance and pilot; "none" is one of them.
+    """
+    pilots = list(stress["none"])
+    rows = []
+    for kind, results in stress.items():
+        row = [kind]
+        for pilot in pilots:
+            rate, calm = (each[pilot]["rates"]["success"] for each in (results, stress["none"]))
+            row.append(_percent(rate))
+            points = 100 * (rate["mean"] - calm["mean"])
+            row.append("" if kind == "none" else f"{points:+.1f}")
+        rows.append(row)
+    columns = ["success under, %"]
+    for pilot in pilots:
+        columns += [pilot, "points"]
+    return columns, rows
+
+
 def footnotes(results: Mapping[str, Mapping[str, Any]]) -> list[str]:
     """Say what was flown, and what the columns mean."""
     worlds = next(iter(results.values()))["worlds"]
