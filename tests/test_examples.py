@@ -18,7 +18,7 @@ import pytest
 
 FOLDER = Path(__file__).parent.parent / "examples"
 EXAMPLES = sorted(FOLDER.glob("*.py"))
-MAX_LINES = {"dqn_pixels": 140, "ros2_navigator": 240}  # else 40
+MAX_LINES = {"dqn_pixels": 140, "ros2_navigator": 240, "sac_navigation": 170}  # else 40
 NEED_ROS = {"ros2_navigator"}  # its messages are tested in tests/nav/test_ros2_navigator.py
 NEWS = {  # words that a good run prints; each holds a figure of that run
     "advise": "ratio",
@@ -31,11 +31,15 @@ NEWS = {  # words that a good run prints; each holds a figure of that run
     "replay_buffer": "4000 pictures: 28.2 MB",
     "rollouts": "times smaller",
     "rollouts_to_lerobot_to_replay": "equal",
+    "sac_navigation": "cross, buffer",
     "save_checkpoints": "6 saved",
     "torchrl_replay": "6400 frames",
     "train_navigation": "4 iterations",
 }
-ARGUMENTS = {"dqn_pixels": ["--iterations", "40"]}
+ARGUMENTS = {
+    "dqn_pixels": ["--iterations", "40"],
+    "sac_navigation": ["--steps", "22", "--drones", "2"],
+}
 AGAIN = {"convert_bag": "1 episode(s)", "save_checkpoints": "after step 60"}
 WARM = """
 import json, os, runpy, sys
