@@ -7,6 +7,7 @@ numpy and onnxruntime.
 from __future__ import annotations
 
 import json
+import math
 import os
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -73,6 +74,8 @@ class Navigator:
         self.path = path
         self.metadata = dict(metadata or {})
         self._decide = decide
+        self._shapes = settings.shapes()
+        self._plain = {name: _plain(shape) for name, shape in self._shapes.items()}
 
     @classmethod
     def load(
@@ -149,17 +152,19 @@ class Navigator:
             UsageError: As for `action`.
         """
         wanted = self._wanted(obs, height)
-        way = self._checked(obs, "direction").reshape(len(wanted), 3)[:, :2]
-        length = np.linalg.norm(way, axis=1, keepdims=True)
-        # Straight up or down: the simulator takes x for ahead then.
-        ahead: Floats = np.where(length < 1e-6, [1.0, 0.0], way / np.maximum(length, 1e-6))
-        x, y = ahead[:, 0], ahead[:, 1]
-        turned = (
-            x * wanted[:, 0] - y * wanted[:, 1],
-            y * wanted[:, 0] + x * wanted[:, 1],
-            wanted[:, 2],
+        way = self._checked(obs, "direction").reshape(len(wanted), 3).astype(np.float64)
+        x, y = way[:, 0], way[:, 1]
+        length = np.hypot(x, y)
+        level = length < 1e-6  # straight up or down: the simulator takes x for ahead then
+        x, y, length = (
+            np.where(level, 1.0, x),
+            np.where(level, 0.0, y),
+            np.where(level, 1.0, length),
         )
-        return _like(obs["state"], np.stack(turned, 1))
+        turned = np.array(wanted, np.float64)
+        turned[:, 0] = (x * wanted[:, 0] - y * wanted[:, 1]) / length
+        turned[:, 1] = (y * wanted[:, 0] + x * wanted[:, 1]) / length
+        return _like(obs["state"], turned)
 
     def _wanted(self, obs: Mapping[str, Any], height: Any) -> Floats:
         if self.shield is not None and height is None:
@@ -180,18 +185,22 @@ class Navigator:
         return flown
 
     def _checked(self, obs: Mapping[str, Any], name: str) -> Floats:
-        shape = self.settings.shapes()[name]
+        shape = self._shapes[name]
         if obs.get(name) is None:
             raise UsageError(f"the observation has no {name!r}; give [n, {_words(shape)}]")
         value = _array(obs[name])
-        plain = [size for size in value.shape[1:] if size != 1]
-        if value.ndim < 2 or plain != [size for size in shape if size != 1]:
+        if value.ndim < 2 or _plain(value.shape[1:]) != self._plain[name]:
             raise UsageError(
                 f"observation {name!r} is {list(value.shape)}; give [n, {_words(shape)}]"
             )
-        if not np.isfinite(value).all():
+        if not math.isfinite(value.sum(dtype=np.float64)):  # finite only if all are
             raise UsageError(f"observation {name!r} has values that are not finite; check sensors")
         return value.reshape(len(value), *shape)
+
+
+def _plain(shape: tuple[int, ...]) -> list[int]:
+    """Return a shape without axes of length 1."""
+    return [size for size in shape if size != 1]
 
 
 def _words(shape: tuple[int, ...]) -> str:
