@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -28,34 +27,19 @@ BEST = "best.pt"
 class Navigator(PolicyNavigator):
     """A policy straight from its checkpoint, on torch; otherwise as `penstock.nav.Navigator`.
 
-    Args:
-        policy: What decides.
-        settings: What it was trained with: speed limit, lidar.
-        shield: What filters; None for nothing.
-        path: The checkpoint that it came from, if any.
-        metadata: Of that checkpoint.
-
     Example:
         navigator = Navigator.load("runs/x")
         velocity = navigator.velocity(obs, height)  # [n, 3], m/s, world frame
-        navigator.interventions
     """
 
-    def __init__(
-        self,
-        policy: Policy,
-        settings: Settings,
-        shield: Shield | None = None,
-        path: Path | None = None,
-        metadata: Mapping[str, Any] | None = None,
-    ) -> None:
+    def __init__(self, policy: Policy, settings: Settings, *rest: Any) -> None:
         self.policy = policy.eval()
         self.pilot: Pilot = deterministic_pilot(policy)
 
         def decide(seen: dict[str, Any]) -> Any:
             return self.pilot({name: torch.from_numpy(seen[name]) for name in seen}).numpy()
 
-        super().__init__(decide, settings, shield, path, metadata)
+        super().__init__(decide, settings, *rest)
 
     @classmethod
     def load(  # type: ignore[override]
