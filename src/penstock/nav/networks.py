@@ -28,6 +28,7 @@ EDGE = 1e-6  # samples keep this distance from 0 and 1, where densities end
 LIDAR_RANGE_M = 4.0
 BEAMS = (36, 4)
 _LIDAR = BEAMS[0] * BEAMS[1]
+_ROUND = 1024  # obstacles that are encoded at once are a multiple of this
 _DESCRIBED = 11  # numbers that `describe_obstacles` gives of each
 _FORWARD_BIAS = 1.0  # an untrained policy that drifts to its goal finds the first rewards sooner
 
@@ -165,7 +166,9 @@ class FastEncoder(nn.Module):
             most: Tensor = _MaxPool.apply(each)  # type: ignore[no-untyped-call]
         else:  # exporters know it by this name
             most = each.amax(1)
-        parts = (F.leaky_relu(self.lidar(lidar)), state, F.leaky_relu(most), each.mean(1))
+        # Contiguous: a product of bfloat16 with rows of odd length takes three times as long.
+        seen_by = F.leaky_relu(self.lidar(lidar.contiguous()))
+        parts = (seen_by, state, F.leaky_relu(most), each.mean(1))
         features: Tensor = self.trunk(torch.cat(parts, -1))
         return features
 
@@ -175,7 +178,9 @@ class FastEncoder(nn.Module):
             every: Tensor = self.obstacle(obstacles) * seen
             return every
         there = seen[:, 0].nonzero()[:, 0]
-        found: Tensor = self.obstacle(obstacles[there])
+        # Of few different lengths: for each one the matrix library compiles its products anew.
+        more = min(-len(there) % _ROUND, len(obstacles) - len(there))
+        found: Tensor = self.obstacle(obstacles[F.pad(there, (0, more))])[: len(there)]
         return found.new_zeros(len(obstacles), found.shape[1]).index_copy(0, there, found)
 
 
