@@ -295,7 +295,7 @@ def test_a_run_stopped_before_its_first_checkpoint_starts_again(tmp_path):
 
 
 def test_minutes_end_a_training_and_its_schedules(tmp_path):
-    start([*SMALL, "run_dir=x", "max_minutes=0.03"])
+    start([*SMALL, "run_dir=x", "max_minutes=0.1"])
     rows = [json.loads(line) for line in (tmp_path / "x/metrics.jsonl").read_text().splitlines()]
     assert len(rows) > 8  # max_frame_num does not count then
     assert rows[-1]["train/lr"] < 0.5 * rows[0]["train/lr"]
