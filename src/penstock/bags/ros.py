@@ -95,6 +95,8 @@ class RosLayout(Layout):
     def __init__(self, topic: Topic, limits: Limits) -> None:
         super().__init__()
         self._cdr = topic.encoding == "cdr"
+        if not topic.type:
+            raise DataError("the recording does not say of which type its messages are")
         self.root = load_type(topic.type, str(topic.definition), topic.encoding, limits)
         self._skips: dict[int, tuple[Skip, int]] = {}
 
