@@ -150,7 +150,7 @@ def test_keys_mark_and_it_is_saved_at_once(made: Path, browser: Browser, tmp_pat
         browser.run("document.getElementById('new-task').value = 'fold <b>it</b>'")
         browser.run("document.getElementById('relabel').close('ok')")
         browser.until(lambda: read_marks(marks).relabel.get(1) == "fold <b>it</b>", 10, "a task")
-        assert browser.run("document.getElementById('task').textContent") == "fold <b>it</b>"
+        browser.wait("document.getElementById('task').textContent === 'fold <b>it</b>'")
         browser.key("k")
         browser.until(lambda: not read_marks(marks).relabel, 10, "keeping")
 
