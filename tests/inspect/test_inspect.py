@@ -69,7 +69,7 @@ def test_describe_a_folder_marks_latest(run):
     assert facts["latest"] == "2.pt"
     assert [item["latest"] for item in facts["checkpoints"]] == [True, False, False]
     text = inspect.text(facts)
-    assert "* 2.pt" in text
+    assert "*  2.pt" in text
     assert "DAMAGED" in text
 
 

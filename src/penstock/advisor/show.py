@@ -9,7 +9,7 @@ from penstock.advisor.decide import LEAST_RATIO, MEANING, Decision, codec_of, to
 from penstock.advisor.measure import COMPARED
 from penstock.advisor.model import CodecMeasure, KeyMeasure, Limits, Measurements
 from penstock.core.memory import format_bytes
-from penstock.ui.report import text_table
+from penstock.ui.report import text_table, wrapped
 
 _ROWS = 10
 _LONG = 400
@@ -210,16 +210,16 @@ def text(
     if decision.verdict != "A":
         verdict += f", {times(decision.ratio)} smaller"
     data = f"{measurements.kind} {measurements.where}".strip()
-    lines = [f"{verdict}   ({data}, {format_bytes(decision.raw_bytes)} raw)"]
-    lines += [f"  - {line}" for line in why(measurements, limits, decision)]
+    lines = [wrapped(f"{verdict}   ({data}, {format_bytes(decision.raw_bytes)} raw)")]
+    lines += [wrapped(f"  - {line}", "    ") for line in why(measurements, limits, decision)]
     lines += ["", _table(measurements, decision), ""]
-    lines += _compared(measurements)
     machine = measurements.machine
-    lines.append(
+    speeds = (
         f"machine: {machine.cores} cores, memory copies {speed(machine.copy_bytes_s)}, disk writes "
         f"{speed(machine.write_bytes_s)}, reads {speed(machine.read_bytes_s)}"
     )
-    lines += [f"note: {line}" for line in notes(measurements)]
+    told = [*_compared(measurements), speeds, *(f"note: {n}" for n in notes(measurements))]
+    lines += [wrapped(line, "  ") for line in told]
     lines += ["", "type:"]
     lines += [f"  {_short(line)}" for line in settings]
     return "\n".join(lines)
@@ -238,8 +238,8 @@ def _table(measurements: Measurements, decision: Decision) -> str:
             for key in rest
         )
         ratio = times(size / coded) if coded else "-"
-        rows.append((f"{len(rest)} more", format_bytes(size), "", ratio, "-", "-", "-", ""))
-    columns = ("key", "raw", "codec", "ratio", "bound", "compress", "restore", "")
+        rows.append((f"{len(rest)} more", format_bytes(size), "", ratio, "-", "-", ""))
+    columns = ("key", "raw", "codec", "ratio", "bound", "MB/s in, out", "")
     return text_table(columns, rows)
 
 
@@ -247,20 +247,25 @@ def _row(key: KeyMeasure, decision: Decision) -> tuple[str, ...]:
     codec = chosen(key, decision)
     size = key.memory_bytes if decision.verdict == "C" else key.raw_bytes
     if codec is None:
-        cells: tuple[str, ...] = ("as it is", "-", times(key.bound), "-", "-")
+        cells: tuple[str, ...] = ("as it is", "-", times(key.bound), "-")
     else:
         plain = codec.name == "raw"
         cells = (
             codec.name,
             times(codec.ratio),
             times(key.bound),
-            "-" if plain else speed(codec.encode_bytes_s),
-            "-" if plain else speed(codec.decode_bytes_s),
+            "-"
+            if plain
+            else f"{codec.encode_bytes_s / 1e6:,.0f}, {codec.decode_bytes_s / 1e6:,.0f}",
         )
     differs = key.delta is not None and decision.delta_every
     note = "repeats" if beats_bound(key, codec) and not differs else ""
     note = note if decision.verdict == "C" else key.note or note
     return (key.name, format_bytes(size), *cells, note)
+
+
+def _mega(bytes_s: float) -> str:
+    return f"{bytes_s / 1e6:,.0f}"
 
 
 def beats_bound(key: KeyMeasure, codec: CodecMeasure | None) -> bool:

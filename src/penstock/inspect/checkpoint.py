@@ -240,17 +240,18 @@ def folder_table(facts: Facts) -> tuple[tuple[str, ...], list[tuple[str, ...]]]:
     """Return the columns and rows that list the checkpoints of a folder, the latest marked."""
     rows: list[tuple[str, ...]] = [
         (
-            f"{'* ' if item['latest'] else '  '}{item['name']}",
+            "*" if item["latest"] else " ",
+            item["name"],
             format_bytes(item["size_bytes"]),
             f"{item['ratio']:.2f}" if "ratio" in item else "-",
             "DAMAGED, run doctor" if "damaged" in item else _stored_as(item),
             _or_dash(item.get("sequence")),
             _figure(item.get("metric")),
-            _or_dash(item.get("saved_at")),
+            _or_dash(item.get("saved_at"))[:16],  # to the minute
         )
         for item in facts["checkpoints"]
     ]
-    return ("  name", "size", "ratio", "stored as", "sequence", "metric", "saved at"), rows
+    return (" ", "name", "size", "ratio", "stored as", "seq", "metric", "saved at"), rows
 
 
 def folder_text(facts: Facts) -> str:

@@ -183,6 +183,14 @@ def command_lines(words: Iterable[str], width: int = 62) -> str:
     return f" \\\n{' ' * _LABEL}".join(lines)
 
 
+def wrapped(text: str, indent: str = "") -> str:
+    """Wrap a line of prose to the terminal, further lines indented."""
+    width = terminal_width()
+    if width is None or len(text) <= width:
+        return text
+    return textwrap.fill(text, width, **{**_HANGING, "subsequent_indent": indent})
+
+
 def text_table(columns: Sequence[str], rows: Sequence[Sequence[Any]]) -> str:
     """Lay out a table for the terminal: aligned columns, numbers on the right.
 
