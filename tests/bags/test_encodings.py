@@ -205,12 +205,12 @@ def test_the_schemas_of_foxglove() -> None:
 
 
 def test_info_tells_the_encodings() -> None:
-    from penstock.inspect.recording import describe, describe_text
+    from penstock.inspect import recording
 
-    facts = describe(FOXGLOVE)
+    facts = recording.describe(FOXGLOVE)
     assert facts["kind"] == "MCAP file (json, protobuf)"
     assert {topic["encoding"] for topic in facts["topics"]} == {"json", "protobuf"}
-    text = describe_text(facts)
+    text = recording.text(facts)
     assert "ROS" not in text and "foxglove.JointStates (protobuf)" in text
 
 
