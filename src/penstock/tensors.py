@@ -42,10 +42,6 @@ def tensor_bytes(tensor: torch.Tensor) -> int:
 
 def check_storable(path: str, tensor: torch.Tensor) -> None:
     """Refuse, by its path, a tensor whose bytes alone do not say what it is."""
-    plain = type(tensor) in PLAIN_CLASSES and tensor.layout is torch.strided
-    plain = plain and not tensor.is_nested
-    if plain and tensor.dtype in DTYPE_NAMES and not tensor.is_meta:
-        return
     if type(tensor) not in PLAIN_CLASSES:
         problem = f"a {type(tensor).__module__}.{type(tensor).__qualname__}"
     elif tensor.is_nested:
@@ -54,21 +50,23 @@ def check_storable(path: str, tensor: torch.Tensor) -> None:
         problem = f"a {tensor.layout} tensor"
     elif tensor.dtype not in DTYPE_NAMES:
         problem = f"a tensor of {tensor.dtype}"
-    else:
+    elif tensor.is_meta:
         problem = "a tensor without data (device meta)"
+    else:
+        return
     raise UnsupportedValue(f"{path} is {problem}, which cannot be stored; convert it first")
 
 
 def flat_words(tensor: torch.Tensor) -> NDArray[Any]:
     """View a contiguous CPU tensor as a flat numpy array of its pack words."""
+    name = DTYPE_NAMES[tensor.dtype]
+    kind = DTYPES[name].words
     if not tensor.numel():
-        return np.empty(0, DTYPES[DTYPE_NAMES[tensor.dtype]].words)
+        return np.empty(0, kind)
     flat = tensor.detach().reshape(-1)
-    if tensor.dtype is torch.bool:
-        flat = flat.view(torch.uint8)
-    elif DTYPES[DTYPE_NAMES[tensor.dtype]].words.name != DTYPE_NAMES[tensor.dtype]:
+    if kind.name != name or tensor.dtype is torch.bool:  # numpy has no such type
         flat = flat.view(torch.int16 if tensor.element_size() == 2 else torch.uint8)
-    words: NDArray[Any] = flat.numpy().view(DTYPES[DTYPE_NAMES[tensor.dtype]].words)
+    words: NDArray[Any] = flat.numpy().view(kind)
     return words
 
 

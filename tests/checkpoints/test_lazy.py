@@ -79,7 +79,7 @@ def test_everything_owned_is_lazy_and_the_rest_is_not(saver, training):
 def lazy_names(saver):
     snapshot = saver._active.snapshot
     snapshot.describe()
-    return {tensor.staged.name for tensor in snapshot.lazy}
+    return {tensor.name for tensor in snapshot.lazy}
 
 
 def test_batch_norm_statistics_change_in_forward(tmp_path, big):

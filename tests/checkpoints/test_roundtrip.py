@@ -202,7 +202,8 @@ class Custom:
         (torch.randn(3, 3).to_sparse(), ["state.deep.1", "sparse"]),
         (torch.empty(3, device="meta"), ["state.deep.1", "meta"]),
         (np.array(["text"]), ["state.deep.1", "ndarray"]),
-        (np.array([1.0], ">f8"), ["state.deep.1"]),
+        (np.array([1.0], ">f8"), ["state.deep.1", "ndarray of >f8"]),
+        (np.array(["2026-01-01"], "M8[D]"), ["state.deep.1", "datetime64[D]"]),
         (torch.nn.Linear(2, 2), ["state.deep.1", "Linear"]),
         (collections.defaultdict(int), ["state.deep.1", "defaultdict"]),
         ({torch.float32: 1}, ["state.deep.1", "dtype"]),
@@ -290,3 +291,17 @@ def test_nested_tensors_are_refused_by_name(tmp_path):
         pytest.raises(errors.UnsupportedValue, match=r"model\.parts is a nested tensor"),
     ):
         saver.save_async({"model": {"parts": nested}}, "a.pt")
+
+
+@pytest.mark.parametrize("transform", ["grad", "vmap"])
+def test_tensors_of_function_transforms_are_refused_by_name(tmp_path, transform):
+    """Inside `torch.func.grad` and `vmap` a tensor stands for others and has no memory."""
+    with AsyncCheckpointSaver(tmp_path) as saver:
+
+        def loss(weight):
+            with pytest.raises(errors.UnsupportedValue, match=r"model\.weight"):
+                saver.save_async({"model": {"weight": weight}}, "a.pt")
+            return weight.sum()
+
+        getattr(torch.func, transform)(loss)(torch.ones(3, 4))
+        assert not list(tmp_path.glob("*.pt"))

@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from penstock.errors import MissingExtra, UsageError
@@ -23,6 +23,7 @@ from penstock.ui.monitor import JsonlSink, PerformanceMonitor, TensorBoardSink, 
 seconds = st.floats(0, 1e4, allow_nan=False)
 
 
+@settings(deadline=None)
 @given(
     series=st.dictionaries(st.text(min_size=1), st.lists(seconds, min_size=1, max_size=50)),
     window=st.none() | st.integers(1, 60),

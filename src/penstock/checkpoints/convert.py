@@ -32,7 +32,8 @@ def to_torch(path: str | os.PathLike[str], out: str | os.PathLike[str]) -> Path:
     """
     content = io.BytesIO()
     torch.save(_without_numpy(load_checkpoint(path)), content)
-    return _publish(out, content.getbuffer())
+    publish_bytes(out, content.getbuffer())
+    return Path(out)
 
 
 def to_safetensors(path: str | os.PathLike[str], out: str | os.PathLike[str]) -> Path:
@@ -55,7 +56,8 @@ def to_safetensors(path: str | os.PathLike[str], out: str | os.PathLike[str]) ->
     _collect("", load_checkpoint(path), tensors, others)
     if not tensors:
         raise UsageError(f"{path} holds no tensor")
-    return _publish(out, memoryview(save(tensors, others)))
+    publish_bytes(out, save(tensors, others))
+    return Path(out)
 
 
 def _without_numpy(value: Any) -> Any:
@@ -90,12 +92,9 @@ def _collect(
         tensors[tree.free_name(path or "tensor", tensors)] = copy
     elif isinstance(value, np.ndarray):
         tensors[tree.free_name(path or "tensor", tensors)] = _tensor(value)
-    elif isinstance(value, dict) and _has_tensor(value):
-        for key, child in value.items():
+    elif isinstance(value, dict | list | tuple) and _has_tensor(value):
+        for key, child in value.items() if isinstance(value, dict) else enumerate(value):
             _collect(f"{prefix}{key}", child, tensors, others)
-    elif isinstance(value, list | tuple) and _has_tensor(value):
-        for number, child in enumerate(value):
-            _collect(f"{prefix}{number}", child, tensors, others)
     else:
         note = tree.flatten(value, lambda _, foreign: store_torch_value(foreign))
         others[tree.free_name(path, others)] = json.dumps(note)
@@ -105,8 +104,3 @@ def _has_tensor(value: Any) -> bool:
     if isinstance(value, dict | list | tuple):
         return any(map(_has_tensor, value.values() if isinstance(value, dict) else value))
     return isinstance(value, torch.Tensor | np.ndarray)
-
-
-def _publish(out: str | os.PathLike[str], content: memoryview) -> Path:
-    publish_bytes(Path(out), content)
-    return Path(out)

@@ -26,7 +26,7 @@ from penstock.core.files import (
     sync_folder,
     temporary_path,
 )
-from penstock.core.pack import Index, is_pack, read_summary
+from penstock.core.pack import is_pack, read_summary
 from penstock.errors import DataError
 
 LATEST = "latest"
@@ -51,16 +51,18 @@ class Saved:
     better: Direction
     base: str | None
     digest: str
-    in_place: bool
-    """Whether it lies under the name that it was written with."""
+
+    @property
+    def in_place(self) -> bool:
+        """Whether it lies under the name that it was written with."""
+        return self.name == self.path.name
 
 
 def read_saved(path: Path) -> Saved | None:
     """Read the header of a checkpoint; None for any other, damaged or unreadable file."""
-    try:
+    with contextlib.suppress(OSError):
         return _read_saved(path)
-    except OSError:
-        return None
+    return None
 
 
 def _read_saved(path: Path) -> Saved | None:
@@ -69,26 +71,23 @@ def _read_saved(path: Path) -> Saved | None:
         if path.is_symlink() or not path.is_file() or not is_pack(path):
             return None
         summary = read_summary(path)
-        return _saved(path, summary) if summary.kind == KIND else None
+        if summary.kind != KIND:
+            return None
+        meta: dict[str, Any] = summary.meta
+        metric = meta.get("metric")
+        return Saved(
+            path=path,
+            managed=bool(meta.get("managed")),
+            run=meta.get("run"),
+            name=meta.get("name"),
+            sequence=int(meta.get("sequence", 0)),
+            metric=float(metric) if metric is not None else None,
+            better="min" if meta.get("better") == "min" else "max",
+            base=summary.base["digest"] if summary.base else None,
+            digest=summary.digest,
+        )
     except (FileNotFoundError, PermissionError, DataError, ValueError, TypeError):
         return None
-
-
-def _saved(path: Path, summary: Index) -> Saved:
-    meta: dict[str, Any] = summary.meta
-    metric = meta.get("metric")
-    return Saved(
-        path=path,
-        managed=bool(meta.get("managed")),
-        run=meta.get("run"),
-        name=meta.get("name"),
-        sequence=int(meta.get("sequence", 0)),
-        metric=float(metric) if metric is not None else None,
-        better="min" if meta.get("better") == "min" else "max",
-        base=summary.base["digest"] if summary.base else None,
-        digest=summary.digest,
-        in_place=meta.get("name") == path.name,
-    )
 
 
 def list_saved(folder: Path) -> list[Saved]:
@@ -140,9 +139,7 @@ def candidates(folder: Path) -> Iterator[Path]:
     newest = latest(folder)
     if newest is not None:
         yield newest
-    for saved in list_saved(folder):
-        if saved.path != newest:
-            yield saved.path
+    yield from (saved.path for saved in list_saved(folder) if saved.path != newest)
 
 
 def rated(folder: Path) -> Iterator[Path]:
@@ -181,7 +178,6 @@ class RunFolder:
         self._keep_best = keep_best
         self._headers: dict[str, tuple[_Stamp, Saved | None]] = {}
         self._bases: list[str] = []  # kept under hidden names
-        self._listed = False  # in the course of this save
         self._sequence: int | None = None
         self._unsaved: set[int] = set()  # whose save failed, though its file may be there
         self._run = secrets.token_hex(8)
@@ -213,13 +209,11 @@ class RunFolder:
 
     def keep_base(self, path: Path) -> None:
         """Before `path` is written again, keep its content if other checkpoints build on it."""
-        self._listed = False
         saved = _read_saved(path)
         if saved is None:
             return
         try:
             needed = any(s.base == saved.digest and s.path != path for s in self._scan())
-            self._listed = True
         except OSError:
             needed = True  # nobody can tell
         if needed:
@@ -236,7 +230,7 @@ class RunFolder:
             if any(name.endswith(BASE_SUFFIX) for name in os.listdir(self.path)):
                 self._remove_unneeded_bases(self._scan())
             return
-        everything = self._rescan(published) if self._listed else self._scan()
+        everything = self._scan()
         own = [s for s in everything if s.managed and s.run == self._run and s.in_place]
         own.sort(key=lambda s: s.sequence, reverse=True)
         keep = {published, latest(self.path)}
@@ -276,13 +270,6 @@ class RunFolder:
                     if before is None or before[0] != stamp:
                         before = (stamp, _read_saved(self.path / name))
                     self._headers[name] = before
-        return [saved for _, saved in self._headers.values() if saved is not None]
-
-    def _rescan(self, published: Path) -> list[Saved]:
-        """Return all checkpoints as listed a moment ago, before the last one was published."""
-        status = published.stat()
-        stamp = (status.st_ino, status.st_mtime_ns, status.st_size)
-        self._headers[published.name] = (stamp, _read_saved(published))
         return [saved for _, saved in self._headers.values() if saved is not None]
 
     def _remove_unneeded_bases(self, staying: list[Saved]) -> None:

@@ -28,14 +28,7 @@ from typing import Any, Literal
 
 import torch
 
-from penstock.checkpoints.snapshot import (
-    CHUNK_BYTES,
-    Chunk,
-    LazyTensor,
-    Snapshot,
-    chunks,
-    memmove,
-)
+from penstock.checkpoints.snapshot import Snapshot, StagedTensor, chunks, memmove
 from penstock.tensors import PLAIN_CLASSES
 
 SETTLE_AFTER_S = 1.0
@@ -84,7 +77,7 @@ class LazyCapture:
     def __init__(self, snapshot: Snapshot, base_address: int) -> None:
         self.snapshot = snapshot
         self.verdict: Literal["verified", "torn"] | None = None
-        self.torn: list[LazyTensor] = []
+        self.torn: list[StagedTensor] = []
         self._base_address = base_address
         self._tensors = snapshot.lazy
         self._begun_s = time.monotonic()
@@ -92,18 +85,9 @@ class LazyCapture:
         self._sampled = self._choose()
         self._samples = [self._sample(tensor) for tensor in self._sampled]
         self._versions = [tensor.live._version for tensor in self._tensors]
-        self._lost: list[LazyTensor] = []
+        self._lost: list[StagedTensor] = []
         self._lock = threading.Lock()
-        # Small tensors are one piece each, and cut in no further ones: the training waits here.
-        self._pieces: list[tuple[LazyTensor, Chunk]] = []
-        for tensor in self._tensors:
-            staged = tensor.staged
-            whole = (base_address + staged.offset, staged.address, staged.nbytes)
-            if staged.nbytes <= CHUNK_BYTES:
-                self._pieces.append((tensor, whole))
-            else:
-                self._pieces += [(tensor, chunk) for chunk in chunks(*whole)]
-        self._todo = deque(self._pieces)
+        self._todo = deque(self._tensors)
         self._busy: set[int] = set()  # the threads that copy
 
     @property
@@ -116,24 +100,26 @@ class LazyCapture:
         self._busy.add(threading.get_ident())
         with suppress(IndexError):
             while True:
-                self._copy(*self._todo.popleft())
+                self._copy(self._todo.popleft())
         self._busy.discard(threading.get_ident())
 
     def finish(self) -> None:
-        """Copy what is left, and wait for the other thread's last chunk."""
+        """Copy what is left, and wait for the other thread's last tensor."""
         me = threading.get_ident()
         if me in self._busy:  # in a signal handler that interrupted it, and cannot wait for it
-            for piece in self._pieces:
-                self._copy(*piece)
+            for tensor in self._tensors:
+                self._copy(tensor)
         self.help()
         while self._todo or self._busy - {me}:
             time.sleep(0)
 
-    def _copy(self, tensor: LazyTensor, chunk: Chunk) -> None:
-        if tensor.has_memory():  # nothing is read from an address without a live size
+    def _copy(self, tensor: StagedTensor) -> None:
+        to = self._base_address + tensor.offset
+        for chunk in chunks(to, tensor.address, tensor.nbytes):
+            if not tensor.lies_in(tensor.storage):  # nothing is read without a live size
+                self._lost.append(tensor)
+                return
             memmove(*chunk)
-        else:
-            self._lost.append(tensor)
 
     def barrier(self) -> None:
         """Copy what is left, then verify; on the training thread, before it changes the tensors."""
@@ -155,21 +141,21 @@ class LazyCapture:
     def problem(self) -> str:
         """Say which tensors were changed under the copy."""
         self.snapshot.describe()  # gives the tensors their names
-        names = [tensor.staged.name for tensor in self.torn]
+        names = [tensor.name for tensor in self.torn]
         shown = ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
         return (
             f"{shown} changed outside the optimizer's step while being copied; copied at once from "
             "now on (or save with lazy=False)"
         )
 
-    def _decide(self, torn: list[LazyTensor]) -> None:
+    def _decide(self, torn: list[StagedTensor]) -> None:
         """Settle the fate of this capture: the first word counts."""
         with self._lock:
             if self.verdict is None:
-                self.torn = list({id(tensor): tensor for tensor in torn}.values())
+                self.torn = list(dict.fromkeys(torn))
                 self.verdict = "torn" if torn else "verified"
 
-    def _changed(self) -> list[LazyTensor]:
+    def _changed(self) -> list[StagedTensor]:
         """Return the tensors whose version or sample is another, or whose memory is gone."""
         versions = zip(self._tensors, self._versions, strict=True)
         samples = zip(self._sampled, self._samples, strict=True)
@@ -177,31 +163,30 @@ class LazyCapture:
         changed += [tensor for tensor, before in samples if self._sample(tensor) != before]
         return changed + self._lost
 
-    def _different(self) -> list[LazyTensor]:
+    def _different(self) -> list[StagedTensor]:
         """Return the tensors of which any byte is no longer the one that was copied."""
         different = []
         for tensor in self._tensors:
             if self.verdict is not None:
                 return []  # a barrier decided meanwhile; the live tensors may change again
-            staged = tensor.staged
-            copy = self._base_address + staged.offset
-            if not tensor.has_memory() or _memcmp(copy, staged.address, staged.nbytes):
+            copy = self._base_address + tensor.offset
+            there = tensor.lies_in(tensor.storage)
+            if not there or _memcmp(copy, tensor.address, tensor.nbytes):
                 different.append(tensor)
         return different
 
-    def _choose(self) -> list[LazyTensor]:
+    def _choose(self) -> list[StagedTensor]:
         """Choose a few parameters, others each time. Nobody but its optimizer writes its state."""
         parameters = [tensor for tensor in self._tensors if tensor.owner.requires_grad]
         first = self._chance % max(1, len(parameters))
         return (parameters[first:] + parameters[:first])[:_MOST_SAMPLES]
 
-    def _sample(self, tensor: LazyTensor) -> bytes:
+    def _sample(self, tensor: StagedTensor) -> bytes:
         """Read a few bytes of a tensor, at a place that is another in each capture."""
-        if not tensor.has_memory():
+        if not tensor.lies_in(tensor.storage):
             return b""
-        staged = tensor.staged
-        at = self._chance % max(1, staged.nbytes - _SAMPLE_BYTES + 1)
-        return ctypes.string_at(staged.address + at, min(_SAMPLE_BYTES, staged.nbytes))
+        at = self._chance % max(1, tensor.nbytes - _SAMPLE_BYTES + 1)
+        return ctypes.string_at(tensor.address + at, min(_SAMPLE_BYTES, tensor.nbytes))
 
 
 class Hook:
@@ -239,8 +224,6 @@ def install_hooks(
         handles.append(optimizer.register_step_pre_hook(hook))
         if hasattr(optimizer, "register_load_state_dict_pre_hook"):  # from torch 2.1
             handles.append(optimizer.register_load_state_dict_pre_hook(hook))
-    for module in modules:
-        # Every submodule has a load_state_dict of its own.
-        for part in module.modules():
-            handles.append(part._register_load_state_dict_pre_hook(hook))  # type: ignore[no-untyped-call]
-    return handles
+    # Every submodule has a load_state_dict of its own.
+    parts: list[Any] = [part for module in modules for part in module.modules()]
+    return handles + [part._register_load_state_dict_pre_hook(hook) for part in parts]

@@ -10,7 +10,7 @@ import struct
 import sys
 import warnings
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, nullcontext, suppress
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +26,6 @@ from penstock.core.pack import PackReader, is_pack
 from penstock.core.pack.format import DIGEST_KEY, INDEX_KEY, MAX_HEADER_BYTES
 from penstock.errors import (
     CorruptFile,
-    DataError,
     LimitExceeded,
     PenstockWarning,
     StorageError,
@@ -136,17 +135,11 @@ def _load_file(path: Path, device: str | torch.device, only: str | None) -> Any:
             return _filtered(_torch_load(_unlz4(path), path, device), only)
         if magic == _ZIP_MAGIC or magic[:1] == _PICKLE_MAGIC:
             return _filtered(_torch_load(path, path, device), only)
-        raise _not_a_checkpoint(path)
     except OSError as error:
         raise storage_error("read", path, error) from error
-
-
-def _not_a_checkpoint(path: Path) -> DataError:
     if folder.latest(path.parent) == path:
-        return CorruptFile(f"{path} is damaged: its first bytes are not those of a checkpoint")
-    return UnknownFormat(
-        f"{path} is no checkpoint: neither penstock, safetensors, torch.save nor LZ4"
-    )
+        raise CorruptFile(f"{path} is damaged: its first bytes are not those of a checkpoint")
+    raise UnknownFormat(f"{path} is no checkpoint: neither penstock, safetensors, torch nor LZ4")
 
 
 def _load_pack(pack: PackReader, device: torch.device, only: str | None) -> Any:
@@ -246,13 +239,10 @@ def _safe_globals() -> AbstractContextManager[Any]:
 
 def _import_tensordict() -> bool:
     """Import what a file of TensorDicts needs; tell whether that is new."""
-    if "tensordict" in sys.modules:
-        return False
-    try:
+    known = "tensordict" in sys.modules
+    with suppress(ImportError):
         importlib.import_module("tensordict")
-    except ImportError:
-        return False
-    return True
+    return not known and "tensordict" in sys.modules
 
 
 def _safetensors_load(path: Path, device: str | torch.device) -> dict[str, torch.Tensor]:

@@ -52,14 +52,8 @@ class Job:
         return self.target.path / self.name
 
 
-@dataclass(frozen=True)
-class _Keyframe:
-    path: Path
-    digest: str
-
-
 class Publisher:
-    """Writes jobs, one after another. Used by one thread.
+    """Writes jobs, one after another, in one thread.
 
     Args:
         level: Of the byte-plane codec.
@@ -71,7 +65,7 @@ class Publisher:
         self._level = level
         self._patient = patient
         self._delta_every = delta_every
-        self._keyframe: _Keyframe | None = None
+        self._keyframe: tuple[Path, str] | None = None  # and its digest
         self._deltas = 0
 
     def publish(self, job: Job) -> dict[str, Any]:
@@ -103,7 +97,7 @@ class Publisher:
         delta = writer.index.base is not None
         self._deltas = self._deltas + 1 if delta else 0
         if not delta:
-            self._keyframe = _Keyframe(job.path, writer.index.digest)
+            self._keyframe = (job.path, writer.index.digest)
         complaint = None
         try:
             job.target.prune(job.path)
@@ -143,37 +137,28 @@ class Publisher:
     def _encode(
         self, job: Job, meta: dict[str, Any], deltas: dict[str, Codec], base: PackReader | None
     ) -> PackWriter:
+        items = [
+            Item(staged.name, values, staged.dtype, self._codec(job, staged, deltas))
+            for staged, values in _tensors(job.snapshot)
+        ]
+        nice, patient = ENCODERS_NICE, self._patient
         writer = PackWriter(
-            job.path,
-            kind=folder.KIND,
-            meta=meta,
-            base=base,
-            nice=ENCODERS_NICE,
-            patient=self._patient,
+            job.path, kind=folder.KIND, meta=meta, base=base, nice=nice, patient=patient
         )
-        try:
-            writer.write(
-                [
-                    Item(staged.name, values, staged.dtype, self._codec(job, staged, deltas))
-                    for staged, values in _tensors(job.snapshot)
-                ]
-            )
-        except BaseException:
-            writer.abandon()
-            raise
+        writer.write(items)
         return writer
 
     def _open_base(self, job: Job) -> PackReader | None:
-        key = self._keyframe
-        if key is None or not job.compress or self._deltas + 1 >= self._delta_every:
+        if self._keyframe is None or not job.compress or self._deltas + 1 >= self._delta_every:
             return None
-        if key.path.parent != job.path.parent or key.path == job.path:
+        path, digest = self._keyframe
+        if path.parent != job.path.parent or path == job.path:
             return None
         try:
-            base = PackReader(key.path)
+            base = PackReader(path)
         except (OSError, DataError):
             return None  # gone or damaged: this checkpoint stands on its own
-        if base.index.digest == key.digest:
+        if base.index.digest == digest:
             return base
         base.close()
         return None
@@ -192,30 +177,29 @@ class Publisher:
                 continue
             if (entry.dtype, entry.shape) != (staged.dtype, staged.shape):
                 continue
-            full, difference = self._probe(words.reshape(-1), base, staged, delta)
+            full, difference = _probe(words.reshape(-1), base, staged.name, delta)
             full_bytes += full * staged.nbytes
             delta_bytes += min(full, difference) * staged.nbytes
             if difference < full:
                 chosen[staged.name] = delta
         return chosen if chosen and delta_bytes <= _WORTH_IT * full_bytes else None
 
-    def _probe(
-        self, words: NDArray[Any], base: PackReader, staged: StagedTensor, delta: Delta
-    ) -> tuple[float, float]:
-        """Return the shares of the original size that full and difference take on a sample."""
-        entry = base.entry(staged.name)
-        number = entry.blocks // 2
-        start = entry.block_range(number)[0] // words.itemsize
-        reference = base.read_block(staged.name, number)[: _PROBE_BYTES // words.itemsize]
-        sample = words[start : start + reference.size]
-        full = sum(map(len, delta.inner.encode(sample)))
-        difference = sum(map(len, delta.encode(sample, reference)))
-        return full / sample.nbytes, difference / sample.nbytes
-
     def _codec(self, job: Job, staged: StagedTensor, deltas: dict[str, Codec]) -> Codec | None:
         if not job.compress or staged.nbytes < _PLAIN_BYTES:
             return None
         return deltas.get(staged.name) or Planes(level=self._level)
+
+
+def _probe(words: NDArray[Any], base: PackReader, name: str, delta: Delta) -> tuple[float, float]:
+    """Return the shares of the original size that full and difference take on a sample."""
+    entry = base.entry(name)
+    block = entry.blocks // 2
+    start = entry.block_range(block)[0] // words.itemsize
+    reference = base.read_block(name, block)[: _PROBE_BYTES // words.itemsize]
+    sample = words[start : start + reference.size]
+    full = sum(map(len, delta.inner.encode(sample)))
+    difference = sum(map(len, delta.encode(sample, reference)))
+    return full / sample.nbytes, difference / sample.nbytes
 
 
 def _tensors(snapshot: Snapshot) -> list[tuple[StagedTensor, NDArray[Any]]]:

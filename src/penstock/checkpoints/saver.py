@@ -21,7 +21,6 @@ import warnings
 from collections import deque
 from collections.abc import Iterable
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 import numpy as np
@@ -246,19 +245,15 @@ class AsyncCheckpointSaver:
         `save_async`, "barrier" before a step. What saving costs the cores is not in it: compare
         iteration times with and without saving for that.
         """
-        counts = self._queue.counts()
+        counts = self._queue.counts
         blocked = PerformanceMonitor(history=_HISTORY)
         for name, blocked_s in list(self._blocked):
             blocked.record(name, blocked_s)
         raw, stored = counts["raw_bytes"], counts["stored_bytes"]
         seconds = counts["write_us"] / 1e6
+        fates = ("saved", "failed", "skipped", "dropped", "discarded", "deltas")
         return {
-            "total_saved": counts["saved"],
-            "total_failed": counts["failed"],
-            "total_skipped": counts["skipped"],
-            "total_dropped": counts["dropped"],
-            "total_discarded": counts["discarded"],
-            "total_deltas": counts["deltas"],
+            **{f"total_{fate}": counts[fate] for fate in fates},
             "queue_full": counts["queue_full"],
             "queue_size": len(self._queue),
             "staged_bytes": self._queue.held_bytes,
@@ -274,12 +269,7 @@ class AsyncCheckpointSaver:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         close_after(self.shutdown, error)
 
     def __reduce__(self) -> Any:
@@ -303,16 +293,12 @@ class AsyncCheckpointSaver:
             if job.capture is not None:
                 self._note_torn(job.capture)
         self._last_path = str(job.path)
-        self._queue.count(
-            deltas=int(stats["delta"]),
-            raw_bytes=stats["raw_bytes"],
-            stored_bytes=stats["stored_bytes"],
-            write_us=int(stats["write_s"] * 1e6),
-        )
+        raw, stored, seconds = stats["raw_bytes"], stats["stored_bytes"], stats["write_s"]
+        delta, write_us = int(stats["delta"]), int(seconds * 1e6)
+        self._queue.count(deltas=delta, raw_bytes=raw, stored_bytes=stored, write_us=write_us)
         text = (
-            f"[penstock] saved {job.path.name}: {format_bytes(stats['stored_bytes'])} of "
-            f"{format_bytes(stats['raw_bytes'])}{' (delta)' if stats['delta'] else ''} in "
-            f"{stats['write_s']:.2f} s\n"
+            f"[penstock] saved {job.path.name}: {format_bytes(stored)} of {format_bytes(raw)}"
+            f"{' (delta)' if delta else ''} in {seconds:.2f} s\n"
         )
         complaint, verbose = stats.pop("complaint"), self._verbose
 
@@ -330,7 +316,7 @@ class AsyncCheckpointSaver:
             return None
         self._owned.exclude(tensor.owner for tensor in capture.torn)
         problem = capture.problem()
-        names = {tensor.staged.name for tensor in capture.torn}
+        names = {tensor.name for tensor in capture.torn}
         if names <= self._eager:
             return None
         self._eager |= names
@@ -360,12 +346,10 @@ class AsyncCheckpointSaver:
 
 def _staging(nbytes: int) -> NDArray[np.uint8]:
     """Allocate staging memory: page-locked where a GPU copies into it."""
-    memory: NDArray[np.uint8]
     if torch.cuda.is_available():
-        memory = torch.empty(nbytes, dtype=torch.uint8, pin_memory=True).numpy()
-    else:
-        memory = np.empty(nbytes, np.uint8)
-    return memory
+        pinned: NDArray[np.uint8] = torch.empty(nbytes, dtype=torch.uint8, pin_memory=True).numpy()
+        return pinned
+    return np.empty(nbytes, np.uint8)
 
 
 def _check_natural(name: str, value: Any, least: int) -> None:

@@ -11,13 +11,12 @@ from __future__ import annotations
 import ctypes
 import threading
 from collections.abc import Iterator
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, NoReturn
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from penstock.checkpoints.devices import DeviceClones
 from penstock.core import tree
 from penstock.core.pack import DTYPES
 from penstock.core.threads import parallel_list
@@ -29,6 +28,7 @@ from penstock.tensors import (
     check_storable,
     store_torch_value,
     tensor_bytes,
+    tensor_over,
 )
 
 _TYPES = {dtype: (name, DTYPES[name].words.itemsize) for dtype, name in DTYPE_NAMES.items()}
@@ -52,20 +52,27 @@ class StagedTensor:
 
     Attributes:
         kind: "tensor", or "ndarray" for numpy's.
+        live: What is to be copied; None once it is.
         offset: Of the copy in the staging memory.
         address: Of the live tensor, if its bytes can be copied as they lie; else 0.
         name: In the file, once the snapshot is described.
+        storage: Of a tensor that is copied later: keeps its memory.
+        owner: Of such a tensor: that of the optimizer.
     """
 
-    __slots__ = ("address", "dtype", "kind", "name", "nbytes", "offset", "shape")
+    __slots__ = (
+        *("address", "dtype", "kind", "live", "name", "nbytes", "offset", "owner", "shape"),
+        "storage",
+    )
     name: str
+    owner: torch.Tensor
+    storage: torch.UntypedStorage
 
-    def __init__(
-        self, kind: str, dtype: str, shape: tuple[int, ...], nbytes: int, offset: int
-    ) -> None:
+    def __init__(self, kind: str, live: Any, dtype: str, nbytes: int, offset: int) -> None:
         self.kind = kind
+        self.live = live
         self.dtype = dtype
-        self.shape = shape
+        self.shape = live.shape
         self.nbytes = nbytes
         self.offset = offset
         self.address = 0
@@ -74,19 +81,6 @@ class StagedTensor:
         """Tell whether the elements lie in the memory of a storage: it may have been resized."""
         before = self.address - storage.data_ptr()
         return before >= 0 and before + self.nbytes <= storage.nbytes()
-
-
-class LazyTensor(NamedTuple):
-    """A tensor that is left to be copied later; `storage` keeps its memory."""
-
-    staged: StagedTensor
-    live: torch.Tensor
-    storage: torch.UntypedStorage
-    owner: torch.Tensor
-
-    def has_memory(self) -> bool:
-        """Tell whether the elements still lie in the memory that is kept."""
-        return self.staged.lies_in(self.storage)
 
 
 class Snapshot:
@@ -106,12 +100,12 @@ class Snapshot:
 
     def __init__(self, state: Any, owned: dict[int, torch.Tensor] | None = None) -> None:
         self.size_bytes = 0
-        self.lazy: list[LazyTensor] = []
-        self._now: list[tuple[StagedTensor, Any]] = []  # with what is copied before `copy` returns
+        self.lazy: list[StagedTensor] = []
+        self._now: list[StagedTensor] = []  # what is copied before `copy` returns
         self._owned = owned or {}
         # By address, or by the id of an array: both live on until they are copied.
-        self._known: dict[int, tuple[StagedTensor, Any]] = {}
-        self._views: dict[int, list[tuple[StagedTensor, Any]]] = {}  # further ones at an address
+        self._known: dict[int, StagedTensor] = {}
+        self._views: dict[int, list[StagedTensor]] = {}  # further ones at an address
         self._memory: NDArray[np.uint8]  # once `copy` has begun
         self._devices: DeviceClones
         self._describing = threading.Lock()
@@ -138,7 +132,7 @@ class Snapshot:
             SnapshotDiscarded: Another thread kept writing a tensor meanwhile.
         """
         self._memory = memory
-        now = [live for _, live in self._now]
+        now = [staged.live for staged in self._now]
         for _ in range(_TRIES):
             before = _versions(now)
             self._copy_now()
@@ -147,11 +141,14 @@ class Snapshot:
                 break
         else:
             changes = zip(self._now, before, after, strict=True)
-            changed = next(staged for (staged, _), old, new in changes if old != new)
+            changed = next(staged for staged, old, new in changes if old != new)
+            self.describe()  # names it
             raise SnapshotDiscarded(
-                f"{self._name(changed)} was written by another thread in each of {_TRIES} copies; "
+                f"{changed.name} was written by another thread in each of {_TRIES} copies; "
                 "save where nothing trains, or under a lock"
             )
+        for staged in self._now:
+            staged.live = None
         self._now = []
         self._known.clear()  # addresses mean nothing from here on
         self._views.clear()
@@ -176,21 +173,17 @@ class Snapshot:
                 self._described = (tree.flatten(self._state, store), tensors)
         return self._described
 
-    def _name(self, staged: StagedTensor) -> str:
-        self.describe()
-        return staged.name
-
     def _copy_now(self) -> None:
         base = address_of(self._memory)
         self._devices = DeviceClones()
         brief_bytes = _BRIEF_BYTES if self.size_bytes > _SMALL_BYTES else _SMALL_BYTES
         large: list[Chunk] = []
         storages = []  # keep the memory until it is copied
-        for staged, live in self._now:
+        for staged in self._now:
             if staged.address:
-                storage = live.untyped_storage()
+                storage = staged.live.untyped_storage()
                 if not staged.lies_in(storage):
-                    self._refuse(staged, live)
+                    self._refuse(staged)
                 to, nbytes = base + staged.offset, staged.nbytes
                 if nbytes <= brief_bytes:
                     _brief_memmove(to, staged.address, nbytes)
@@ -198,18 +191,18 @@ class Snapshot:
                     storages.append(storage)
                     large += chunks(to, staged.address, nbytes)
             elif staged.nbytes:
-                self._copy_elements(staged, live)
+                self._copy_elements(staged, staged.live)
         if large:
             nbytes = sum(chunk[2] for chunk in large)
             parallel_list(lambda chunk: memmove(*chunk), large, name="copy", nbytes=nbytes)
         self._devices.cloned()
 
-    def _refuse(self, staged: StagedTensor, live: torch.Tensor) -> NoReturn:
-        name = self._name(staged)
-        _check(name, live)  # it may have given its memory up
+    def _refuse(self, staged: StagedTensor) -> NoReturn:
+        self.describe()  # names it
+        _check(staged.name, staged.live)  # it may have given its memory up
         raise SnapshotDiscarded(
-            f"{name} was given other memory by another thread; save where nothing trains, or under "
-            "a lock"
+            f"{staged.name} was given other memory by another thread; save where nothing trains, "
+            "or under a lock"
         )
 
     def fetch(self) -> None:
@@ -218,18 +211,15 @@ class Snapshot:
 
     def values(self, staged: StagedTensor) -> NDArray[Any]:
         """Return the copy of a tensor, in its shape, as pack words."""
-        words: NDArray[Any] = self._target(staged).view(DTYPES[staged.dtype].words)
-        return words.reshape(tuple(staged.shape))
-
-    def _target(self, staged: StagedTensor) -> NDArray[np.uint8]:
-        return self._memory[staged.offset : staged.offset + staged.nbytes]
+        copy: NDArray[Any] = self._memory[staged.offset : staged.offset + staged.nbytes]
+        return copy.view(DTYPES[staged.dtype].words).reshape(tuple(staged.shape))
 
     def _copy_elements(self, staged: StagedTensor, live: Any) -> None:
         """Copy what does not lie in CPU memory in its own order."""
         if isinstance(live, np.ndarray):
             self.values(staged)[...] = live
             return
-        out = torch.from_numpy(self._target(staged)).view(live.dtype).view(live.shape)
+        out = tensor_over(self.values(staged), staged.dtype)
         if live.is_cpu:
             out.copy_(live.detach())
         else:
@@ -243,12 +233,11 @@ class Snapshot:
             return value
         if id(value) not in self._known:
             staged = self._stage("ndarray", value, value.dtype.name, value.nbytes)
-            self._known[id(value)] = (staged, value)
-            self._now.append((staged, value))
-        return self._known[id(value)][0]
+            self._known[id(value)] = staged
+            self._now.append(staged)
+        return self._known[id(value)]
 
     def _tensor(self, value: torch.Tensor) -> StagedTensor:
-        same: StagedTensor
         # Every attribute and every call counts here: the training waits, and the caches are cold.
         dtype, width = _TYPES.get(value.dtype, _UNKNOWN)
         on_cpu = value.is_cpu
@@ -258,17 +247,17 @@ class Snapshot:
         known = self._known.get(address)
         if known is not None:
             # Tensors that are one (tied weights) are stored once, and are one again after loading.
-            for same, other in (known, *self._views.get(address, ())):
-                if _same(other, value):
-                    return same
+            other: StagedTensor
+            for other in (known, *self._views.get(address, ())):
+                if _same(other.live, value):
+                    return other
         staged = self._stage("tensor", value, dtype, nbytes)
         if not nbytes:
             return staged
-        pair = (staged, value)
         if known is None:
-            self._known[address] = pair
+            self._known[address] = staged
         else:
-            self._views.setdefault(address, []).append(pair)
+            self._views.setdefault(address, []).append(staged)
         if on_cpu:
             as_it_lies = value.is_contiguous() and not value.is_neg() and address
             if not as_it_lies or (dtype in _COMPLEX and value.is_conj()):
@@ -277,18 +266,62 @@ class Snapshot:
                 staged.address = address
                 owner = self._owned.get(address)
                 if owner is not None and tensor_bytes(owner) == nbytes and not value.is_inference():
-                    lazy = LazyTensor(staged, value, value.untyped_storage(), owner)
-                    if not lazy.has_memory():
+                    staged.owner, staged.storage = owner, value.untyped_storage()
+                    if not staged.lies_in(staged.storage):
                         raise UnsupportedValue("a tensor whose memory was given up")
-                    self.lazy.append(lazy)
+                    self.lazy.append(staged)
                     return staged
-        self._now.append(pair)
+        self._now.append(staged)
         return staged
 
     def _stage(self, kind: str, live: Any, dtype: str, nbytes: int) -> StagedTensor:
         offset = self.size_bytes
         self.size_bytes = offset + nbytes + -nbytes % _ALIGNMENT
-        return StagedTensor(kind, dtype, live.shape, nbytes, offset)
+        return StagedTensor(kind, live, dtype, nbytes, offset)
+
+
+class DeviceClones:
+    """The tensors of one snapshot on a GPU: cloned on the stream that computes them.
+
+    The clone is an operation in the order of the training's own stream: it sees exactly what was
+    asked to be saved, and costs the host a launch. A side stream fetches it into pinned memory.
+    """
+
+    def __init__(self) -> None:
+        self._pairs: list[tuple[torch.Tensor, torch.Tensor]] = []
+        self._events: dict[torch.device, Any] = {}
+
+    def clone(self, live: torch.Tensor, out: torch.Tensor) -> None:
+        """Clone a tensor where it is; `fetch` will put the clone into `out`."""
+        try:
+            copy = live.detach().clone(memory_format=torch.contiguous_format)
+        except torch.cuda.OutOfMemoryError:
+            out.copy_(live.detach())  # no room beside it: the caller waits for the transfer
+            return
+        self._pairs.append((copy, out))
+
+    def cloned(self) -> None:
+        """Mark the moment at which every clone has been asked for."""
+        for device in {copy.device for copy, _ in self._pairs}:
+            if device.type == "cuda":
+                event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+                event.record(torch.cuda.current_stream(device))
+                self._events[device] = event
+
+    def fetch(self) -> None:
+        """Copy the clones to the host and let go of them; on any thread."""
+        for copy, out in self._pairs:
+            event = self._events.get(copy.device)
+            if event is None:
+                out.copy_(copy)
+                continue
+            stream = torch.cuda.Stream(copy.device)  # type: ignore[no-untyped-call]
+            stream.wait_event(event)
+            with torch.cuda.stream(stream):
+                out.copy_(copy, non_blocking=True)
+            stream.synchronize()
+        self._pairs.clear()
+        self._events.clear()
 
 
 Chunk = tuple[int, int, int]
@@ -312,23 +345,17 @@ def _versions(tensors: list[Any]) -> list[int]:
     try:
         return [tensor._version for tensor in tensors]
     except (AttributeError, RuntimeError):  # an array, an inference tensor
-        return [
-            0 if isinstance(tensor, np.ndarray) or tensor.is_inference() else tensor._version
-            for tensor in tensors
-        ]
+        counted = (type(t) is not np.ndarray and not t.is_inference() for t in tensors)
+        return [t._version if c else 0 for t, c in zip(tensors, counted, strict=True)]
 
 
-def _same(one: torch.Tensor, other: torch.Tensor) -> bool:
-    """Tell whether two tensors are the same elements."""
-    return (
-        isinstance(one, torch.Tensor)
-        and one.shape == other.shape
-        and one.stride() == other.stride()
-        and one.dtype == other.dtype
-        and one.device == other.device
-        and one.is_conj() == other.is_conj()
-        and one.is_neg() == other.is_neg()
-    )
+def _same(one: Any, other: torch.Tensor) -> bool:
+    """Tell whether two tensors that begin at one address are the same elements."""
+    return isinstance(one, torch.Tensor) and _form(one) == _form(other)
+
+
+def _form(t: torch.Tensor) -> tuple[Any, ...]:
+    return t.shape, t.stride(), t.dtype, t.device, t.is_conj(), t.is_neg()
 
 
 def _extent(tensor: torch.Tensor) -> int:
@@ -342,14 +369,21 @@ def _check(path: str, value: Any) -> Json | None:
     if isinstance(value, torch.Tensor):
         check_storable(path, value)
         if value.is_cpu and tensor_bytes(value):
-            end = value.storage_offset() * value.element_size() + _extent(value)
-            if end > value.untyped_storage().nbytes():
+            try:
+                held = value.untyped_storage().nbytes()
+            except RuntimeError as error:
+                raise UnsupportedValue(
+                    f"{path} is a tensor without memory of its own; save outside torch.func calls"
+                ) from error
+            if value.storage_offset() * value.element_size() + _extent(value) > held:
                 raise UnsupportedValue(
                     f"{path} is a tensor whose memory was given up (its storage was resized); "
                     "gather it first"
                 )
         return {}
     if type(value) is np.ndarray:
-        known = DTYPES.get(value.dtype.name)  # of a known type, and of native byte order
-        return {} if known is not None and known.words == value.dtype else None
+        known = DTYPES.get(value.dtype.name)
+        if known is None or known.words != value.dtype:  # another byte order is another type
+            raise UnsupportedValue(f"{path} is a numpy.ndarray of {value.dtype}; convert it first")
+        return {}
     return store_torch_value(value)

@@ -23,7 +23,6 @@ import warnings
 import weakref
 from collections.abc import Iterator
 from pathlib import Path
-from types import TracebackType
 from typing import BinaryIO, ClassVar
 
 from typing_extensions import Self
@@ -175,13 +174,9 @@ class NewFile:
 
     As a context manager it publishes at the end of the block and abandons on an exception.
     `sync` may be called early, so that `publish` has only the rename left to do.
-
-    Example:
-        with NewFile(path) as new:
-            new.file.write(b"...")
     """
 
-    def __init__(self, path: Path | str) -> None:
+    def __init__(self, path: str | os.PathLike[str]) -> None:
         self.path = Path(path)
         self._synced_at = -1
         self._open = False
@@ -238,12 +233,7 @@ class NewFile:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         try:
             if kind is None:
                 self.publish()
@@ -255,7 +245,7 @@ class NewFile:
             raise storage_error("write", self.path, error) from error
 
 
-def publish_bytes(path: Path | str, data: bytes | memoryview) -> None:
+def publish_bytes(path: str | os.PathLike[str], data: bytes | memoryview) -> None:
     """Publish a small file in one call."""
     with NewFile(path) as new:
         write_all(new.file, data)
@@ -273,10 +263,6 @@ class FolderLock:
     """One writer per folder, by the kernel's flock, so that a dead holder never blocks.
 
     The lock file names its holder; it stays behind after release and means nothing by itself.
-
-    Example:
-        with FolderLock(out):
-            ...
     """
 
     held: ClassVar[weakref.WeakSet[FolderLock]] = weakref.WeakSet()
@@ -302,17 +288,17 @@ class FolderLock:
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:
-            if error.errno in (errno.EAGAIN, errno.EACCES):
-                holder = _describe_holder(os.pread(descriptor, 4096, 0))
-                os.close(descriptor)
-                raise LockHeld(
-                    f"{self.path.parent} is being written by {holder}; wait for it, or stop it"
-                ) from error
+            folder, holder = self.path.parent, os.pread(descriptor, 4096, 0)
             if error.errno not in (errno.ENOLCK, errno.ENOSYS, errno.ENOTSUP, errno.EINVAL):
                 os.close(descriptor)
-                raise storage_error("lock", self.path.parent, error) from error
+                if error.errno not in (errno.EAGAIN, errno.EACCES):
+                    raise storage_error("lock", folder, error) from error
+                who = _describe_holder(holder)
+                raise LockHeld(
+                    f"{folder} is being written by {who}; wait for it, or stop it"
+                ) from error
             warnings.warn(
-                f"{self.path.parent} lies on a file system without locks ({error.strerror}): "
+                f"{folder} lies on a file system without locks ({error.strerror}): "
                 "nothing keeps a second writer out; let only one process write there",
                 PenstockWarning,
                 stacklevel=3,

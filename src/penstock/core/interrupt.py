@@ -12,13 +12,12 @@ import os
 import signal
 import threading
 from collections.abc import Callable
-from types import FrameType
 from typing import TypeVar
 
+from penstock.core.signals import ENDING, SignalGuard
 from penstock.core.threads import start
 
 R = TypeVar("R")
-_SIGNALS = (signal.SIGINT, signal.SIGTERM)
 _POLL_S = 0.05  # a signal that another thread takes does not wake the main thread
 _asked: contextvars.ContextVar[threading.Event | None] = contextvars.ContextVar(
     "asked_to_stop", default=None
@@ -44,7 +43,7 @@ def interruptible(work: Callable[[], R]) -> R:
     """
     if threading.current_thread() is not threading.main_thread() or _asked.get() is not None:
         return work()
-    asked, came = threading.Event(), list[int]()
+    asked = threading.Event()
     result: list[R] = []
     failure: list[BaseException] = []
 
@@ -55,33 +54,28 @@ def interruptible(work: Callable[[], R]) -> R:
         except BaseException as error:
             failure.append(error)
 
-    def handle(number: int, _: FrameType | None) -> None:
-        if came:  # nothing is lost by a kill, whoever is in a hurry may have it
-            signal.signal(number, signal.SIG_DFL)
-            os.kill(os.getpid(), number)
-        came.append(number)
-        asked.set()
-
-    before = {}
-    for number in _SIGNALS:
-        if callable(signal.getsignal(number)) or signal.getsignal(number) is signal.SIG_DFL:
-            before[number] = signal.signal(number, handle)
+    thread = threading.Thread(
+        target=contextvars.copy_context().run, args=(run,), name="penstock-work", daemon=False
+    )
+    guard = SignalGuard(None, install=False)
     try:
-        thread = threading.Thread(
-            target=contextvars.copy_context().run, args=(run,), name="penstock-work", daemon=False
-        )
-        start(thread)
-        while thread.is_alive():
-            thread.join(_POLL_S)
+        with guard:
+            guard.install(ENDING)
+            start(thread)
+            while thread.is_alive():
+                thread.join(_POLL_S)
+                if guard.waiting:
+                    asked.set()
+                if len(guard.waiting) > 1:  # a kill loses nothing; who is in a hurry may have it
+                    signal.signal(guard.waiting[1][0], signal.SIG_DFL)
+                    os.kill(os.getpid(), guard.waiting[1][0])
+            if not failure or not isinstance(failure[0], KeyboardInterrupt):
+                guard.waiting.clear()  # the work was faster than the signal
+    except KeyboardInterrupt as stop:  # by the handler that was there before
+        stop.args = stop.args or (failure[0].args if failure else ())
+        raise
     finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
+        guard.close()
     if not failure:
         return result[0]
-    if came and isinstance(failure[0], KeyboardInterrupt):
-        try:
-            signal.raise_signal(came[0])
-        except KeyboardInterrupt as stop:
-            stop.args = stop.args or failure[0].args
-            raise
     raise failure[0]

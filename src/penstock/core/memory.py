@@ -15,12 +15,7 @@ import psutil
 
 from penstock.errors import UsageError
 
-_UNIT_BYTES: Final = {
-    "": 1,
-    "b": 1,
-    "kb": 10**3,
-    "mb": 10**6,
-    "gb": 10**9,
+_UNIT_BYTES: Final = {"": 1, "b": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9} | {
     "kib": 2**10,
     "mib": 2**20,
     "gib": 2**30,
@@ -47,9 +42,6 @@ def parse_bytes(value: str | int) -> int:
     Args:
         value: A whole number of bytes, or a number with B, kB, MB, GB (powers of 1000) or
             KiB, MiB, GiB (powers of 1024). Upper and lower case are alike.
-
-    Raises:
-        UsageError: The value is not a size.
     """
     if isinstance(value, int) and not isinstance(value, bool) and value >= 0:
         return value

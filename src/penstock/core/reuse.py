@@ -26,10 +26,6 @@ class ReusedMemory:
     Args:
         limit_bytes: Idle memory to keep; the oldest is freed beyond it.
         allocate: Makes new memory.
-
-    Example:
-        memory = ReusedMemory()
-        batch = torch.from_numpy(memory.array((256, 84, 84), np.uint8))
     """
 
     def __init__(

@@ -53,10 +53,7 @@ def lower_priority(nice: int) -> None:
 
 
 def start(thread: threading.Thread) -> None:
-    """Start a thread, whatever signal comes.
-
-    An interrupt within `Thread.start` may leave a lock taken for which the new thread waits.
-    """
+    """Start a thread; an interrupt within `Thread.start` may leave a lock taken that it needs."""
     with signals_postponed():
         thread.start()
 
@@ -170,9 +167,8 @@ def parallel_map(
     """Yield `work(item)` for each item, in order, while helper threads work ahead.
 
     The caller's thread pulls the items, and works, too, whenever it would have to wait: so nothing
-    is lost where no helper can start. A patient caller first leaves the work to the helpers for a
-    while; where others keep them from the cores, it does not wait for ever. Close the iterator
-    (`contextlib.closing`) when you may leave it before its end; the helpers end with it.
+    is lost where no helper can start. Close the iterator (`contextlib.closing`) when you may leave
+    it before its end; the helpers end with it.
 
     Args:
         work: Called in several threads at once; it must release the GIL for that to help.
@@ -183,7 +179,7 @@ def parallel_map(
             the caller asks for the next. None when all items are in memory anyway.
         limit_bytes: For all of them together; a larger one passes alone.
         nice: Added to the priority value of the helpers.
-        patient: Tells whether the caller may leave the work to the helpers, if it takes longer.
+        patient: Tells whether the caller may leave the work to the helpers for a while.
 
     Raises:
         BaseException: What `work` raised, in place of that item's result.
@@ -264,11 +260,9 @@ def parallel_list(
 ) -> list[R]:
     """Return `work(piece)` for each piece of something in memory; threads help where that pays.
 
-    Measured, they do with pieces of a megabyte and more, and change nothing below.
-
     Args:
         work: Called with one piece; must release the GIL for threads to help.
-        pieces: Of about equal size.
+        pieces: Of about equal size; threads pay from a megabyte each.
         name: Of the threads.
         nbytes: Bytes of all pieces together.
     """

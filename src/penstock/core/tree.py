@@ -11,7 +11,8 @@ import base64
 import fnmatch
 import math
 from collections import OrderedDict
-from collections.abc import Callable, Container, Iterable
+from collections.abc import Callable, Container, Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
@@ -42,14 +43,12 @@ Fetch = Callable[[dict[str, Json]], Any]
 
 
 def copy_containers(state: Any, keepers: dict[type, Keep], keep: Keep) -> Any:
-    """Copy nested containers; what is in them is immutable, or what stands for a foreign value.
-
-    The quick half of `flatten`: no paths, no JSON. What it takes, `flatten` takes as well.
+    """Copy nested containers: the quick half of `flatten`, without paths and JSON.
 
     Args:
-        state: The containers.
-        keepers: What to call with a value of a class; the quick way for the frequent ones.
-        keep: What to call with any other foreign value.
+        state: The containers; what is in them is immutable, or foreign.
+        keepers: What to call with a foreign value of a frequent class.
+        keep: What to call with any other.
 
     Raises:
         UnsupportedValue: A value cannot be stored; `flatten` says where it is.
@@ -171,8 +170,14 @@ def unflatten(node: Json, fetch: Fetch) -> Any:
     Raises:
         CorruptFile: The description makes no sense.
     """
-    try:
+    with _sense():
         return _unflatten(node, fetch)
+
+
+@contextmanager
+def _sense() -> Iterator[None]:
+    try:
+        yield
     except _NONSENSE as error:
         raise CorruptFile(f"the description of the state makes no sense ({error!r})") from error
 
@@ -202,10 +207,9 @@ def _unflatten(node: Json, fetch: Fetch) -> Any:
             return float(value)
         case "complex":
             return complex(float(value[0]), float(value[1]))
-        case "bytes":
-            return base64.b64decode(value)
-        case "bytearray":
-            return bytearray(base64.b64decode(value))
+        case "bytes" | "bytearray":
+            content = base64.b64decode(value)
+            return content if kind == "bytes" else bytearray(content)
         case "npscalar":
             if node["dtype"] not in _SCALARS:
                 raise CorruptFile(f"a scalar of type {node['dtype']!r} makes no sense")
@@ -230,10 +234,8 @@ def select(node: Json, pattern: str) -> Json | None:
     Raises:
         CorruptFile: The description makes no sense.
     """
-    try:
+    with _sense():
         kept = _select(node, "", pattern)
-    except _NONSENSE as error:
-        raise CorruptFile(f"the description of the state makes no sense ({error!r})") from error
     return None if kept is _DROPPED else kept
 
 
@@ -251,15 +253,15 @@ def _select(node: Json, path: str, pattern: str) -> Json:
         children = ((key, _select(node[key], f"{prefix}{key}", pattern)) for key in node)
         chosen = {key: child for key, child in children if child is not _DROPPED}
         return chosen or _DROPPED
-    if node[TAG] in ("dict", "odict"):
-        pairs = [[key, _select(child, f"{prefix}{key}", pattern)] for key, child in node["v"]]
-        pairs = [pair for pair in pairs if pair[1] is not _DROPPED]
-        return {**node, "v": pairs} if pairs else _DROPPED
-    if node[TAG] in ("set", "frozenset"):  # they have no positions to keep
-        members = [_select(item, f"{prefix}{i}", pattern) for i, item in enumerate(node["v"])]
-        members = [item for item in members if item is not _DROPPED]
-        return {**node, "v": members} if members else _DROPPED
-    if node[TAG] == "tuple":
-        items = _select(node["v"], path, pattern)
-        return _DROPPED if items is _DROPPED else {**node, "v": items}
-    return _DROPPED
+    match node[TAG]:
+        case "dict" | "odict":
+            pairs = [[key, _select(child, f"{prefix}{key}", pattern)] for key, child in node["v"]]
+            left: Json = [pair for pair in pairs if pair[1] is not _DROPPED] or _DROPPED
+        case "set" | "frozenset":  # they have no positions to keep
+            members = [_select(item, f"{prefix}{i}", pattern) for i, item in enumerate(node["v"])]
+            left = [item for item in members if item is not _DROPPED] or _DROPPED
+        case "tuple":
+            left = _select(node["v"], path, pattern)
+        case _:
+            return _DROPPED
+    return _DROPPED if left is _DROPPED else {**node, "v": left}

@@ -46,22 +46,6 @@ def close_after(close: Callable[[], object], error: BaseException | None) -> Non
             _LOG.error("%s", failure)
 
 
-class Waiting:
-    """Entered by those who wait for a queue. Signal handlers may: it has no lock to wait for."""
-
-    def __init__(self) -> None:
-        self._who: deque[None] = deque()
-
-    def __bool__(self) -> bool:
-        return bool(self._who)
-
-    def __enter__(self) -> None:
-        self._who.append(None)
-
-    def __exit__(self, *_: object) -> None:
-        self._who.pop()
-
-
 class SaveHandle:
     """One save.
 
@@ -73,10 +57,10 @@ class SaveHandle:
     """
 
     def __init__(
-        self, path: Path | str, waiting: Waiting, barrier: Callable[[], None] | None = None
+        self, path: Path | str, queue: WriteQueue, barrier: Callable[[], None] | None = None
     ) -> None:
         self._path = path
-        self._waiting = waiting
+        self._queue = queue
         self.status: Status = "pending"
         self.stats: dict[str, Any] = {}
         self.error: PenstockError | None = None
@@ -100,20 +84,14 @@ class SaveHandle:
         """
         if self.barrier is not None:
             self.barrier()
-        with self._waiting:
-            if not poll(self.done, timeout):
-                raise UsageError(f"{self.path} is not saved after {timeout} s; wait longer")
+        if not self._queue.poll(self.done, timeout):
+            raise UsageError(f"{self.path} is not saved after {timeout} s; wait longer")
         if self.error is not None:
             self.reported = True
             raise self.error
         if self.status != "saved":
             raise UsageError(f"{self.path} was {self.status}: see on_full and get_stats()")
         return self.path
-
-    def finish(self, status: Status, error: PenstockError | None = None) -> None:
-        """Settle the fate of this save; the status comes last, for it is what others look at."""
-        self.error = error
-        self.status = status
 
     def __repr__(self) -> str:
         return f"SaveHandle({str(self.path)!r}, {self.status})"
@@ -137,8 +115,7 @@ class _Job:
 class WriteQueue:
     """Writes files one after another in a thread that comes and goes.
 
-    A program that forgets `close` still ends, and not before everything is written. On SIGINT and
-    SIGTERM the pending files are finished first; then the signal takes its course.
+    A program that forgets `close` still ends, and not before everything is written.
 
     Args:
         name: Of the thread.
@@ -148,15 +125,12 @@ class WriteQueue:
         on_full: What `put` does when there is no room: "wait", "skip" the new file, or
             "drop_oldest" that waits (if none can be dropped, `put` waits).
         what: What the files are, for messages.
-        handle_signals: Finish pending files on SIGINT and SIGTERM.
+        handle_signals: Finish pending files before SIGINT and SIGTERM take their course.
         nice: Added to the priority value of the thread.
 
     Attributes:
         signals: Postpones signals while it is entered.
-
-    Example:
-        queue = WriteQueue("writer", 64 << 20)
-        handle = queue.put(path, size_bytes, prepare)
+        counts: How many files were saved, failed, and so on.
     """
 
     def __init__(
@@ -181,10 +155,10 @@ class WriteQueue:
         # writer, which must not wait for a lock of the interrupted code.
         self._jobs: deque[_Job] = deque()
         self._failures: deque[SaveHandle] = deque()
-        self._counts: dict[int, Counter[str]] = {}  # each thread has its own
+        self.counts: Counter[str] = Counter()  # each is counted up by one thread
         self._closed = False
         self._flushing = False
-        self._waiting = Waiting()
+        self._waiting: deque[None] = deque()  # one for each who waits
         this = weakref.ref(self)
         self.signals = SignalGuard(lambda: _flush(this), install=handle_signals)
         self._thread = BackgroundThread(name, self._write_one, nice=nice)
@@ -218,7 +192,7 @@ class WriteQueue:
         """
         self.check_usable()
         self.raise_failure()
-        handle = SaveHandle(path, self._waiting, barrier)
+        handle = SaveHandle(path, self, barrier)
         with self._puts:
             if not self._make_room(size_bytes, handle):
                 return handle
@@ -247,14 +221,7 @@ class WriteQueue:
         return done
 
     def close(self, timeout: float | None = None) -> bool:
-        """Write what is pending and end the thread; safe to call twice.
-
-        Returns:
-            False if files were still being written after `timeout` seconds; they go on.
-
-        Raises:
-            PenstockError: A file failed and nobody has been told yet.
-        """
+        """Write what is pending and end the thread; safe to call twice. Else as `wait`."""
         if not self.mine:
             return True
         self._closed = True
@@ -277,11 +244,15 @@ class WriteQueue:
 
     def count(self, **amounts: int) -> None:
         """Add to the counts."""
-        self._counts.setdefault(threading.get_ident(), Counter()).update(amounts)
+        self.counts.update(amounts)
 
-    def counts(self) -> Counter[str]:
-        """Return how many files were saved, failed, and so on."""
-        return sum(list(self._counts.values()), Counter())
+    def poll(self, condition: Callable[[], bool], timeout: float | None) -> bool:
+        """Wait for the writer; polled, so that a signal handler may wait, too."""
+        self._waiting.append(None)
+        try:
+            return poll(condition, timeout)
+        finally:
+            self._waiting.pop()
 
     @property
     def awaited(self) -> bool:
@@ -319,9 +290,7 @@ class WriteQueue:
             return False
         while self._on_full == "drop_oldest" and self._full(size_bytes) and self._drop_oldest():
             pass
-        # Polled, not a condition: a signal handler may run here, and must be able to wait, too.
-        with self._waiting:
-            return poll(lambda: not self._full(size_bytes), None)
+        return self.poll(lambda: not self._full(size_bytes), None)
 
     def _full(self, size_bytes: int) -> bool:
         limit = self._max_bytes
@@ -343,19 +312,18 @@ class WriteQueue:
         for job in list(self._jobs):
             if job.handle.barrier is not None:
                 job.handle.barrier()
-        with self._waiting:
-            if self._jobs:
-                self._thread.wake()  # an interrupt may have come between `append` and `wake`
-            return poll(lambda: not self._jobs, timeout)
+        if self._jobs:
+            self._thread.wake()  # an interrupt may have come between `append` and `wake`
+        return self.poll(lambda: not self._jobs, timeout)
 
     def _settle(
         self, handle: SaveHandle, status: Status, error: PenstockError | None = None
     ) -> None:
         self.count(**{status: 1})
-        handle.finish(status, error)
+        handle.error = error
+        handle.status = status  # last, for it is what others look at
 
     def _write_one(self) -> bool:
-        self.signals.nudge()
         job = next((job for job in list(self._jobs) if job.claim()), None)
         if job is None:
             return False

@@ -142,10 +142,7 @@ class JsonlSink:
 
     def write(self, metrics: Mapping[str, float], step: int) -> None:
         """Append ``{"step": …, <metrics>}``; NaN and infinities, unknown to JSON, become null."""
-        row = {
-            name: value if math.isfinite(value) else None
-            for name, value in ((name, float(value)) for name, value in metrics.items())
-        }
+        row = {name: float(v) if math.isfinite(v) else None for name, v in metrics.items()}
         self._file.write(json.dumps({"step": step, **row}, allow_nan=False) + "\n")
         self._file.flush()
 
@@ -166,13 +163,10 @@ class TensorBoardSink:
         self, log_dir_or_writer: str | os.PathLike[str] | Any, purge_step: int | None = None
     ) -> None:
         self._own = isinstance(log_dir_or_writer, str | os.PathLike)
+        self._writer: Any = log_dir_or_writer
         if self._own:
             module = _import("torch.utils.tensorboard", "tensorboard", "rl")
-            self._writer: Any = module.SummaryWriter(
-                os.fspath(log_dir_or_writer), purge_step=purge_step
-            )
-        else:
-            self._writer = log_dir_or_writer
+            self._writer = module.SummaryWriter(os.fspath(log_dir_or_writer), purge_step=purge_step)
 
     def write(self, metrics: Mapping[str, float], step: int) -> None:
         """Add one scalar per metric; with a folder, they are there when this returns."""
@@ -183,10 +177,7 @@ class TensorBoardSink:
 
     def close(self) -> None:
         """Flush, and close a writer that was made here."""
-        if self._own:
-            self._writer.close()
-        else:
-            self._writer.flush()
+        (self._writer.close if self._own else self._writer.flush)()
 
 
 class WandbSink:
@@ -223,16 +214,8 @@ def _stats(times: list[float], total_s: float) -> dict[str, float]:
     """Return the statistics of a list that is not empty."""
     sum_s = math.fsum(times)
     p50, p90, p99 = np.percentile(times, (50, 90, 99)).tolist()
-    return {
-        "mean": sum_s / len(times),
-        "std": float(np.std(times)),
-        "min": min(times),
-        "max": max(times),
-        "count": len(times),
-        "total": sum_s,
-        "last": times[-1],
-        "p50": p50,
-        "p90": p90,
-        "p99": p99,
-        "share": sum_s / total_s if total_s else 0.0,
-    }
+    spread = {"std": float(np.std(times)), "min": min(times), "max": max(times)}
+    sums = {"count": len(times), "total": sum_s, "last": times[-1]}
+    quantiles = {"p50": p50, "p90": p90, "p99": p99}
+    share = sum_s / total_s if total_s else 0.0
+    return {"mean": sum_s / len(times), **spread, **sums, **quantiles, "share": share}

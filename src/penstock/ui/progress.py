@@ -40,11 +40,6 @@ class Progress:
         unit: What is counted; ``"bytes"`` is shown as MB and MB/s.
         mode: "rich", "plain" or "quiet". None takes the environment variable PENSTOCK_PROGRESS,
             and without it "rich" on a terminal, "plain" elsewhere.
-
-    Example:
-        >>> with Progress(total=3, title="convert", unit="frames", mode="quiet") as progress:
-        ...     for frame in range(3):
-        ...         progress.advance()
     """
 
     def __init__(
@@ -66,9 +61,7 @@ class Progress:
         # The rate is over the last 40 displays, so that the time left follows a change of speed.
         self._history: deque[tuple[float, int]] = deque([(self._start_s, 0)], maxlen=40)
         self._memory = (-_MEMORY_PERIOD_S, 0)
-        self._bar: _RichBar | None = None
-        if self.mode == "rich":
-            self._bar = _RichBar(title, total)
+        self._bar = _RichBar(title, total) if self.mode == "rich" else None
 
     def advance(self, n: int = 1) -> None:
         """Say that n more are done; may be called from any thread.

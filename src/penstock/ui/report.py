@@ -35,18 +35,7 @@ _HANGING: Any = {
 
 
 class Report:
-    """One page: add parts from top to bottom, then `write` it.
-
-    Everything handed over is text and is escaped.
-
-    Args:
-        title: Of the page.
-
-    Example:
-        report = Report("A run")
-        report.figures([("saves", "40", "all durable")])
-        report.write("report.html")
-    """
+    """One page: add parts from top to bottom, then `write` it. All text is escaped."""
 
     def __init__(self, title: str) -> None:
         self._title = title
@@ -78,20 +67,15 @@ class Report:
     ) -> None:
         """Add a table; columns that hold only numbers are aligned on the right."""
         texts = [[_text(value) for value in row] for row in rows]
-        right = _numeric(columns, texts)
-        head = "".join(
-            f"<th{_class(flag)}>{escape(name)}</th>"
-            for name, flag in zip(columns, right, strict=True)
-        )
-        body = "".join(
-            "<tr>"
-            + "".join(
-                f'<td{_class(flag)} data-label="{escape(name)}">{escape(cell)}</td>'
-                for name, cell, flag in zip(columns, row, right, strict=True)
+        classes = [' class="n"' if flag else "" for flag in _numeric(columns, texts)]
+        head = "".join(f"<th{c}>{escape(n)}</th>" for n, c in zip(columns, classes, strict=True))
+        body = ""
+        for row in texts:
+            cells = (
+                f'<td{c} data-label="{escape(name)}">{escape(cell)}</td>'
+                for name, cell, c in zip(columns, row, classes, strict=True)
             )
-            + "</tr>"
-            for row in texts
-        )
+            body += f"<tr>{''.join(cells)}</tr>"
         title = f"<caption>{escape(caption)}</caption>" if caption else ""
         wide = ' class="wide"' if len(columns) > _NARROW else ""
         self._parts.append(
@@ -100,12 +84,7 @@ class Report:
         )
 
     def plot(
-        self,
-        series: Series,
-        x_label: str,
-        y_label: str,
-        kind: Kind = "line",
-        caption: str = "",
+        self, series: Series, x_label: str, y_label: str, kind: Kind = "line", caption: str = ""
     ) -> None:
         """Add a picture of the series; see `plot.draw`."""
         note = f"<figcaption>{escape(caption)}</figcaption>" if caption else ""
@@ -253,7 +232,3 @@ def _numeric(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> list[bool
         cells = [row[k] for row in rows if row[k] not in ("", "-")]
         flags.append(bool(cells) and all(cell.lstrip("-+")[:1].isdigit() for cell in cells))
     return flags
-
-
-def _class(right: bool) -> str:
-    return ' class="n"' if right else ""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import sys
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
@@ -132,12 +133,9 @@ class Lz4(Codec):
 
     def encode(self, values: Array, base: Array | None = None) -> list[Buffer]:
         """Compress; the size is not stored."""
-        mode = "default" if self.level == 0 else "high_compression"
-        return [
-            lz4.block.compress(
-                bytes_of(values), mode=mode, compression=self.level, store_size=False
-            )
-        ]
+        mode = "high_compression" if self.level else "default"
+        content = bytes_of(values)
+        return [lz4.block.compress(content, mode, compression=self.level, store_size=False)]
 
     def decode(self, data: memoryview, out: Array, base: Array | None = None) -> None:
         """Decompress into `out`."""
@@ -161,6 +159,16 @@ class Zstd(Codec):
     def decode(self, data: memoryview, out: Array, base: Array | None = None) -> None:
         """Decompress into `out`."""
         bytes_of(out)[:] = unzstd(data, out.nbytes)
+
+
+@functools.cache
+def compiled_kernels() -> Any:
+    """Return the compiled kernels; None where numba is not installed (ten times slower)."""
+    try:
+        from penstock.core.kernels import series as kernels
+    except ImportError:
+        return None
+    return kernels
 
 
 def unlz4(data: Buffer, size_bytes: int) -> bytes:

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import functools
 import struct
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import lz4.block
 import numpy as np
@@ -19,6 +17,7 @@ from penstock.core.codecs.base import (
     as_unsigned,
     bytes_of,
     check_level,
+    compiled_kernels,
     expect,
     unlz4,
     unzstd,
@@ -30,9 +29,8 @@ _HEAD = struct.Struct("<I")  # how many values are not zero
 _PIECE = struct.Struct("<BI")  # how the bitmap or a plane is kept, and its bytes
 _AS_IT_IS, _LZ4, _ZSTD = range(3)
 _LZ4_ACCELERATION = 4
-_VERY_SMALL = 1 / 8  # what LZ4 makes this small needs no entropy coder: it reads back faster
+_SMALL, _VERY_SMALL = 1 / 2, 1 / 8  # what LZ4 makes so small needs no entropy coder: reads faster
 _WORTH_LZ4, _WORTH_ZSTD = 7 / 8, 2 / 3  # what does not get this small is read faster as it is
-_TRY_ZSTD = 3 / 4  # by an estimate from a sample
 
 
 @dataclass(frozen=True)
@@ -56,44 +54,12 @@ class Series(Codec):
 
     def encode(self, values: Array, base: Array | None = None) -> list[Buffer]:
         """Take out the zeros and encode the differences between the rest."""
-        words = as_unsigned(values)
-        if self.level < 2 and (kernels := _kernels()) is not None:
-            return self._encode_fast(kernels, words)
-        marks, planes = split_gaps(words)
+        marks, planes = split_gaps(as_unsigned(values))
         parts: list[Buffer] = [_HEAD.pack(planes[0].size)]
         for plane in (marks, *planes):
             method, data = self._packed(plane, len(planes))
             parts += [_PIECE.pack(method, len(data)), data]
         return parts
-
-    def _encode_fast(self, kernels: Any, words: Array) -> list[Buffer]:
-        """Encode in one compiled call, and compress what that left for an entropy coder."""
-        width = words.itemsize
-        room = BLOCKS.array((words.nbytes + words.nbytes // 16 + 64,), np.uint8)
-        used = kernels.encode_block(
-            words,
-            _LZ4_ACCELERATION,
-            _WORTH_LZ4,
-            _TRY_ZSTD,
-            BLOCKS.array((-(-words.size // 8),), np.uint8),
-            BLOCKS.array(words.shape, words.dtype),
-            BLOCKS.array((words.nbytes,), np.uint8),
-            room,
-        )
-        parts: list[Buffer] = []
-        done, at = 0, _HEAD.size
-        for _ in range(width + 1):
-            method, length = _PIECE.unpack_from(room.data, at)
-            stop = at + _PIECE.size + length
-            if method == _ZSTD:
-                plane = room[at + _PIECE.size : stop]
-                packed = Planes(level=self.level).compressor(width)(plane)
-                fits = len(packed) < length * _WORTH_ZSTD
-                head = _PIECE.pack(*(_ZSTD, len(packed)) if fits else (_AS_IT_IS, length))
-                parts += [room[done:at].data, head, packed if fits else plane.data]
-                done = stop
-            at = stop
-        return [*parts, room[done:used].data]
 
     def decode(self, data: memoryview, out: Array, base: Array | None = None) -> None:
         """Add the gaps up and put the zeros in again."""
@@ -129,7 +95,7 @@ class Series(Codec):
         Returns:
             The number of the first bad block or -1; None where there are no compiled kernels.
         """
-        if (kernels := _kernels()) is None:
+        if (kernels := compiled_kernels()) is None:
             return None
         largest = max(counts)
         width = out.itemsize
@@ -150,16 +116,19 @@ class Series(Codec):
     def _packed(self, plane: Array, width: int) -> tuple[int, Buffer]:
         """Compress a plane if that is worth it; say how."""
         smallest = self.level >= 2
+        kept: tuple[int, Buffer] = _AS_IT_IS, plane.data
         if looks_compressible(plane, _fast):
             fast = _fast(plane)
-            if len(fast) <= plane.size * (_VERY_SMALL if smallest else _WORTH_LZ4):
+            if len(fast) <= plane.size * (_VERY_SMALL if smallest else _SMALL):
                 return _LZ4, fast
+            if not smallest and len(fast) <= plane.size * _WORTH_LZ4:
+                kept = _LZ4, fast
         compress = Planes(level=self.level).compressor(width)
         if looks_compressible(plane, compress):
             packed = compress(plane)
-            if len(packed) < plane.size * (1 if smallest else _WORTH_ZSTD):
+            if len(packed) < len(kept[1]) * (1 if smallest else _WORTH_ZSTD):
                 return _ZSTD, packed
-        return _AS_IT_IS, plane.tobytes()
+        return kept
 
 
 def _fast(plane: Array) -> bytes:
@@ -196,19 +165,9 @@ def _decode_slowly(data: memoryview, words: Array) -> None:
     expect(slow_join_gaps(pieces[0], pieces[1:], words), "a series does not fit its bitmap")
 
 
-@functools.cache
-def _kernels() -> Any:
-    """Return the compiled kernels; None where numba is not installed (ten times slower)."""
-    try:
-        from penstock.core.kernels import series as kernels
-    except ImportError:
-        return None
-    return kernels
-
-
 def split_gaps(words: Array) -> tuple[Array, list[Array]]:
     """Return the bitmap of what is not zero, and the byte planes of the gaps between the rest."""
-    if (kernels := _kernels()) is None:
+    if (kernels := compiled_kernels()) is None:
         return slow_split_gaps(words)
     marks = BLOCKS.array((-(-words.size // 8),), np.uint8)
     gaps = BLOCKS.array(words.shape, words.dtype)

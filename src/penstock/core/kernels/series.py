@@ -9,28 +9,19 @@ from __future__ import annotations
 import numpy as np
 
 from penstock.core.kernels.native import (
-    HAS_ZSTD,
+    HAS_ZSTD as HAS_ZSTD,
+)
+from penstock.core.kernels.native import (
     address_of,
     bytes_at,
     compiled,
-    copy_bytes,
     crc32,
-    lz4_pack_fast,
     lz4_unpack,
     zstd_unpack,
 )
 
-__all__ = [
-    "HAS_ZSTD",
-    "NEEDS_ZSTD",
-    "decode_blocks",
-    "encode_block",
-    "split_planes",
-    "take_nonzero",
-]
-
 AS_IT_IS, LZ4, ZSTD = 0, 1, 2  # how a bitmap or plane is kept
-_SAMPLE = 4096
+_IN_CACHE = 2048  # words
 NEEDS_ZSTD = -2
 
 
@@ -70,13 +61,7 @@ def take_nonzero(words, marks, gaps):
 
 @compiled
 def put_nonzero(marks, gaps, last, out):
-    """Undo `take_nonzero`, from where it stands.
-
-    Args:
-        marks: The bits of these words alone.
-        gaps: The gaps that are left.
-        last: The word that those before led to.
-        out: The words to fill.
+    """Undo `take_nonzero` for some words, from the word `last` and the gaps that are left.
 
     Returns:
         How many gaps were used (-1 if bitmap and gaps do not fit), and the last word.
@@ -132,92 +117,34 @@ def split_planes(gaps, out):
 
 
 @compiled
-def join_planes(addresses, out):
-    """Undo `split_planes`; the planes lie at these addresses."""
-    count = out.size
-    if out.itemsize == 4:
-        first = bytes_at(addresses[0], count)
-        second = bytes_at(addresses[1], count)
-        third = bytes_at(addresses[2], count)
-        fourth = bytes_at(addresses[3], count)
-        for i in range(count):
-            low = np.uint32(first[i]) | (np.uint32(second[i]) << np.uint32(8))
-            high = np.uint32(third[i]) | (np.uint32(fourth[i]) << np.uint32(8))
-            code = np.uint32(low | (high << np.uint32(16)))
-            out[i] = (code >> np.uint32(1)) ^ np.uint32(0 - (code & np.uint32(1)))
-        return
-    one = np.uint64(1)
-    for i in range(count):
-        code = np.uint64(0)
-        for k in range(out.itemsize):
-            code |= np.uint64(bytes_at(addresses[k], count)[i]) << np.uint64(8 * k)
-        out[i] = (code >> one) ^ (np.uint64(0) - (code & one))
-
-
-@compiled
-def _bits_per_byte(plane):
-    """Estimate the entropy of a plane from a sample of it."""
-    counts = np.zeros(256, np.int64)
-    step = max(1, plane.size // _SAMPLE)
-    total = 0
-    for i in range(0, plane.size, step):
-        counts[plane[i]] += 1
-        total += 1
-    bits = 0.0
-    for value in range(256):
-        if counts[value]:
-            bits -= counts[value] * np.log2(counts[value] / total)
-    return bits / max(1, total)
-
-
-@compiled
-def encode_block(words, acceleration, worth_lz4, try_zstd, marks, gaps, planes, out):
-    """Encode a block of a series, but for planes that need an entropy coder.
-
-    Args:
-        words: The block.
-        acceleration: Of LZ4.
-        worth_lz4: Largest share of a piece that LZ4 may leave.
-        try_zstd: An entropy coder is worth a try if the estimate is below this share.
-        marks: uint8 [words / 8, rounded up].
-        gaps: Words.
-        planes: uint8 [words * width].
-        out: uint8, at least the block and 1/16 more.
-
-    Returns:
-        The bytes of `out` that are used. A piece that is better compressed by an entropy coder is
-        there as it is, with ZSTD as its method: the caller replaces it.
-    """
-    width = words.itemsize
-    count = take_nonzero(words, marks, gaps)
-    rows = planes[: width * count].reshape(width, count)
-    split_planes(gaps[:count], rows)
-    for k in range(4):
-        out[k] = (count >> (8 * k)) & 255
-    at = 4
-    for piece in range(width + 1):
-        plane = marks if piece == 0 else rows[piece - 1]
-        head, at = at, at + 5
-        source, target = address_of(plane), address_of(out) + np.uint64(at)
-        limit = np.int64(plane.size * worth_lz4)
-        # LZ4 gives up at the limit by itself: there is no more room.
-        length = np.int64(lz4_pack_fast(source, target, plane.size, limit, acceleration))
-        method = LZ4
-        if length <= 0 or 2 * length > plane.size:
-            share = _bits_per_byte(plane) / 8
-            kept = length if length > 0 else plane.size
-            if share < try_zstd and share * plane.size < 0.75 * kept:
-                method = ZSTD
-            elif length <= 0:
-                method = AS_IT_IS
-        if method != LZ4:
-            length = plane.size
-            copy_bytes(target, source, length)
-        out[head] = method
-        for k in range(4):
-            out[head + 1 + k] = (length >> (8 * k)) & 255
-        at += length
-    return at
+def join_planes(addresses, zigzag, out):
+    """Join byte planes that lie at these addresses; `zigzag`: undo `split_planes`."""
+    word, width = out.dtype.type, addresses.size
+    step = min(width, 4)  # planes that one pass joins
+    for start in range(0, out.size, _IN_CACHE):
+        target = out[start : start + _IN_CACHE]
+        count = target.size
+        for k in range(0, width, step):
+            first = bytes_at(addresses[k] + np.uint64(start), count)
+            second = bytes_at(addresses[k + (step > 1)] + np.uint64(start), count)
+            third = bytes_at(addresses[k + step // 2] + np.uint64(start), count)
+            fourth = bytes_at(addresses[k + step - 1] + np.uint64(start), count)
+            if step == 4:
+                for i in range(count):
+                    low = np.uint32(first[i]) | (np.uint32(second[i]) << np.uint32(8))
+                    high = np.uint32(third[i]) | (np.uint32(fourth[i]) << np.uint32(8))
+                    joined = word(np.uint32(low | (high << np.uint32(16))))
+                    target[i] = joined if k == 0 else target[i] | word(joined << word(8 * k))
+            elif step == 2:
+                for i in range(count):
+                    target[i] = word(first[i]) | word(word(second[i]) << word(8))
+            else:
+                for i in range(count):
+                    target[i] = first[i]
+        if zigzag:
+            one = word(1)
+            for i in range(count):
+                target[i] = word(target[i] >> one) ^ word(word(0) - word(target[i] & one))
 
 
 @compiled
@@ -231,12 +158,43 @@ def _number_at(data, at):
 
 
 @compiled
-def _unpack_pieces(data, nonzero, count, has_zstd, room, addresses):
-    """Unpack the bitmap and the planes of one block; note where they lie.
+def _unpack(method, source, length, target, expected, has_zstd):
+    """Unpack a bitmap or plane; 0, or 1 if it makes no sense, or NEEDS_ZSTD."""
+    if method == LZ4:
+        return np.int64(lz4_unpack(source, target, length, expected) != expected)
+    if method == ZSTD:
+        if not has_zstd:
+            return NEEDS_ZSTD
+        return np.int64(zstd_unpack(target, expected, source, length) != expected)
+    return 1
 
-    Returns:
-        0, or 1 if the block makes no sense, or NEEDS_ZSTD.
-    """
+
+@compiled
+def decode_planes(data, has_zstd, room, out):
+    """Undo `Planes` with zstd, whose planes are packed if they are short; return as `_unpack`."""
+    width, count = out.itemsize, out.size
+    addresses = np.empty(width, np.uint64)
+    at, used = 4 * width, 0
+    for k in range(width):
+        length = _number_at(data, 4 * k) if at <= data.size else data.size
+        if at + length > data.size:
+            return 1
+        addresses[k] = address_of(data) + np.uint64(at)
+        if length != count:
+            target = address_of(room) + np.uint64(used)
+            problem = _unpack(ZSTD, addresses[k], length, target, count, has_zstd)
+            if problem:
+                return problem
+            addresses[k] = target
+            used += count
+        at += length
+    join_planes(addresses, False, out)
+    return 0 if at == data.size else 1
+
+
+@compiled
+def _unpack_pieces(data, nonzero, count, has_zstd, room, addresses):
+    """Unpack the bitmap and planes of one block, note where they lie; return as `_unpack`."""
     at, used = 4, 0
     for piece in range(addresses.size):
         expected = (count + 7) // 8 if piece == 0 else nonzero
@@ -246,24 +204,14 @@ def _unpack_pieces(data, nonzero, count, has_zstd, room, addresses):
         at += 5
         if at + length > data.size:
             return 1
-        source = address_of(data) + np.uint64(at)
+        addresses[piece] = address_of(data) + np.uint64(at)
         at += length
-        if method == AS_IT_IS:
-            if length != expected:
-                return 1
-            addresses[piece] = source
+        if method == AS_IT_IS and length == expected:
             continue
         target = address_of(room) + np.uint64(used)
-        if method == LZ4:
-            if lz4_unpack(source, target, length, expected) != expected:
-                return 1
-        elif method == ZSTD:
-            if not has_zstd:
-                return NEEDS_ZSTD
-            if zstd_unpack(target, expected, source, length) != expected:
-                return 1
-        else:
-            return 1
+        problem = _unpack(method, addresses[piece], length, target, expected, has_zstd)
+        if problem:
+            return problem
         addresses[piece] = target
         used += expected
     return 0 if at == data.size else 1
@@ -284,8 +232,7 @@ def _turn(words, features, steps, out):
 def _put_rows(marks, gaps, features, steps, words, check, out):
     """Put words in their places, row by row while a row is in the cache.
 
-    Returns:
-        Whether bitmap and gaps fit, and, if `check`, the checksum of the words as on disk.
+    Returns whether bitmap and gaps fit, and, if `check`, the checksum of the words as on disk.
     """
     size = features * steps
     if steps == 0 or size % 8:  # in one piece: a row does not begin with a byte of the bitmap
@@ -345,7 +292,7 @@ def decode_blocks(data, sizes, counts, crcs, features, steps, has_zstd, room, ga
         problem = _unpack_pieces(coded, nonzero, count, has_zstd, room, addresses)
         if problem:
             return block if problem == 1 else problem
-        join_planes(addresses[1:], gaps[:nonzero])
+        join_planes(addresses[1:], True, gaps[:nonzero])
         marks = bytes_at(addresses[0], (count + 7) // 8)
         check = crcs[block] >= 0
         fits, found = _put_rows(marks, gaps[:nonzero], features, steps, words, check, target)

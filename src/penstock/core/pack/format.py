@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import accumulate
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from isal import isal_zlib
@@ -42,45 +42,38 @@ MAX_BLOCK_BYTES = 256 << 20
 MAX_TENSOR_BYTES = 1 << 40
 
 # What the parsing of a hostile index may raise: all of it means that the file is damaged.
-_NONSENSE = (
-    ValueError,
-    LookupError,
-    TypeError,
-    AttributeError,
-    RecursionError,
-    DataError,
-    UsageError,
-)
+_NONSENSE = (ValueError, LookupError, TypeError, AttributeError, RecursionError)
+_REFUSED = (*_NONSENSE, DataError, UsageError)
 
 
-@dataclass(frozen=True)
-class Dtype:
+class Dtype(NamedTuple):
     """How an element type is stored: the safetensors tag (None: only as a blob), numpy's words."""
 
     tag: str | None
     words: np.dtype[Any]
 
 
+# Their order counts: some formats name a type by its number here.
 DTYPES: dict[str, Dtype] = {
-    name: Dtype(tag, np.dtype(words))
+    name: Dtype(tag, np.dtype(words or name))
     for name, tag, words in [
-        ("bool", "BOOL", np.bool_),
-        ("uint8", "U8", np.uint8),
-        ("int8", "I8", np.int8),
-        ("uint16", "U16", np.uint16),
-        ("int16", "I16", np.int16),
-        ("uint32", "U32", np.uint32),
-        ("int32", "I32", np.int32),
-        ("uint64", "U64", np.uint64),
-        ("int64", "I64", np.int64),
-        ("float16", "F16", np.float16),
-        ("bfloat16", "BF16", np.uint16),
-        ("float8_e4m3fn", "F8_E4M3", np.uint8),
-        ("float8_e5m2", "F8_E5M2", np.uint8),
-        ("float32", "F32", np.float32),
-        ("float64", "F64", np.float64),
-        ("complex64", None, np.complex64),
-        ("complex128", None, np.complex128),
+        ("bool", "BOOL", ""),
+        ("uint8", "U8", ""),
+        ("int8", "I8", ""),
+        ("uint16", "U16", ""),
+        ("int16", "I16", ""),
+        ("uint32", "U32", ""),
+        ("int32", "I32", ""),
+        ("uint64", "U64", ""),
+        ("int64", "I64", ""),
+        ("float16", "F16", ""),
+        ("bfloat16", "BF16", "uint16"),
+        ("float8_e4m3fn", "F8_E4M3", "uint8"),
+        ("float8_e5m2", "F8_E5M2", "uint8"),
+        ("float32", "F32", ""),
+        ("float64", "F64", ""),
+        ("complex64", None, ""),
+        ("complex128", None, ""),
     ]
 }
 
@@ -145,6 +138,10 @@ class Entry:
         start = block * self.block_bytes
         return start, min(start + self.block_bytes, self.nbytes)
 
+    def span(self, block: int) -> int:
+        """Bytes of a block, decoded."""
+        return min(self.block_bytes, self.nbytes - block * self.block_bytes)
+
     def cut(self, array: NDArray[Any]) -> Iterator[NDArray[Any]]:
         """Cut an array into one view per block.
 
@@ -167,8 +164,7 @@ class Entry:
         head = f"{self.name}|{self.dtype}|{','.join(map(str, self.shape))}|".encode()
         crc = isal_zlib.crc32(head)
         for block, block_crc in enumerate(self.crcs):
-            start, stop = self.block_range(block)
-            crc = isal_zlib.crc32_combine(crc, block_crc, stop - start)
+            crc = isal_zlib.crc32_combine(crc, block_crc, self.span(block))
         return int(crc)
 
     def padded_bytes(self) -> int:
@@ -198,14 +194,10 @@ class Entry:
 
     def safetensors(self) -> dict[str, Any]:
         """Return the entry of the safetensors header."""
+        dtype = DTYPES[self.dtype].tag if self.plain else "U8"
+        shape = list(self.stored_shape) if self.plain else [self.stored_bytes]
         span = [self.offset, self.offset + self.stored_bytes]
-        if self.plain:
-            return {
-                "dtype": DTYPES[self.dtype].tag,
-                "shape": list(self.stored_shape),
-                "data_offsets": span,
-            }
-        return {"dtype": "U8", "shape": [self.stored_bytes], "data_offsets": span}
+        return {"dtype": dtype, "shape": shape, "data_offsets": span}
 
 
 @dataclass
@@ -278,12 +270,13 @@ def read_index(path: Path, descriptor_size: int, read: Any) -> Index:
     """
     header, content, digest, length = _read_header(path, descriptor_size, read)
     try:
-        index = _parse(content)
+        entries = {name: _parse_entry(name, record) for name, record in content["tensors"].items()}
+        place(entries.values())
+        index = _index(content, entries, digest)
     except LimitExceeded as error:
         raise LimitExceeded(f"{path}: {error}") from error
-    except _NONSENSE as error:
+    except _REFUSED as error:
         raise CorruptFile(f"{path} is damaged: {error}") from error
-    index.digest = digest
     index.header_bytes = 8 + length
     implied = {name: entry.safetensors() for name, entry in index.entries.items()}
     if header != implied:
@@ -308,8 +301,8 @@ def read_summary(path: Path) -> Index:
             path, size_bytes, lambda size, at: os.pread(file.fileno(), size, at)
         )
     try:
-        return Index(str(content["kind"]), _parse_meta(content), {}, _parse_base(content), digest)
-    except _NONSENSE as error:
+        return _index(content, {}, digest)
+    except _REFUSED as error:
         raise CorruptFile(f"{path} is damaged: {error}") from error
 
 
@@ -332,7 +325,7 @@ def _read_header(
         if _digest(text) != digest or len(metadata) != 2:
             raise CorruptFile(f"{path} is damaged: the index does not match its digest")
         content = json.loads(text)
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+    except _NONSENSE as error:
         if INDEX_KEY.encode() not in raw[:256]:
             raise UnknownFormat(f"{path} is not a penstock file") from error
         raise CorruptFile(f"{path} is damaged: unreadable header ({error})") from error
@@ -346,17 +339,10 @@ def _read_header(
     return header, content, digest, length
 
 
-def _parse(content: dict[str, Any]) -> Index:
-    entries = {name: _parse_entry(name, record) for name, record in content["tensors"].items()}
-    place(entries.values())
-    return Index(str(content["kind"]), _parse_meta(content), entries, _parse_base(content))
-
-
-def _parse_meta(content: dict[str, Any]) -> dict[str, Any]:
-    meta = content["meta"]
-    if not isinstance(meta, dict):
+def _index(content: dict[str, Any], entries: dict[str, Entry], digest: str) -> Index:
+    if not isinstance(content["meta"], dict):
         raise CorruptFile("meta is not an object")
-    return meta
+    return Index(str(content["kind"]), content["meta"], entries, _parse_base(content), digest)
 
 
 def _parse_base(content: dict[str, Any]) -> dict[str, str] | None:
@@ -404,16 +390,11 @@ def _parse_entry(name: str, record: dict[str, Any]) -> Entry:
     raw = entry.codec.id == "raw"
     if entry.plain and not (raw and DTYPES[entry.dtype].tag):
         raise CorruptFile(f"{name}: a plain tensor must be raw")
-    if raw and any(size != _span(entry, k) for k, size in enumerate(entry.sizes)):
+    if raw and entry.sizes != list(map(entry.span, range(entry.blocks))):
         raise CorruptFile(f"{name}: a raw block has the wrong length")
     if entry.checksum() != record["crc"]:
         raise CorruptFile(f"{name}: the tensor's checksum contradicts its blocks")
     return entry
-
-
-def _span(entry: Entry, block: int) -> int:
-    start, stop = entry.block_range(block)
-    return stop - start
 
 
 def _natural(value: Any) -> int:

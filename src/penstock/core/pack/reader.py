@@ -38,10 +38,6 @@ class PackReader:
     Args:
         path: The pack.
         find_base: Tells where the base of a delta lies; by default beside it.
-
-    Example:
-        with PackReader("ckpt.pt") as pack:
-            weights = pack.read("model.actor.0.weight")
     """
 
     def __init__(self, path: Path | str, find_base: BaseFinder = base_beside) -> None:
@@ -96,20 +92,15 @@ class PackReader:
         for block in range(first // entry.block_bytes, -(-last // entry.block_bytes)):
             begin, end = entry.block_range(block)
             low, high = max(begin, first), min(end, last)
-            target = out[(low - first) // width : (high - first) // width]
-            if (low, high) == (begin, end):
-                self._decode(entry, block, target)
-            else:
-                content = self.read_block(name, block)
-                target[:] = content[(low - begin) // width : (high - begin) // width]
+            content = self.read_block(name, block)[(low - begin) // width : (high - begin) // width]
+            out[(low - first) // width : (high - first) // width] = content
         return out.reshape((stop - start, *shape[1:]))
 
     def read_block(self, name: str, block: int) -> NDArray[Any]:
         """Read one block as a flat array."""
         entry = self.entry(name)
         start, stop = entry.block_range(block)
-        count = (stop - start) // entry.words.itemsize
-        out = BLOCKS.array((count,), entry.words)
+        out = BLOCKS.array(((stop - start) // entry.words.itemsize,), entry.words)
         self._decode(entry, block, out)
         return out
 
@@ -148,7 +139,7 @@ class PackReader:
                 yield partial(self._fill_series, entry.codec, entry, blocks, turn, words)
             return
         for block, piece in enumerate(entry.cut(out)):
-            yield partial(self._fill, entry, block, piece)
+            yield partial(self._decode, entry, block, piece)
 
     def verify(self) -> Iterator[tuple[str, str]]:
         """Decode everything in little memory; yield (tensor, problem) for each bad tensor."""
@@ -187,15 +178,11 @@ class PackReader:
             path = self._find_base(self.path, link)
             try:
                 base = PackReader(path, self._find_base)
-            except FileNotFoundError:
-                raise CorruptFile(
-                    f"{self.path} is a difference to {link['file']}, which is not beside it; "
-                    "put both in one folder"
-                ) from None
             except (OSError, ValueError) as error:
+                missing = isinstance(error, FileNotFoundError)
+                why = "is not beside it; put both in one folder" if missing else f"fails: {error}"
                 raise CorruptFile(
-                    f"{self.path} is a difference to {link['file']!r}, which cannot be opened "
-                    f"({error})"
+                    f"{self.path} is a difference to {link['file']}, which {why}"
                 ) from error
             if base.index.digest != link["digest"] or base.index.base is not None:
                 base.close()
@@ -217,7 +204,7 @@ class PackReader:
         ranges = [entry.block_range(block) for block in blocks]
         sizes = [entry.sizes[block] for block in blocks]
         data = BLOCKS.array((sum(sizes),), np.uint8)
-        at = self.index.header_bytes + entry.offset + entry.block_offsets[blocks[0]]
+        at = self._position(entry, blocks[0])
         whole = os.preadv(self._descriptor, [data.data], at) == data.size
         width = words.itemsize
         out = words[ranges[0][0] // width : ranges[-1][1] // width]
@@ -233,30 +220,21 @@ class PackReader:
                 content = content.reshape(-1, features, steps).swapaxes(1, 2)
             np.copyto(target.reshape(content.shape), content)
 
-    def _fill(self, entry: Entry, block: int, out: NDArray[Any]) -> None:
-        """Decode a block into `out`: flat, or rows in the order of axes on disk."""
-        if out.ndim == 1:
-            self._decode(entry, block, out)
-        else:
-            content = self.read_block(entry.name, block)
-            np.copyto(out, content.reshape(out.shape))
-
     def _decode(self, entry: Entry, block: int, out: NDArray[Any]) -> None:
-        """Read, decode and verify one block into `out`."""
-        start, stop = entry.block_range(block)
-        at = self.index.header_bytes + entry.offset + entry.block_offsets[block]
+        """Read, decode and verify one block into `out`: flat, or rows with the axes as on disk."""
+        if out.ndim > 1:
+            np.copyto(out, self.read_block(entry.name, block).reshape(out.shape))
+            return
+        at = self._position(entry, block)
         target = out.view(np.uint8)
+        raw = entry.codec.id == "raw"
         try:
-            if entry.codec.id == "raw":
-                if os.preadv(self._descriptor, [target.data], at) != stop - start:
-                    raise CorruptFile("cut off")
-            else:
-                base = self._base_block(entry, block) if entry.codec.needs_base else None
-                size = entry.sizes[block]
-                data = BLOCKS.array((size,), np.uint8).data
-                if os.preadv(self._descriptor, [data], at) != size:
-                    raise CorruptFile("cut off")
-                entry.codec.decode(data, out, base)
+            base = self._base_block(entry, block) if entry.codec.needs_base else None
+            data = target if raw else BLOCKS.array((entry.sizes[block],), np.uint8)
+            if os.preadv(self._descriptor, [data.data], at) != data.size:
+                raise CorruptFile("cut off")
+            if not raw:
+                entry.codec.decode(data.data, out, base)
             if isal_zlib.crc32(target) != entry.crcs[block]:
                 raise CorruptFile("its checksum is wrong")
         except CorruptFile as error:
@@ -264,6 +242,9 @@ class PackReader:
                 f"{self.path} is damaged: tensor {entry.name!r}, block {block} at byte {at}: "
                 f"{error}"
             ) from error
+
+    def _position(self, entry: Entry, block: int) -> int:
+        return self.index.header_bytes + entry.offset + entry.block_offsets[block]
 
     def _base_block(self, entry: Entry, block: int) -> NDArray[Any]:
         base = self.base()

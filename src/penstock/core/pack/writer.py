@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import closing
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 from isal import isal_zlib
@@ -50,13 +50,9 @@ class Item:
     block_bytes: int = DEFAULT_BLOCK_BYTES
 
 
-class _Coded(NamedTuple):
-    entry: Entry
-    buffers: list[Buffer]
-    crc: int
-
-
 _Block = tuple[Entry, NDArray[Any], int]
+_Coded = tuple[Entry, list[Buffer], int]
+"""With the checksum."""
 
 
 def _header_room(index: Index) -> int:
@@ -115,10 +111,6 @@ class PackWriter(NewFile):
         workers: Threads that encode.
         nice: Added to the priority value of those threads.
         patient: Tells whether the encoding may be left to those threads (`parallel_map`).
-
-    Example:
-        with PackWriter("a.pack", kind="tensors") as pack:
-            pack.write([Item("weights", values)])
     """
 
     def __init__(
@@ -197,7 +189,7 @@ class PackWriter(NewFile):
         with closing(coded):
             for group in coded:
                 for result in group:
-                    self._store(result)
+                    self._store(*result)
         header = render(self.index, room)
         self.index.header_bytes = len(header)
         self.file.seek(0)
@@ -256,7 +248,7 @@ class PackWriter(NewFile):
         if codec.lossy:  # the checksum covers what a reader gets
             kept = np.empty_like(values)
             codec.decode(memoryview(b"".join(buffers)), kept, base)
-        return _Coded(entry, buffers, int(isal_zlib.crc32(kept.view(np.uint8))))
+        return entry, buffers, int(isal_zlib.crc32(kept.view(np.uint8)))
 
     def _start_writeback(self) -> None:
         """Let the disk begin early, so that the fsync at the end finds less to do."""
@@ -267,11 +259,10 @@ class PackWriter(NewFile):
             os.posix_fadvise(self.file.fileno(), self._pushed, length, os.POSIX_FADV_DONTNEED)
             self._pushed = at
 
-    def _store(self, coded: _Coded) -> None:
-        entry = coded.entry
-        entry.sizes.append(sum(memoryview(buffer).nbytes for buffer in coded.buffers))
-        entry.crcs.append(coded.crc)
-        for buffer in coded.buffers:
+    def _store(self, entry: Entry, buffers: list[Buffer], crc: int) -> None:
+        entry.sizes.append(sum(memoryview(buffer).nbytes for buffer in buffers))
+        entry.crcs.append(crc)
+        for buffer in buffers:
             write_all(self.file, buffer)
         self._start_writeback()
         if len(entry.sizes) == entry.blocks:
