@@ -30,6 +30,7 @@ from penstock.nav.panel import Panel
 from penstock.nav.ppo import PPO, Batch
 from penstock.rollouts.storage import RolloutStorage
 from penstock.ui.monitor import JsonlSink, PerformanceMonitor, Sink, TensorBoardSink, WandbSink
+from penstock.ui.report import aligned
 from penstock.ui.suggestions import did_you_mean
 
 BEST = "best.pt"
@@ -272,18 +273,17 @@ class RunRecorder:
         if not self._is_main:
             return ""
         stats, stalls = self.saver.get_stats(), self._stalls()
-        lines = [
-            self._monitor.get_summary(),
-            "",
-            "[Checkpoint Stats]",
-            f"  Total saved: {stats['total_saved']} (queue {stats['queue_size']}, "
-            f"failed {stats['total_failed']})",
-            f"  Compression ratio: {stats['compression_ratio']:.2f}x, "
-            f"{format_bytes(stats['stored_bytes'])} written",
-            f"  Training held up per save: median {stalls['median_ms']:.2f} ms, "
-            f"longest {stalls['max_ms']:.2f} ms",
+        failed, waiting = stats["total_failed"], stats["queue_size"]
+        ratio = f"{stats['compression_ratio']:.2f}x smaller"
+        saves = [
+            ("saves", f"{stats['total_saved']}, {failed} failed, {waiting} waiting"),
+            ("written", f"{format_bytes(stats['stored_bytes'])}, {ratio}"),
+            (
+                "paused",
+                f"{stalls['median_ms']:.2f} ms per save, longest {stalls['max_ms']:.2f} ms",
+            ),
         ]
-        return "\n".join(lines)
+        return f"{self._monitor.get_summary()}\n\n{aligned(saves)}"
 
     def close_panel(self, *, stopped: bool) -> None:
         """Let the terminal show how it ended: done, or stopped before that."""
