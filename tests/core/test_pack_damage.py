@@ -493,8 +493,11 @@ def mend(content: Any) -> tuple[dict[str, Any], int]:
         entry = Entry(name, record["dtype"], tuple(record["shape"]), Raw(), record["block"], False)
         entry.crcs = record["crcs"]
         record["crc"] = entry.checksum()
-    index = pack_format._parse(content)
-    return {name: entry.safetensors() for name, entry in index.entries.items()}, index.data_bytes
+    tensors = content["tensors"].items()
+    entries = {name: pack_format._parse_entry(name, record) for name, record in tensors}
+    pack_format.place(entries.values())
+    size = sum(entry.stored_bytes for entry in entries.values())
+    return {name: entry.safetensors() for name, entry in entries.items()}, size
 
 
 def test_a_grammar_fuzzer_over_the_index(tmp_path: Path) -> None:
