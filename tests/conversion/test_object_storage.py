@@ -11,7 +11,11 @@ import pytest
 import penstock
 from object_store import CREDENTIALS, s3_server
 from penstock.bags import find_bags, open_bag
+from penstock.commands.build import build
+from penstock.core.objects import ObjectPath
+from penstock.dataset.remote import RemoteDataset
 from penstock.errors import StorageError, UsageError
+from penstock.lerobot import Dataset
 
 from .test_convert import same_dataset
 
@@ -62,6 +66,13 @@ class TestReading:
         assert same_dataset(tmp_path / "local", tmp_path / "remote", origin=False) == []
         again = penstock.convert("s3://bucket/bags/", tmp_path / "remote", resume=True, **QUIET)
         assert len(again.skipped) == 3
+
+    def test_the_task_is_that_of_the_folder(self, proxy, stored, tmp_path):
+        tasks = {"table": [{"bag": "bags/b.mcap", "task": "of the table"}]}
+        for out, settings in {"folder": {"tasks": {"folder": True}}, "table": tasks}.items():
+            penstock.convert("s3://bucket/bags/b.mcap", tmp_path / out, **QUIET, **settings)
+        found = [Dataset(tmp_path / out).tasks for out in ("folder", "table")]
+        assert found == [["bags"], ["of the table"]]
 
     @pytest.mark.parametrize("name", ["a.bag", "b.mcap", "c.bag"])
     def test_little_more_is_read_than_is_wanted(self, name, proxy, stored):
@@ -136,9 +147,70 @@ class TestReading:
         assert json.loads(result.stdout)["peak_memory_bytes"] < 250e6
 
 
-def test_a_dataset_is_not_written_there(samples, tmp_path):
-    with pytest.raises(UsageError, match=r"a dataset is written to a folder: .* copy it"):
-        penstock.convert(samples().path, "s3://bucket/out", **QUIET)
+@pytest.mark.cluster
+@pytest.mark.timeout(300)
+class TestWriting:
+    @pytest.mark.parametrize("version", ["v3.0", "v2.1"])
+    def test_the_same_dataset_as_on_a_disk(self, version, proxy, stored, tmp_path):
+        """Made by two workers, gone on with, added to; every fifth request fails."""
+        proxy.fault = lambda number, line: "503" if number % 5 == 0 else None
+        out, local = f"s3://bucket/out-{version}", tmp_path / "local"
+        bags = [stored["a.bag"], stored["c.bag"]]
+        settings = {**QUIET, "check": True, "version": version}
+        report = penstock.convert(bags, out, workers=2, **settings)
+        assert report.ok, report.findings
+        assert str(report.out) == out
+        assert len(penstock.convert(bags, out, resume=True, **settings).skipped) == 2
+        assert penstock.convert(stored["b.mcap"], out, append=True, **settings).ok
+        penstock.convert(bags, local, **QUIET, version=version)
+        penstock.convert(stored["b.mcap"], local, append=True, **QUIET)
+        with RemoteDataset(ObjectPath(out)) as remote:
+            remote.fetch_all()
+            assert same_dataset(local, remote.folder) == []
+
+    def test_shards_in_any_order_and_again(self, proxy, stored, tmp_path):
+        out, bags = "s3://bucket/shards", list(stored.values())
+        for shard in ("1/2", "0/2", "1/2", "0/1"):
+            report = penstock.convert(bags, out, shard=shard, **QUIET)
+        assert len(report.skipped) == len(bags)
+        assert build(out).episodes == len(bags)
+        penstock.convert(bags, tmp_path / "local", **QUIET)
+        with RemoteDataset(ObjectPath(out)) as remote:
+            remote.fetch_all()
+            assert same_dataset(tmp_path / "local", remote.folder) == []
+
+    def test_the_command_and_its_card(self, proxy, stored, tmp_path):
+        words = ["convert", str(stored["b.mcap"]), "s3://bucket/told", "--card"]
+        result = subprocess.run(
+            [sys.executable, "-m", "penstock", *words],
+            cwd=tmp_path,
+            env={**os.environ, "PENSTOCK_PROGRESS": "quiet"},
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+        assert result.returncode == 0, result.stderr
+        assert "s3://bucket/told" in result.stdout
+        assert [path.name for path in tmp_path.iterdir()] == ["told.html"]
+        assert b"LeRobot" in ObjectPath("s3://bucket/told/README.md").read_bytes()
+
+    def test_a_storage_that_fails_loses_no_unit(self, proxy, stored, tmp_path):
+        """Writes fail from the fortieth request on; the same command goes on when it is back."""
+        out, bags = "s3://bucket/broken", [stored["a.bag"], stored["b.mcap"]]
+        proxy.fault = lambda number, line: "503" if number > 40 and "PUT" in line else None
+        with pytest.raises(StorageError, match="s3://bucket/broken"):
+            penstock.convert(bags, out, **QUIET)
+        proxy.fault = lambda number, line: None
+        penstock.convert(bags, out, resume=True, **QUIET)
+        penstock.convert(bags, tmp_path / "local", **QUIET)
+        with RemoteDataset(ObjectPath(out)) as remote:
+            remote.fetch_all()
+            assert same_dataset(tmp_path / "local", remote.folder) == []
+
+
+def test_nothing_is_replaced_there(samples):
+    with pytest.raises(UsageError, match=r"s3://bucket/out: --overwrite"):
+        penstock.convert(samples().path, "s3://bucket/out", overwrite=True, **QUIET)
     assert not Path("s3:").exists()
 
 

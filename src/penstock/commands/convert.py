@@ -29,12 +29,15 @@ def run(arguments: argparse.Namespace) -> Report | Prediction:
         return predict(request)
     report = run_request(request)
     if arguments.card and request.shard is None:
-        from penstock.inspect.card import write_card
+        from penstock.inspect.card import CARD, PICTURE, write_card
 
         write_card(request.out)
+        if request.remote is not None:
+            request.remote.push(CARD, PICTURE)
     if request.shard is not None and not arguments.report:
         return report  # a page per shard would be a hundred pages
-    page = Path(arguments.report or f"{request.out.absolute()}.html")
+    beside = request.target.name if request.remote is not None else request.out.absolute()
+    page = Path(arguments.report or f"{beside}.html")
     sweep(page.absolute().parent)  # of a command that was killed while it wrote its page
     report.write_page(page, arguments.typed)
     return report

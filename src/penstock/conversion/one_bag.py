@@ -9,6 +9,7 @@ nothing but the unit is touched.
 
 from __future__ import annotations
 
+import tempfile
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
@@ -30,6 +31,7 @@ from penstock.conversion.plan import Plan, plan_bag
 from penstock.conversion.rows import Rows
 from penstock.core.files import make_folder
 from penstock.core.interrupt import check_stop
+from penstock.core.objects import ObjectPath
 from penstock.dataset.layout import Feature
 from penstock.dataset.unit import Episode, UnitRecord, UnitWriter
 from penstock.errors import DataError, PenstockError
@@ -50,7 +52,7 @@ class Job:
         bag: The recording.
         mapping: What the dataset holds.
         features: The features of the dataset, which this bag must have too.
-        units: The folder that the unit is committed to.
+        units: The folder that the unit is committed to, here or in object storage.
         record: Its key, position and source; the episodes come from the bag.
         memory_bytes: Resident memory to stay below.
         salvage: Read what can be read of a damaged bag.
@@ -61,7 +63,7 @@ class Job:
     bag: Path
     mapping: Recipe
     features: dict[str, Feature]
-    units: Path
+    units: Path | ObjectPath
     record: UnitRecord
     memory_bytes: int
     salvage: bool
@@ -129,8 +131,9 @@ def convert_bag(job: Job, advance: Advance) -> Converted:
     """
     start_s, start_cpu_s = time.perf_counter(), time.process_time()
     limits = Limits.for_memory(job.memory_bytes)
-    make_folder(job.units)
-    with open_bag(job.bag, salvage=job.salvage, limits=limits, scratch=job.units) as bag:
+    scratch = Path(tempfile.gettempdir()) if isinstance(job.units, ObjectPath) else job.units
+    make_folder(scratch)
+    with open_bag(job.bag, salvage=job.salvage, limits=limits, scratch=scratch) as bag:
         plan = plan_bag(bag, job.mapping, job.most_frames)
         _check_features(bag, job.features, describe(bag, job.mapping, plan, job.joints))
         reading = _Reading(bag, plan, job, advance)

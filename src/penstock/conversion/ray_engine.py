@@ -220,8 +220,8 @@ def _convert(job: Job, version: str, totals: Any) -> Outcome:
             f"{job.bag}: the node {node} has penstock {__version__}, and the driver {version}: "
             "install the same"
         )
-    root = Path(str(job.units).removesuffix(UNITS))
-    if not (root / PLAN).is_file():
+    root = str(job.units).removesuffix(UNITS)
+    if not (type(job.units)(root) / PLAN).is_file():
         return StorageError(
             f"the node {node} does not see {root}: give a folder for the dataset that all nodes "
             "share"

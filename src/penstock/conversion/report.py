@@ -16,6 +16,7 @@ from penstock.conversion.mapping import Mapping
 from penstock.conversion.one_bag import Converted
 from penstock.conversion.request import Shard
 from penstock.core.memory import format_bytes
+from penstock.core.objects import ObjectPath
 from penstock.dataset.check import Finding
 from penstock.ui.report import Report as Page
 from penstock.ui.report import aligned, command_lines
@@ -40,7 +41,7 @@ class Report:
         shard: The part of a job array that this run was; it builds nothing.
     """
 
-    out: Path
+    out: Path | ObjectPath
     mapping: Mapping
     bags: list[Converted] = field(default_factory=list)
     skipped: list[Path] = field(default_factory=list)
@@ -167,6 +168,8 @@ class Report:
     def next_steps(self) -> list[list[str]]:
         """Return what to type next, word by word."""
         out = shlex.quote(str(self.out))
+        if isinstance(self.out, ObjectPath):
+            return [["penstock", "info", out]]
         name = f"local/{re.sub('[^A-Za-z0-9._-]+', '_', self.out.name)}"  # as the Hub wants it
         return [
             ["penstock", "view", out],
@@ -273,7 +276,8 @@ class Report:
     def _videos_part(self, page: Page, home: Path) -> None:
         """Show the first video of each camera, from the dataset itself: the page stays small."""
         cameras: dict[str, str] = {}
-        for video in sorted(self.out.glob("videos/**/*.mp4")):
+        here = [] if isinstance(self.out, ObjectPath) else self.out.glob("videos/**/*.mp4")
+        for video in sorted(here):
             name = next((p for p in video.parts if p.startswith("observation.")), video.stem)
             cameras.setdefault(name, os.path.relpath(video.absolute(), home))
         if cameras:

@@ -17,9 +17,11 @@ from penstock.conversion.mapping import Mapping
 from penstock.conversion.ray_engine import RAY_AUTO
 from penstock.conversion.settings import from_json, load_map, parse_value, set_word
 from penstock.core.memory import parse_bytes
-from penstock.core.objects import is_object
+from penstock.core.objects import ObjectPath, is_object
 from penstock.dataset.layout import INFO_PATH, VERSIONS, Version
 from penstock.dataset.metadata import read_info
+from penstock.dataset.plan import UNITS
+from penstock.dataset.remote import RemoteDataset
 from penstock.dataset.writer import read_plan
 from penstock.errors import DataError, PenstockError, UsageError
 from penstock.ui.progress import Mode
@@ -73,6 +75,17 @@ class Request:
     shard: Shard | None = None
     ray: str | None = None  # the address of a Ray cluster, or "auto" for the one that is there
     unused: int = 0  # bags that a setting leaves out
+    remote: RemoteDataset | None = None  # the dataset in object storage for which `out` stands
+
+    @property
+    def target(self) -> Path | ObjectPath:
+        """Where the dataset is, as the user names it."""
+        return self.out if self.remote is None else self.remote.url
+
+    @property
+    def units(self) -> Path | ObjectPath:
+        """Where units are committed."""
+        return self.out / UNITS if self.remote is None else self.remote.units
 
     @property
     def own_bags(self) -> list[Path]:
@@ -155,13 +168,15 @@ def make_request(
         raise UsageError(
             f"ray is {ray!r}, which is no address: give --ray behind the paths, or --ray=HOST:PORT"
         )
-    if is_object(out):
-        raise UsageError(
-            f"{out}: a dataset is written to a folder: convert into one, and copy it when it is "
-            "done (aws s3 sync, gcloud storage rsync)"
-        )
     if workers < 1:
         raise UsageError(f"workers is {workers}: give at least 1")
+    if is_object(out) and overwrite:
+        raise UsageError(f"{out}: --overwrite is for folders: remove it there, or use a new name")
+    remote = None
+    if is_object(out):
+        remote = RemoteDataset(ObjectPath(str(out)))
+        remote.pull()
+        out = remote.folder
     goes_on = resume or append or part is not None
     version = version or (_version_of(Path(out)) if goes_on else "v3.0")
     if version not in VERSIONS:
@@ -204,6 +219,7 @@ def make_request(
         part,
         (RAY_AUTO if ray is True else str(ray)) if ray else None,
         found - len(used),
+        remote,
     )
 
 

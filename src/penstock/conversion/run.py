@@ -28,7 +28,7 @@ from penstock.core.memory import give_back_at_once
 from penstock.dataset.check import check
 from penstock.dataset.layout import INFO_PATH, Feature
 from penstock.dataset.metadata import read_info
-from penstock.dataset.plan import BUILT, CLAIMS, UNITS, Built, Plan, check_same
+from penstock.dataset.plan import BUILT, CLAIMS, Built, Plan, check_same
 from penstock.dataset.unit import RECORD, UnitRecord, make_key, write_failure_note
 from penstock.dataset.writer import DatasetWriter, read_plan
 from penstock.errors import DataError, PenstockError, StorageError, UsageError
@@ -49,7 +49,7 @@ def convert(
 
     Args:
         bags: Bags (.bag, .db3, .mcap, ROS 2 folders) or folders of them.
-        out: The folder of the dataset.
+        out: The folder of the dataset, here or in object storage (s3://bucket/folder).
         map: A mapping, or its YAML file; None guesses one from what the bags have in common.
         settings: See `make_request`: memory, workers, progress, resume, codec, ….
 
@@ -71,7 +71,7 @@ def run_request(request: Request) -> Report:
 
 def _run(request: Request) -> Report:
     start_s = time.perf_counter()
-    report = Report(request.out, request.mapping, shard=request.shard, unused=request.unused)
+    report = Report(request.target, request.mapping, shard=request.shard, unused=request.unused)
     report.memory_limit_bytes = request.memory_bytes
     with MemoryWatch() as watch:
         if request.shard is None:
@@ -80,6 +80,8 @@ def _run(request: Request) -> Report:
             _make_shard(request, report)
         report.wall_s = time.perf_counter() - start_s
         if request.check and request.shard is None:
+            if request.remote is not None:
+                request.remote.fetch_all()
             with Progress(size_of(request.out), "check", "bytes", request.progress) as progress:
                 checkup = check(request.out, "sample", progress)
             report.findings, report.checked = checkup.findings, checkup.checked
@@ -99,7 +101,7 @@ def _make_dataset(request: Request, report: Report) -> None:
             writer.build()  # a dataset can be had at any time
             done = len(report.bags) + len(report.skipped)
             stop.args = (
-                f"{done} of {len(request.bags)} bags are in {request.out}; go on with --resume",
+                f"{done} of {len(request.bags)} bags are in {request.target}; go on with --resume",
             )
             raise
         if writer.total_episodes == 0:
@@ -167,7 +169,7 @@ def _open_writer(request: Request, recordings: Sequence[Recording]) -> DatasetWr
     features = _named_as_before(request, _features(request, joints))
     fitting_workers(request.mapping, features, request.memory_bytes, 1)
     return DatasetWriter(
-        request.out,
+        request.remote or request.out,
         features,
         request.mapping.fps,
         request.mapping.robot_type,
@@ -267,7 +269,7 @@ class _UnitMaker:
             recording.path,
             self._request.mapping,
             self._features,
-            self._request.out / UNITS,
+            self._request.units,
             UnitRecord(self.key(recording), position, source, []),
             self._request.memory_bytes // self._workers,
             self._request.salvage,
@@ -357,11 +359,11 @@ def _make_shard(request: Request, report: Report) -> None:
         missing = next((each.path for each in todo if each.fingerprint not in planned), None)
         if missing is not None:
             raise UsageError(
-                f"{missing} is not in the plan of {request.out}, which has {len(plan.bags)} bags: "
-                "give every shard the same bags, or add bags with --append"
+                f"{missing} is not in the plan of {request.target}, which has {len(plan.bags)} "
+                "bags: give every shard the same bags, or add bags with --append"
             )
         units = _UnitMaker(request, plan, report, len(todo))
-        committed = _Committed(request.out)
+        committed = _Committed(request)
 
         def free(bags: Sequence[Recording], others: list[Recording]) -> Iterator[Job]:
             """Yield what nobody makes or has made, and collect what others are making."""
@@ -449,13 +451,13 @@ def _agreed_plan(request: Request, claims: Claims, wanted: set[str]) -> Plan:
 class _Committed:
     """The keys of all units that are committed now, whether they are built or not."""
 
-    def __init__(self, out: Path) -> None:
-        self._out = out
+    def __init__(self, request: Request) -> None:
+        self._out, self._units = request.out, request.units
         self._built: set[str] = set()
         self._read_at: tuple[int, int] | None = None
 
     def __contains__(self, key: str) -> bool:
-        if (self._out / UNITS / key / RECORD).is_file():
+        if (self._units / key / RECORD).is_file():
             return True
         with suppress(FileNotFoundError):
             found = (self._out / BUILT).stat()

@@ -21,7 +21,8 @@ from penstock.errors import StorageError, UsageError
 SCHEMES: Final = ("s3", "gs")
 _CONNECT_S, _REQUEST_S = 10.0, 60.0
 _SDK_ATTEMPTS: Final = 5  # of the SDK, for one request
-_ATTEMPTS: Final = 3  # ours, for an answer that breaks off
+# Ours: answers break off, and the SDK stops repeating where too many requests fail.
+_ATTEMPTS: Final = 6
 _PAUSE_S: Final = 0.5
 _CHUNK_BYTES: Final = 8 << 20
 
@@ -114,6 +115,20 @@ class ObjectPath:
         return os.path.splitext(self.name)[0]
 
     @property
+    def parts(self) -> tuple[str, ...]:
+        """The bucket, the folders and the name."""
+        return tuple(self._key.split("/"))
+
+    @property
+    def parent(self) -> ObjectPath:
+        """The folder that it is in."""
+        return self.parents[0]
+
+    def absolute(self) -> ObjectPath:
+        """Return it as it is: it depends on no current folder."""
+        return self
+
+    @property
     def parents(self) -> list[ObjectPath]:
         """The folders above it."""
         found, key = [], self._key
@@ -177,8 +192,12 @@ class ObjectPath:
 
     def read_bytes(self) -> bytes:
         """Return all of it."""
-        with self.open() as file:
-            data: bytes = file.read()
+
+        def get(files: Any) -> bytes:
+            with files.open_input_stream(self._key) as stream:
+                return bytes(stream.read())
+
+        data: bytes = self._call(get)
         return data
 
     def relative_to(self, folder: ObjectPath) -> str:
@@ -193,7 +212,7 @@ class ObjectPath:
             with files.open_output_stream(self._key) as stream:
                 stream.write(data)
 
-        self._attempt(put)
+        self._write(put)
 
     def upload(self, path: Path) -> None:
         """Put the content of a file of this machine."""
@@ -213,52 +232,46 @@ class ObjectPath:
                 while chunk := stream.read(_CHUNK_BYTES):
                     file.write(chunk)
 
-        self._attempt(get)
+        self._call(get)
 
     def copy_to(self, target: ObjectPath) -> None:
         """Let the storage copy it, within the bucket."""
-        self._attempt(lambda files: files.copy_file(self._key, target._key))
+        self._write(lambda files: files.copy_file(self._key, target._key))
 
     def delete(self) -> None:
         """Remove it; nothing happens if it is not there."""
         try:
-            self._attempt(lambda files: files.delete_file(self._key))
+            self._write(lambda files: files.delete_file(self._key))
         except FileNotFoundError:
             return
 
     def delete_folder(self) -> None:
         """Remove all that lies below it, a thousand objects per call."""
         try:
-            self._attempt(lambda files: files.delete_dir(self._key))
+            self._write(lambda files: files.delete_dir(self._key))
         except FileNotFoundError:
             return
 
-    def _attempt(self, work: Any) -> None:
-        """Do something that can be repeated; the SDK has tried each request several times."""
-        for attempt in range(_ATTEMPTS):
-            try:
-                work(_file_system(self._scheme, self._bucket))
-                self._info = None
-                return
-            except FileNotFoundError:
-                raise
-            except OSError as problem:
-                error = problem
-            if attempt + 1 < _ATTEMPTS:
-                time.sleep(_PAUSE_S * 2**attempt)
-        raise _refused(self, error, "write") from error
+    def _write(self, work: Any) -> None:
+        self._call(work, "write")
+        self._info = None
 
     def open_ranges(self) -> ObjectFile:
         """Return it for reading by ranges, from any thread."""
         return ObjectFile(self, self._call(lambda files: files.open_input_file(self._key)))
 
-    def _call(self, work: Any) -> Any:
-        try:
-            return work(_file_system(self._scheme, self._bucket))
-        except FileNotFoundError:
-            raise
-        except OSError as error:
-            raise _refused(self, error) from error
+    def _call(self, work: Any, action: str = "read") -> Any:
+        """Do something that can be repeated: not every request is repeated by the SDK."""
+        for attempt in range(_ATTEMPTS):
+            try:
+                return work(_file_system(self._scheme, self._bucket))
+            except FileNotFoundError:
+                raise
+            except OSError as problem:
+                error = problem
+            if not _pause(attempt, error):
+                break
+        raise _refused(self, error, action) from error
 
 
 class ObjectFile:
@@ -278,13 +291,21 @@ class ObjectFile:
                 error = OSError(None, f"{len(data)} of {size_bytes} bytes came")
             except OSError as problem:
                 error = problem
-            if attempt + 1 < _ATTEMPTS:
-                time.sleep(_PAUSE_S * 2**attempt)
+            if not _pause(attempt, error):
+                break
         raise _refused(self._path, error) from error
 
     def close(self) -> None:
         """Let it go."""
         self._file.close()
+
+
+def _pause(attempt: int, error: OSError) -> bool:
+    """Wait before the next attempt; False if there is none: the last, or it was refused (4xx)."""
+    if attempt + 1 == _ATTEMPTS or "HTTP status 4" in str(error):
+        return False
+    time.sleep(_PAUSE_S * 2**attempt)
+    return True
 
 
 def _refused(path: ObjectPath, error: OSError, action: str = "read") -> StorageError:
