@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import functools
 import struct
-import sys
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -23,7 +22,6 @@ from penstock.core.codecs.base import (
     Lz4,
     as_unsigned,
     check_level,
-    compiled_kernels,
     expect,
     unlz4,
     unzstd,
@@ -85,13 +83,6 @@ class Planes(Codec):
         expect(len(data) >= at, "a block of planes is too short")
         lengths = struct.unpack_from(f"<{words.itemsize}I", data)
         expect(sum(lengths) == len(data) - at, "a block of planes has the wrong length")
-        # Compiled, this takes a third of the time; but numba takes longer to import than a load.
-        kernels = compiled_kernels() if "numba" in sys.modules and self.inner == "zstd" else None
-        if kernels is not None:
-            room = BLOCKS.array((words.nbytes,), np.uint8)
-            coded = np.frombuffer(data, np.uint8)
-            if kernels.decode_planes(coded, kernels.HAS_ZSTD, room, words) == 0:
-                return
         planes = []
         for length in lengths:
             part: Buffer = data[at : at + length]

@@ -170,29 +170,6 @@ def _unpack(method, source, length, target, expected, has_zstd):
 
 
 @compiled
-def decode_planes(data, has_zstd, room, out):
-    """Undo `Planes` with zstd, whose planes are packed if they are short; return as `_unpack`."""
-    width, count = out.itemsize, out.size
-    addresses = np.empty(width, np.uint64)
-    at, used = 4 * width, 0
-    for k in range(width):
-        length = _number_at(data, 4 * k) if at <= data.size else data.size
-        if at + length > data.size:
-            return 1
-        addresses[k] = address_of(data) + np.uint64(at)
-        if length != count:
-            target = address_of(room) + np.uint64(used)
-            problem = _unpack(ZSTD, addresses[k], length, target, count, has_zstd)
-            if problem:
-                return problem
-            addresses[k] = target
-            used += count
-        at += length
-    join_planes(addresses, False, out)
-    return 0 if at == data.size else 1
-
-
-@compiled
 def _unpack_pieces(data, nonzero, count, has_zstd, room, addresses):
     """Unpack the bitmap and planes of one block, note where they lie; return as `_unpack`."""
     at, used = 4, 0
