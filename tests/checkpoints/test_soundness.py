@@ -552,10 +552,10 @@ def test_sets_of_tuples_and_module_versions_come_back(tmp_path):
     net.load_state_dict(loaded["net"])
 
 
-@pytest.mark.parametrize("elements", [0, 4000])
+@pytest.mark.parametrize("elements", [0, 400_000])
 def test_memory_that_another_thread_takes_away_meanwhile(elements):
     """While the call waits for room, say: nothing is read from where the tensor was."""
-    tensor = torch.full((2000,), 7.0)
+    tensor = torch.full((200_000,), 7.0)
     taken = snapshots.Snapshot({"deep": {"t": tensor}})
     tensor.untyped_storage().resize_(4 * elements)
     refusals = (errors.SnapshotDiscarded, errors.UnsupportedValue)

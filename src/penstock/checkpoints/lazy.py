@@ -24,15 +24,23 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
+from itertools import chain, islice
 from typing import Any, Literal
 
 import torch
 
-from penstock.checkpoints.snapshot import Snapshot, StagedTensor, chunks, memmove
+from penstock.checkpoints.snapshot import (
+    Snapshot,
+    StagedTensor,
+    chunks,
+    memmove,
+    written_since,
+)
 from penstock.tensors import PLAIN_CLASSES
 
 SETTLE_AFTER_S = 1.0
 _STRIDED = torch.strided
+_data_ptr = torch.Tensor.data_ptr
 _SAMPLE_BYTES = 32
 _MOST_SAMPLES = 4  # each is a cold page: the dearest part of a save
 _memcmp = ctypes.CDLL(None).memcmp  # releases the GIL
@@ -52,18 +60,15 @@ class OwnedTensors:
 
     def by_address(self) -> dict[int, torch.Tensor]:
         """Return the tensors as they are now, by the address of their memory."""
-        found = {}
+        owned: dict[int, torch.Tensor] = {}
         for optimizer in self._optimizers:
-            for values in (
-                *(group["params"] for group in optimizer.param_groups),
-                *(values.values() for values in optimizer.state.values()),
-            ):
-                for tensor in values:
-                    if type(tensor) in PLAIN_CLASSES and tensor.layout is _STRIDED:
-                        found[tensor.data_ptr()] = tensor
-        for owner in self._excluded.values():
-            found.pop(owner.data_ptr(), None)
-        return found
+            tensors = [tensor for group in optimizer.param_groups for tensor in group["params"]]
+            tensors += chain.from_iterable(state.values() for state in optimizer.state.values())
+            plain = [t for t in tensors if type(t) in PLAIN_CLASSES and t.layout is _STRIDED]
+            owned.update(zip(map(_data_ptr, plain), plain, strict=True))
+        for excluded in self._excluded.values():
+            owned.pop(excluded.data_ptr(), None)
+        return owned
 
 
 class LazyCapture:
@@ -82,9 +87,7 @@ class LazyCapture:
         self._tensors = snapshot.lazy
         self._begun_s = time.monotonic()
         self._chance = time.perf_counter_ns() * 2654435761 % 2**32
-        self._sampled = self._choose()
-        self._samples = [self._sample(tensor) for tensor in self._sampled]
-        self._versions = [tensor.live._version for tensor in self._tensors]
+        self._samples = {tensor: self._sample(tensor) for tensor in self._choose()}
         self._lost: list[StagedTensor] = []
         self._lock = threading.Lock()
         self._todo = deque(self._tensors)
@@ -116,7 +119,7 @@ class LazyCapture:
     def _copy(self, tensor: StagedTensor) -> None:
         to = self._base_address + tensor.offset
         for chunk in chunks(to, tensor.address, tensor.nbytes):
-            if not tensor.lies_in(tensor.storage):  # nothing is read without a live size
+            if not tensor.in_place():  # nothing is read without a live size
                 self._lost.append(tensor)
                 return
             memmove(*chunk)
@@ -140,8 +143,7 @@ class LazyCapture:
 
     def problem(self) -> str:
         """Say which tensors were changed under the copy."""
-        self.snapshot.describe()  # gives the tensors their names
-        names = [tensor.name for tensor in self.torn]
+        names = [self.snapshot.name_of(tensor) for tensor in self.torn]
         shown = ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
         return (
             f"{shown} changed outside the optimizer's step while being copied; copied at once from "
@@ -157,11 +159,9 @@ class LazyCapture:
 
     def _changed(self) -> list[StagedTensor]:
         """Return the tensors whose version or sample is another, or whose memory is gone."""
-        versions = zip(self._tensors, self._versions, strict=True)
-        samples = zip(self._sampled, self._samples, strict=True)
-        changed = [tensor for tensor, before in versions if tensor.live._version != before]
-        changed += [tensor for tensor, before in samples if self._sample(tensor) != before]
-        return changed + self._lost
+        samples = self._samples.items()
+        changed = [tensor for tensor, before in samples if self._sample(tensor) != before]
+        return written_since(self._tensors) + changed + self._lost
 
     def _different(self) -> list[StagedTensor]:
         """Return the tensors of which any byte is no longer the one that was copied."""
@@ -170,20 +170,19 @@ class LazyCapture:
             if self.verdict is not None:
                 return []  # a barrier decided meanwhile; the live tensors may change again
             copy = self._base_address + tensor.offset
-            there = tensor.lies_in(tensor.storage)
-            if not there or _memcmp(copy, tensor.address, tensor.nbytes):
+            if not tensor.in_place() or _memcmp(copy, tensor.address, tensor.nbytes):
                 different.append(tensor)
         return different
 
     def _choose(self) -> list[StagedTensor]:
         """Choose a few parameters, others each time. Nobody but its optimizer writes its state."""
-        parameters = [tensor for tensor in self._tensors if tensor.owner.requires_grad]
-        first = self._chance % max(1, len(parameters))
-        return (parameters[first:] + parameters[:first])[:_MOST_SAMPLES]
+        first = self._chance % max(1, len(self._tensors))
+        around = chain(self._tensors[first:], self._tensors[:first])
+        return list(islice((t for t in around if t.owner.requires_grad), _MOST_SAMPLES))
 
     def _sample(self, tensor: StagedTensor) -> bytes:
         """Read a few bytes of a tensor, at a place that is another in each capture."""
-        if not tensor.lies_in(tensor.storage):
+        if not tensor.in_place():
             return b""
         at = self._chance % max(1, tensor.nbytes - _SAMPLE_BYTES + 1)
         return ctypes.string_at(tensor.address + at, min(_SAMPLE_BYTES, tensor.nbytes))

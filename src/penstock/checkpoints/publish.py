@@ -105,7 +105,7 @@ class Publisher:
             complaint = f"cannot remove old checkpoints of {job.path.parent}: {error}"
         return {
             "complaint": complaint,
-            "raw_bytes": job.snapshot.nbytes,
+            "raw_bytes": sum(staged.nbytes for staged in job.snapshot.description[1]),
             "stored_bytes": writer.index.header_bytes + writer.index.data_bytes,
             "delta": delta,
             "write_s": written_s + time.perf_counter() - begin,
@@ -114,7 +114,7 @@ class Publisher:
     def _write(self, job: Job) -> PackWriter:
         """Encode a state into a durable temporary file; it has no name yet."""
         meta = {
-            "state": job.snapshot.describe()[0],
+            "state": job.snapshot.description[0],
             "metadata": job.metadata,
             "metric": job.metric,
             "saved_at": job.asked_at,
@@ -203,4 +203,4 @@ def _probe(words: NDArray[Any], base: PackReader, name: str, delta: Delta) -> tu
 
 
 def _tensors(snapshot: Snapshot) -> list[tuple[StagedTensor, NDArray[Any]]]:
-    return [(staged, snapshot.values(staged)) for staged in snapshot.describe()[1].values()]
+    return [(staged, snapshot.values(staged)) for staged in snapshot.description[1]]

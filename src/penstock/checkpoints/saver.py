@@ -36,7 +36,7 @@ from penstock.checkpoints.snapshot import Snapshot, address_of
 from penstock.core import tree
 from penstock.core.codecs import Planes
 from penstock.core.files import make_folder
-from penstock.core.memory import format_bytes
+from penstock.core.memory import format_bytes, whole_number
 from penstock.core.reuse import ReusedMemory
 from penstock.core.writes import OnFull, SaveHandle, Write, WriteQueue, close_after
 from penstock.errors import PenstockWarning, UsageError
@@ -103,10 +103,10 @@ class AsyncCheckpointSaver:
         max_staging_bytes: int | None = None,
         handle_signals: bool = True,
     ) -> None:
-        _check_natural("max_queue_size", max_queue_size, 1)
-        _check_natural("delta_every", delta_every, 0)
+        whole_number("max_queue_size", max_queue_size)
+        whole_number("delta_every", delta_every, 0)
         if keep_last is not None:
-            _check_natural("keep_last", keep_last, 1)
+            whole_number("keep_last", keep_last)
         if on_full not in ("wait", "skip", "drop_oldest"):
             raise UsageError(f"on_full={on_full!r}: use 'wait', 'skip' or 'drop_oldest'")
         owners = [optimizers] if isinstance(optimizers, torch.optim.Optimizer) else [*optimizers]
@@ -184,7 +184,8 @@ class AsyncCheckpointSaver:
             return lambda: self._publish(job)
 
         barrier = self.barrier if snapshot.lazy else None
-        return self._queue.put(file, snapshot.size_bytes, prepare, barrier)
+        size_bytes = snapshot.size_bytes + snapshot.cloned_bytes
+        return self._queue.put(file, size_bytes, prepare, barrier)
 
     def barrier(self) -> None:
         """Finish a lazy copy in flight, helping; then tensors may be changed.
@@ -195,7 +196,7 @@ class AsyncCheckpointSaver:
         if capture is None or not self._queue.mine:
             return
         begin = time.perf_counter()
-        with self._queue.signals:  # the writer, too, takes the lock that `_note_torn` takes
+        with self._queue.signals:  # the writer, too, takes the lock of a verdict
             capture.barrier()
             self._active = None
             self._blocked.append(("barrier", time.perf_counter() - begin))
@@ -352,16 +353,11 @@ def _staging(nbytes: int) -> NDArray[np.uint8]:
     return np.empty(nbytes, np.uint8)
 
 
-def _check_natural(name: str, value: Any, least: int) -> None:
-    if type(value) is not int or value < least:
-        raise UsageError(f"{name}={value!r}: give a whole number, at least {least}")
-
-
 def _checked_best(value: KeepBest | None) -> tuple[int, Direction] | None:
     if value is None:
         return None
     count, direction = value if isinstance(value, tuple) else (value, "max")
-    _check_natural("keep_best", count, 1)
+    whole_number("keep_best", count)
     if direction not in ("max", "min"):
         raise UsageError(f"keep_best: {direction!r} is no direction; use 'max' or 'min'")
     return count, direction

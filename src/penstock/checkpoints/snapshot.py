@@ -9,8 +9,8 @@ description in JSON) is left to the thread that writes the file.
 from __future__ import annotations
 
 import ctypes
-import threading
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from functools import cached_property
 from typing import Any, NoReturn
 
 import numpy as np
@@ -26,6 +26,7 @@ from penstock.tensors import (
     DTYPE_NAMES,
     PLAIN_CLASSES,
     check_storable,
+    flat_words,
     store_torch_value,
     tensor_bytes,
     tensor_over,
@@ -38,7 +39,8 @@ _STRIDED = torch.strided
 _ALIGNMENT = 64
 CHUNK_BYTES = 8 << 20
 _BRIEF_BYTES = 128 << 10
-_SMALL_BYTES = 4 << 20  # a state that is copied within a millisecond, by one thread
+_SMALL_BYTES = 256 << 10  # copied at once: as long as looking at it twice takes
+_MOST_CLONED_BYTES = 4 << 20
 _TRIES = 3
 memmove = ctypes.memmove  # lets other threads run Python meanwhile, ...
 # ... and this one does not: getting the interpreter back takes longer than a small copy.
@@ -53,34 +55,39 @@ class StagedTensor:
     Attributes:
         kind: "tensor", or "ndarray" for numpy's.
         live: What is to be copied; None once it is.
-        offset: Of the copy in the staging memory.
-        address: Of the live tensor, if its bytes can be copied as they lie; else 0.
+        clone: The copy of a small one, which is made at once; else it lies in the staging memory.
+        offset: Of the copy there.
+        storage: Of a CPU tensor whose bytes can be copied as they lie: keeps its memory.
+        address: Of such a tensor's first byte.
+        version: Torch's count of the writes to it; None for what is not counted.
         name: In the file, once the snapshot is described.
-        storage: Of a tensor that is copied later: keeps its memory.
-        owner: Of such a tensor: that of the optimizer.
+        owner: Of a tensor that is copied later: that of the optimizer.
     """
 
     __slots__ = (
-        *("address", "dtype", "kind", "live", "name", "nbytes", "offset", "owner", "shape"),
-        "storage",
+        *("address", "clone", "dtype", "kind", "live", "name", "nbytes", "offset", "owner"),
+        *("shape", "storage", "version"),
     )
+    address: int
+    offset: int
     name: str
     owner: torch.Tensor
-    storage: torch.UntypedStorage
 
-    def __init__(self, kind: str, live: Any, dtype: str, nbytes: int, offset: int) -> None:
+    def __init__(self, kind: str, live: Any, dtype: str, nbytes: int) -> None:
         self.kind = kind
         self.live = live
         self.dtype = dtype
         self.shape = live.shape
         self.nbytes = nbytes
-        self.offset = offset
-        self.address = 0
+        self.clone: Any = None
+        self.storage: Any = None
+        self.version: int | None = None
 
-    def lies_in(self, storage: torch.UntypedStorage) -> bool:
-        """Tell whether the elements lie in the memory of a storage: it may have been resized."""
-        before = self.address - storage.data_ptr()
-        return before >= 0 and before + self.nbytes <= storage.nbytes()
+    def in_place(self) -> bool:
+        """Tell whether the elements lie in the memory of the storage: it may have been resized."""
+        start: int = self.storage.data_ptr()
+        end: int = start + self.storage.nbytes()
+        return start <= self.address <= end - self.nbytes
 
 
 class Snapshot:
@@ -92,6 +99,7 @@ class Snapshot:
 
     Attributes:
         size_bytes: The staging memory that is needed.
+        cloned_bytes: What has been copied already: small tensors, a few megabytes of them.
         lazy: The tensors that were left to be copied later.
 
     Raises:
@@ -99,28 +107,21 @@ class Snapshot:
     """
 
     def __init__(self, state: Any, owned: dict[int, torch.Tensor] | None = None) -> None:
-        self.size_bytes = 0
+        self.size_bytes = self.cloned_bytes = 0
         self.lazy: list[StagedTensor] = []
         self._now: list[StagedTensor] = []  # what is copied before `copy` returns
         self._owned = owned or {}
         # By address, or by the id of an array: both live on until they are copied.
-        self._known: dict[int, StagedTensor] = {}
-        self._views: dict[int, list[StagedTensor]] = {}  # further ones at an address
+        self._known: dict[Any, StagedTensor] = {}
         self._memory: NDArray[np.uint8]  # once `copy` has begun
         self._devices: DeviceClones
-        self._describing = threading.Lock()
-        self._described: tuple[Json, dict[str, StagedTensor]] | None = None
         try:
             keepers: dict[type, tree.Keep] = dict.fromkeys(PLAIN_CLASSES, self._tensor)
-            self._state = tree.copy_containers(state, keepers, self._keep)
-        except (UnsupportedValue, RuntimeError):  # of torch: a nested tensor has no shape
+            with torch.no_grad():
+                self._state = tree.copy_containers(state, keepers, self._keep)
+        except (UnsupportedValue, RuntimeError):  # of torch: a sparse tensor has no address
             tree.flatten(state, _check)  # refuses the same, and knows the path
             raise
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of all tensors."""
-        return sum(staged.nbytes for staged in self.describe()[1].values())
 
     def copy(self, memory: NDArray[np.uint8]) -> None:
         """Copy everything but the lazy tensors, by all the threads that help.
@@ -132,78 +133,48 @@ class Snapshot:
             SnapshotDiscarded: Another thread kept writing a tensor meanwhile.
         """
         self._memory = memory
-        now = [staged.live for staged in self._now]
         for _ in range(_TRIES):
-            before = _versions(now)
             self._copy_now()
-            after = _versions(now)
-            if before == after:
+            written = written_since(self._now)
+            if not written:
                 break
+            for staged in written:
+                staged.version = staged.live._version
+            for staged in self._now:
+                if staged.clone is not None:
+                    staged.clone = _cloned(staged.live)
         else:
-            changes = zip(self._now, before, after, strict=True)
-            changed = next(staged for staged, old, new in changes if old != new)
-            self.describe()  # names it
+            name = self.name_of(written[0])
             raise SnapshotDiscarded(
-                f"{changed.name} was written by another thread in each of {_TRIES} copies; "
-                "save where nothing trains, or under a lock"
+                f"{name} was written by another thread in each of {_TRIES} copies; save where "
+                "nothing trains, or under a lock"
             )
         for staged in self._now:
-            staged.live = None
+            staged.live = staged.storage = None
         self._now = []
         self._known.clear()  # addresses mean nothing from here on
-        self._views.clear()
 
-    def describe(self) -> tuple[Json, dict[str, StagedTensor]]:
-        """Return the state as JSON, and its tensors under the names that stand for them there."""
-        with self._describing:
-            if self._described is None:
-                tensors: dict[str, StagedTensor] = {}
-                records: dict[int, Json] = {}
+    @cached_property
+    def description(self) -> tuple[Json, list[StagedTensor]]:
+        """The state as JSON, and its tensors, which get the names that stand for them there."""
+        tensors: dict[str, StagedTensor] = {}
+        records: dict[int, Json] = {}
 
-                def store(path: str, value: Any) -> Json | None:
-                    if type(value) is not StagedTensor:
-                        return store_torch_value(value)
-                    if id(value) not in records:
-                        proper = path if path and path != "__metadata__" else f"{path}tensor"
-                        value.name = tree.free_name(proper, tensors)
-                        tensors[value.name] = value
-                        records[id(value)] = {tree.TAG: value.kind, "v": value.name}
-                    return records[id(value)]
+        def store(path: str, value: Any) -> Json | None:
+            if type(value) is not StagedTensor:
+                return store_torch_value(value)
+            if id(value) not in records:
+                proper = path if path and path != "__metadata__" else f"{path}tensor"
+                value.name = tree.free_name(proper, tensors)
+                tensors[value.name] = value
+                records[id(value)] = {tree.TAG: value.kind, "v": value.name}
+            return records[id(value)]
 
-                self._described = (tree.flatten(self._state, store), tensors)
-        return self._described
+        return tree.flatten(self._state, store), list(tensors.values())
 
-    def _copy_now(self) -> None:
-        base = address_of(self._memory)
-        self._devices = DeviceClones()
-        brief_bytes = _BRIEF_BYTES if self.size_bytes > _SMALL_BYTES else _SMALL_BYTES
-        large: list[Chunk] = []
-        storages = []  # keep the memory until it is copied
-        for staged in self._now:
-            if staged.address:
-                storage = staged.live.untyped_storage()
-                if not staged.lies_in(storage):
-                    self._refuse(staged)
-                to, nbytes = base + staged.offset, staged.nbytes
-                if nbytes <= brief_bytes:
-                    _brief_memmove(to, staged.address, nbytes)
-                else:
-                    storages.append(storage)
-                    large += chunks(to, staged.address, nbytes)
-            elif staged.nbytes:
-                self._copy_elements(staged, staged.live)
-        if large:
-            nbytes = sum(chunk[2] for chunk in large)
-            parallel_list(lambda chunk: memmove(*chunk), large, name="copy", nbytes=nbytes)
-        self._devices.cloned()
-
-    def _refuse(self, staged: StagedTensor) -> NoReturn:
-        self.describe()  # names it
-        _check(staged.name, staged.live)  # it may have given its memory up
-        raise SnapshotDiscarded(
-            f"{staged.name} was given other memory by another thread; save where nothing trains, "
-            "or under a lock"
-        )
+    def name_of(self, staged: StagedTensor) -> str:
+        """Return the name of a tensor in the file."""
+        return staged.name if self.description else ""
 
     def fetch(self) -> None:
         """Bring what was cloned on its device into the staging memory; in the background."""
@@ -211,8 +182,44 @@ class Snapshot:
 
     def values(self, staged: StagedTensor) -> NDArray[Any]:
         """Return the copy of a tensor, in its shape, as pack words."""
-        copy: NDArray[Any] = self._memory[staged.offset : staged.offset + staged.nbytes]
+        if isinstance(staged.clone, np.ndarray):
+            return staged.clone
+        copy: NDArray[Any] = (
+            self._memory[staged.offset : staged.offset + staged.nbytes]
+            if staged.clone is None
+            else flat_words(staged.clone)
+        )
         return copy.view(DTYPES[staged.dtype].words).reshape(tuple(staged.shape))
+
+    def _copy_now(self) -> None:
+        base = address_of(self._memory)
+        self._devices = DeviceClones()
+        large: list[Chunk] = []
+        for staged in self._now:
+            if staged.clone is not None:
+                continue
+            if staged.storage is None:
+                self._copy_elements(staged, staged.live)
+                continue
+            if not staged.in_place():
+                self._refuse(staged)
+            to, nbytes = base + staged.offset, staged.nbytes
+            if nbytes <= _BRIEF_BYTES:
+                _brief_memmove(to, staged.address, nbytes)
+            else:
+                large += chunks(to, staged.address, nbytes)
+        if large:
+            nbytes = sum(chunk[2] for chunk in large)
+            parallel_list(lambda chunk: memmove(*chunk), large, name="copy", nbytes=nbytes)
+        self._devices.cloned()
+
+    def _refuse(self, staged: StagedTensor) -> NoReturn:
+        name = self.name_of(staged)
+        _check(name, staged.live)  # it may have given its memory up
+        raise SnapshotDiscarded(
+            f"{name} was given other memory by another thread; save where nothing trains, "
+            "or under a lock"
+        )
 
     def _copy_elements(self, staged: StagedTensor, live: Any) -> None:
         """Copy what does not lie in CPU memory in its own order."""
@@ -226,58 +233,71 @@ class Snapshot:
             self._devices.clone(live, out)
 
     def _keep(self, value: Any) -> Any:
-        """Stage a tensor or array; return any other value that can be stored, as it is."""
+        """Stage an array; return any other value that can be stored, as it is."""
         if _check("", value) is None:
             raise UnsupportedValue(f"a {type(value)}")
         if type(value) is not np.ndarray:
             return value
-        if id(value) not in self._known:
-            staged = self._stage("ndarray", value, value.dtype.name, value.nbytes)
+        staged = self._known.get(id(value))
+        if staged is None:
+            staged = StagedTensor("ndarray", value, value.dtype.name, value.nbytes)
             self._known[id(value)] = staged
-            self._now.append(staged)
-        return self._known[id(value)]
+            self._stage(staged)
+        return staged
 
     def _tensor(self, value: torch.Tensor) -> StagedTensor:
         # Every attribute and every call counts here: the training waits, and the caches are cold.
         dtype, width = _TYPES.get(value.dtype, _UNKNOWN)
-        on_cpu = value.is_cpu
-        if not width or value.layout is not _STRIDED or (not on_cpu and value.is_meta):
-            raise UnsupportedValue(f"a {value.layout} tensor of {value.dtype}")
-        address, nbytes = value.data_ptr(), value.numel() * width
-        known = self._known.get(address)
-        if known is not None:
+        if not width:
+            raise UnsupportedValue(f"a tensor of {value.dtype}")
+        key: Any = value.data_ptr()
+        address, nbytes = key, value.numel() * width
+        if nbytes and key in self._known:
             # Tensors that are one (tied weights) are stored once, and are one again after loading.
-            other: StagedTensor
-            for other in (known, *self._views.get(address, ())):
-                if _same(other.live, value):
-                    return other
-        staged = self._stage("tensor", value, dtype, nbytes)
+            form = _form(value)
+            if form != _form(self._known[key].live):
+                key = (key, form)
+            if key in self._known:
+                return self._known[key]
+        staged = StagedTensor("tensor", value, dtype, nbytes)
         if not nbytes:
+            _check("", value)
+            self._place(staged)
             return staged
-        if known is None:
-            self._known[address] = staged
+        self._known[key] = staged
+        try:
+            staged.version = value._version
+        except RuntimeError:  # writes to an inference tensor are not counted
+            staged.version = None
+        as_it_lies = value.is_cpu and address and value.is_contiguous() and not value.is_neg()
+        if not as_it_lies or (dtype in _COMPLEX and value.is_conj()):
+            _check("", value)
         else:
-            self._views.setdefault(address, []).append(staged)
-        if on_cpu:
-            as_it_lies = value.is_contiguous() and not value.is_neg() and address
-            if not as_it_lies or (dtype in _COMPLEX and value.is_conj()):
-                _check("", value)
-            else:
-                staged.address = address
-                owner = self._owned.get(address)
-                if owner is not None and tensor_bytes(owner) == nbytes and not value.is_inference():
-                    staged.owner, staged.storage = owner, value.untyped_storage()
-                    if not staged.lies_in(staged.storage):
-                        raise UnsupportedValue("a tensor whose memory was given up")
-                    self.lazy.append(staged)
-                    return staged
-        self._now.append(staged)
+            staged.address, staged.storage = address, value.untyped_storage()
+            if not staged.in_place():
+                raise UnsupportedValue("a tensor whose memory was given up")
+            owner = self._owned.get(address) if nbytes > _SMALL_BYTES else None
+            if owner is not None and tensor_bytes(owner) == nbytes and staged.version is not None:
+                staged.owner = owner
+                self._place(staged)
+                self.lazy.append(staged)
+                return staged
+        self._stage(staged)
         return staged
 
-    def _stage(self, kind: str, live: Any, dtype: str, nbytes: int) -> StagedTensor:
-        offset = self.size_bytes
-        self.size_bytes = offset + nbytes + -nbytes % _ALIGNMENT
-        return StagedTensor(kind, live, dtype, nbytes, offset)
+    def _stage(self, staged: StagedTensor) -> None:
+        """Copy a small tensor now, while it is in the cache; give a large one its place."""
+        small = staged.nbytes <= min(_SMALL_BYTES, _MOST_CLONED_BYTES - self.cloned_bytes)
+        if small and (staged.storage is not None or staged.kind == "ndarray"):
+            staged.clone = _cloned(staged.live)
+            self.cloned_bytes += staged.nbytes
+        else:
+            self._place(staged)
+        self._now.append(staged)
+
+    def _place(self, staged: StagedTensor) -> None:
+        staged.offset = self.size_bytes
+        self.size_bytes += staged.nbytes + -staged.nbytes % _ALIGNMENT
 
 
 class DeviceClones:
@@ -334,24 +354,20 @@ def chunks(to: int, start: int, nbytes: int) -> Iterator[Chunk]:
         yield to + at, start + at, min(CHUNK_BYTES, nbytes - at)
 
 
+def _cloned(live: Any) -> Any:
+    """Copy a tensor or array into memory that the allocator has at hand."""
+    return live.clone() if isinstance(live, torch.Tensor) else live.copy()
+
+
 def address_of(memory: NDArray[Any]) -> int:
     """Return where an array lies; `ctypes.data` takes ten times as long."""
     address: int = memory.__array_interface__["data"][0]
     return address
 
 
-def _versions(tensors: list[Any]) -> list[int]:
-    """Return torch's count of the writes to each tensor; 0 for what it does not count."""
-    try:
-        return [tensor._version for tensor in tensors]
-    except (AttributeError, RuntimeError):  # an array, an inference tensor
-        counted = (type(t) is not np.ndarray and not t.is_inference() for t in tensors)
-        return [t._version if c else 0 for t, c in zip(tensors, counted, strict=True)]
-
-
-def _same(one: Any, other: torch.Tensor) -> bool:
-    """Tell whether two tensors that begin at one address are the same elements."""
-    return isinstance(one, torch.Tensor) and _form(one) == _form(other)
+def written_since(tensors: Iterable[StagedTensor]) -> list[StagedTensor]:
+    """Return those to which torch has counted a write since their version was noted."""
+    return [t for t in tensors if t.version is not None and t.live._version != t.version]
 
 
 def _form(t: torch.Tensor) -> tuple[Any, ...]:
