@@ -17,7 +17,6 @@ from typing import Any
 import lz4.frame
 import numpy as np
 import torch
-from numpy.typing import NDArray
 
 from penstock.checkpoints import folder
 from penstock.core import tree
@@ -148,51 +147,35 @@ def _load_pack(pack: PackReader, device: torch.device, only: str | None) -> Any:
         description = tree.select(description, only)
         if description is None:
             raise UsageError(f"{pack.path}: nothing matches only={only!r}")
-    tensors, arrays = _allocate(description, pack)
-    pack.read_into(
-        [
-            *((name, flat_words(tensor)) for name, tensor in tensors.items()),
-            *((name, array.reshape(-1)) for name, array in arrays.items()),
-        ]
-    )
-    moved = {name: tensor.to(device) for name, tensor in tensors.items()}
+    kinds: dict[str, str] = {}
 
-    def fetch(record: dict[str, Any]) -> Any:
-        match record[tree.TAG]:
-            case "tensor":
-                return moved[record["v"]]
-            case "ndarray":
-                return arrays[record["v"]]
-        return fetch_torch_value(record)
-
-    return tree.unflatten(description, fetch)
-
-
-def _allocate(
-    node: tree.Json, pack: PackReader
-) -> tuple[dict[str, torch.Tensor], dict[str, NDArray[Any]]]:
-    """Allocate every tensor and every array that the description names, once."""
-    named: dict[str, str] = {}
-
-    def note(record: dict[str, tree.Json]) -> None:
+    def note(record: dict[str, Any]) -> None:
         kind, name = record[tree.TAG], str(record.get("v"))
         if kind in ("tensor", "ndarray"):
             if name not in pack.index.entries:
                 raise CorruptFile(f"{pack.path} is damaged: tensor {name!r} is missing")
-            if named.setdefault(name, kind) != kind:
+            if kinds.setdefault(name, kind) != kind:
                 raise CorruptFile(f"{pack.path} is damaged: {name!r} is both tensor and array")
 
-    tree.unflatten(node, note)
-    pack.check_memory(sum(pack.entry(name).nbytes for name in named))
-    tensors: dict[str, torch.Tensor] = {}
-    arrays: dict[str, NDArray[Any]] = {}
-    for name, kind in named.items():
-        entry = pack.entry(name)
-        if kind == "tensor":
-            tensors[name] = empty_tensor(entry.dtype, entry.shape)
-        else:  # not by way of torch: it may lack a type that numpy has
-            arrays[name] = empty_array(entry.dtype, entry.shape)
-    return tensors, arrays
+    tree.unflatten(description, note)
+    entries = {name: pack.entry(name) for name in kinds}
+    pack.check_memory(sum(entry.nbytes for entry in entries.values()))
+    values: dict[str, Any] = {}
+    for name, entry in entries.items():  # arrays not by way of torch: it may lack a type of numpy's
+        empty = empty_tensor if kinds[name] == "tensor" else empty_array
+        values[name] = empty(entry.dtype, entry.shape)
+    pack.read_into(
+        (name, flat_words(value) if kinds[name] == "tensor" else value.reshape(-1))
+        for name, value in values.items()
+    )
+    if device.type != "cpu":
+        values.update((name, values[name].to(device)) for name in kinds if kinds[name] == "tensor")
+
+    def fetch(record: dict[str, Any]) -> Any:
+        known = record[tree.TAG] in ("tensor", "ndarray")
+        return values[record["v"]] if known else fetch_torch_value(record)
+
+    return tree.unflatten(description, fetch)
 
 
 def _metadata(path: Path) -> Any:

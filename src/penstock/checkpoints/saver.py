@@ -296,7 +296,9 @@ class AsyncCheckpointSaver:
         self._last_path = str(job.path)
         raw, stored, seconds = stats["raw_bytes"], stats["stored_bytes"], stats["write_s"]
         delta, write_us = int(stats["delta"]), int(seconds * 1e6)
-        self._queue.count(deltas=delta, raw_bytes=raw, stored_bytes=stored, write_us=write_us)
+        self._queue.counts.update(
+            deltas=delta, raw_bytes=raw, stored_bytes=stored, write_us=write_us
+        )
         text = (
             f"[penstock] saved {job.path.name}: {format_bytes(stored)} of {format_bytes(raw)}"
             f"{' (delta)' if delta else ''} in {seconds:.2f} s\n"

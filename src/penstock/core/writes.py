@@ -242,10 +242,6 @@ class WriteQueue:
                 handle.reported = True
                 raise handle.error
 
-    def count(self, **amounts: int) -> None:
-        """Add to the counts."""
-        self.counts.update(amounts)
-
     def poll(self, condition: Callable[[], bool], timeout: float | None) -> bool:
         """Wait for the writer; polled, so that a signal handler may wait, too."""
         self._waiting.append(None)
@@ -284,7 +280,7 @@ class WriteQueue:
         """Make room, by the stated policy; False when this file is skipped."""
         if not self._full(size_bytes):
             return True
-        self.count(queue_full=1)
+        self.counts["queue_full"] += 1
         if self._on_full == "skip":
             self._settle(handle, "skipped")
             return False
@@ -319,7 +315,7 @@ class WriteQueue:
     def _settle(
         self, handle: SaveHandle, status: Status, error: PenstockError | None = None
     ) -> None:
-        self.count(**{status: 1})
+        self.counts[status] += 1
         handle.error = error
         handle.status = status  # last, for it is what others look at
 
