@@ -52,7 +52,9 @@ class AsyncCheckpointSaver:
     """Save whole training states without stopping the training.
 
     When `save_async` returns, everything has been copied: whatever runs afterwards, the file holds
-    the state of the call. Only one saver at a time writes a folder.
+    the state of the call. Only one saver at a time writes a folder. Where another thread trains
+    meanwhile, hold a lock around its step and around `save_async`: a write that is under way cannot
+    be noticed.
 
     With `lazy=True` the call takes well under a millisecond whatever the size: tensors of the given
     `optimizers` are copied in the background until the next step of one of them. That is right only
