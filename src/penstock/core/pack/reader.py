@@ -131,14 +131,15 @@ class PackReader:
         if placed and not entry.whole_rows:
             raise UsageError(f"{entry.name}: its blocks are parts of rows; read it in disk order")
         turn = _turn(entry) if placed else (0, 0)
+        pieces = list(entry.cut(out))
         if isinstance(entry.codec, Series) and turn is not None and out.flags.c_contiguous:
             words = as_unsigned(out.view(entry.words))
             step = max(1, _TASK_BYTES // entry.block_bytes)
             for first in range(0, entry.blocks, step):
-                blocks = range(first, min(first + step, entry.blocks))
-                yield partial(self._fill_series, entry.codec, entry, blocks, turn, words)
+                some = pieces[first : first + step]
+                yield partial(self._decode_series, entry, first, some, turn, words)
             return
-        for block, piece in enumerate(entry.cut(out)):
+        for block, piece in enumerate(pieces):
             yield partial(self._decode, entry, block, piece)
 
     def verify(self) -> Iterator[tuple[str, str]]:
@@ -192,33 +193,26 @@ class PackReader:
             self._base = base
         return self._base
 
-    def _fill_series(
+    def _decode_series(
         self,
-        codec: Series,
         entry: Entry,
-        blocks: range,
+        first: int,
+        pieces: list[NDArray[Any]],
         turn: tuple[int, int],
         words: NDArray[Any],
     ) -> None:
-        """Decode and verify consecutive blocks in one call; the slow way where there is no such."""
-        ranges = [entry.block_range(block) for block in blocks]
-        sizes = [entry.sizes[block] for block in blocks]
+        """Decode and verify consecutive blocks in one call; one by one where that fails."""
+        last = first + len(pieces)
+        sizes, crcs = entry.sizes[first:last], entry.crcs[first:last]
         data = BLOCKS.array((sum(sizes),), np.uint8)
-        at = self._position(entry, blocks[0])
-        whole = os.preadv(self._descriptor, [data.data], at) == data.size
-        width = words.itemsize
-        out = words[ranges[0][0] // width : ranges[-1][1] // width]
-        counts = [(stop - start) // width for start, stop in ranges]
-        crcs = [entry.crcs[block] for block in blocks]
-        if whole and codec.decode_blocks(data, sizes, counts, crcs, turn, out) == -1:
-            return
-        for block, (start, stop) in zip(blocks, ranges, strict=True):
-            content = self.read_block(entry.name, block)  # says what is wrong, if anything
-            target = words[start // width : stop // width].view(entry.words)
-            if turn[1]:
-                features, steps = turn
-                content = content.reshape(-1, features, steps).swapaxes(1, 2)
-            np.copyto(target.reshape(content.shape), content)
+        got = os.preadv(self._descriptor, [data.data], self._position(entry, first))
+        counts = [piece.nbytes // words.itemsize for piece in pieces]
+        start = entry.block_range(first)[0] // words.itemsize
+        out = words[start : start + sum(counts)]
+        assert isinstance(entry.codec, Series)
+        if got != data.size or not entry.codec.decode_blocks(data, sizes, counts, crcs, turn, out):
+            for block, piece in enumerate(pieces, first):
+                self._decode(entry, block, piece)  # says what is wrong, if anything
 
     def _decode(self, entry: Entry, block: int, out: NDArray[Any]) -> None:
         """Read, decode and verify one block into `out`: flat, or rows with the axes as on disk."""
