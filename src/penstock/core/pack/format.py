@@ -13,6 +13,7 @@ import math
 import os
 import struct
 from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import accumulate
@@ -256,36 +257,23 @@ def is_pack(path: Path | str) -> bool:
     return head[8:].startswith(b'{"__metadata__":{"' + INDEX_KEY.encode() + b'":')
 
 
-def read_index(path: Path, descriptor_size: int, read: Any) -> Index:
-    """Read and check a header.
-
-    Args:
-        path: Named in errors.
-        descriptor_size: Size of the file.
-        read: Called with (size, offset), returns bytes.
+def read_index(path: Path, descriptor: int) -> Index:
+    """Read and check the header of an open file.
 
     Raises:
         CorruptFile: Anything in the header is not as it was written.
         LimitExceeded: The header asks for more than the limits above.
+        UnknownFormat: The file is no pack, or one of another version.
     """
-    header, content, digest, length = _read_header(path, descriptor_size, read)
-    try:
-        entries = {name: _parse_entry(name, record) for name, record in content["tensors"].items()}
-        place(entries.values())
-        index = _index(content, entries, digest)
-    except LimitExceeded as error:
-        raise LimitExceeded(f"{path}: {error}") from error
-    except _REFUSED as error:
-        raise CorruptFile(f"{path} is damaged: {error}") from error
-    index.header_bytes = 8 + length
-    implied = {name: entry.safetensors() for name, entry in index.entries.items()}
-    if header != implied:
-        raise CorruptFile(f"{path} is damaged: the tensor table contradicts the index")
-    if index.header_bytes + index.data_bytes != descriptor_size:
-        raise CorruptFile(
-            f"{path} is damaged: {descriptor_size} bytes long, should be "
-            f"{index.header_bytes + index.data_bytes}"
-        )
+    with _damage_of(path):
+        index, tensors, table = _read_header(descriptor)
+        index.entries = {name: _parse_entry(name, record) for name, record in tensors.items()}
+        place(index.entries.values())
+        if table != {name: entry.safetensors() for name, entry in index.entries.items()}:
+            raise CorruptFile("the tensor table contradicts the index")
+        size, expected = os.fstat(descriptor).st_size, index.header_bytes + index.data_bytes
+        if size != expected:
+            raise CorruptFile(f"{size} bytes long, should be {expected}")
     return index
 
 
@@ -295,58 +283,56 @@ def read_summary(path: Path) -> Index:
     Raises:
         DataError: The header is damaged, or not one of a pack.
     """
-    with open(path, "rb", buffering=0) as file:
-        size_bytes = os.fstat(file.fileno()).st_size
-        _, content, digest, _ = _read_header(
-            path, size_bytes, lambda size, at: os.pread(file.fileno(), size, at)
-        )
+    with open(path, "rb", buffering=0) as file, _damage_of(path):
+        return _read_header(file.fileno())[0]
+
+
+@contextmanager
+def _damage_of(path: Path) -> Iterator[None]:
+    """Name the file in whatever is wrong with it."""
     try:
-        return _index(content, {}, digest)
+        yield
+    except (LimitExceeded, UnknownFormat) as error:
+        raise type(error)(f"{path}: {error}") from error
     except _REFUSED as error:
         raise CorruptFile(f"{path} is damaged: {error}") from error
 
 
-def _read_header(
-    path: Path, descriptor_size: int, read: Any
-) -> tuple[dict[str, Any], dict[str, Any], str, int]:
-    """Return the safetensors header, the index in it, its digest, and the header's length."""
-    if descriptor_size < 10:
-        raise CorruptFile(f"{path} is damaged: {descriptor_size} bytes are no pack")
-    (length,) = struct.unpack("<Q", read(8, 0))
-    if length > descriptor_size - 8:
-        raise CorruptFile(f"{path} is damaged: cut off, or its header length is wrong")
+def _read_header(descriptor: int) -> tuple[Index, dict[str, Any], dict[str, Any]]:
+    """Return the index without its entries, their records, and the safetensors table."""
+    size = os.fstat(descriptor).st_size
+    if size < 10:
+        raise CorruptFile(f"{size} bytes are no pack")
+    length = int.from_bytes(os.pread(descriptor, 8, 0), "little")
+    if length > size - 8:
+        raise CorruptFile("cut off, or its header length is wrong")
     if length > MAX_HEADER_BYTES:
-        raise LimitExceeded(f"{path}: header of {length} bytes is over {MAX_HEADER_BYTES}")
-    raw = read(length, 8)
+        raise LimitExceeded(f"header of {length} bytes is over {MAX_HEADER_BYTES}")
+    raw = os.pread(descriptor, length, 8)
     try:
         header = json.loads(raw)
         metadata = header.pop("__metadata__")
         text, digest = metadata[INDEX_KEY], metadata[DIGEST_KEY]
         if _digest(text) != digest or len(metadata) != 2:
-            raise CorruptFile(f"{path} is damaged: the index does not match its digest")
+            raise CorruptFile("the index does not match its digest")
         content = json.loads(text)
     except _NONSENSE as error:
         if INDEX_KEY.encode() not in raw[:256]:
-            raise UnknownFormat(f"{path} is not a penstock file") from error
-        raise CorruptFile(f"{path} is damaged: unreadable header ({error})") from error
-    if not isinstance(content, dict):
-        raise CorruptFile(f"{path} is damaged: its index is no object")
+            raise UnknownFormat("this is not a penstock file") from error
+        raise CorruptFile(f"unreadable header ({error})") from error
     if content.get("version") != FORMAT_VERSION:
         raise UnknownFormat(
-            f"{path} has format version {content.get('version')!r}, this penstock reads "
-            f"{FORMAT_VERSION}; upgrade penstock"
+            f"format version {content.get('version')!r}, this penstock reads {FORMAT_VERSION}; "
+            "upgrade penstock"
         )
-    return header, content, digest, length
-
-
-def _index(content: dict[str, Any], entries: dict[str, Entry], digest: str) -> Index:
     if not isinstance(content["meta"], dict):
         raise CorruptFile("meta is not an object")
-    return Index(str(content["kind"]), content["meta"], entries, _parse_base(content), digest)
+    base = _parse_base(content["base"])
+    index = Index(str(content["kind"]), content["meta"], {}, base, digest, 8 + length)
+    return index, content["tensors"], header
 
 
-def _parse_base(content: dict[str, Any]) -> dict[str, str] | None:
-    link = content["base"]
+def _parse_base(link: dict[str, Any] | None) -> dict[str, str] | None:
     if link is None:
         return None
     base = {"file": str(link["file"]), "digest": str(link["digest"])}

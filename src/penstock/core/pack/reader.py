@@ -25,11 +25,6 @@ _TASK_BYTES = 2 << 20
 BaseFinder = Callable[[Path, dict[str, str]], Path]
 
 
-def base_beside(path: Path, link: dict[str, str]) -> Path:
-    """Find the base of a delta in the same folder, by its name."""
-    return path.parent / link["file"]
-
-
 class PackReader:
     """An open pack. Nothing it returns was not verified.
 
@@ -40,19 +35,22 @@ class PackReader:
         find_base: Tells where the base of a delta lies; by default beside it.
     """
 
-    def __init__(self, path: Path | str, find_base: BaseFinder = base_beside) -> None:
+    def __init__(
+        self,
+        path: Path | str,
+        find_base: BaseFinder = lambda path, link: path.parent / link["file"],
+    ) -> None:
         # A link such as `latest` is followed first: a base is named relative to the real file.
         self.path = Path(path).resolve()
         self._find_base = find_base
         self._base: PackReader | None = None
-        self._descriptor = -1
         self._descriptor = os.open(self.path, os.O_RDONLY)
         try:
-            self.size_bytes = os.fstat(self._descriptor).st_size
-            self.index: Index = read_index(self.path, self.size_bytes, self._pread)
+            self.index: Index = read_index(self.path, self._descriptor)
         except BaseException:
             self.close()
             raise
+        self.size_bytes = self.index.header_bytes + self.index.data_bytes
 
     @property
     def names(self) -> list[str]:
@@ -99,8 +97,7 @@ class PackReader:
     def read_block(self, name: str, block: int) -> NDArray[Any]:
         """Read one block as a flat array."""
         entry = self.entry(name)
-        start, stop = entry.block_range(block)
-        out = BLOCKS.array(((stop - start) // entry.words.itemsize,), entry.words)
+        out = BLOCKS.array((entry.span(block) // entry.words.itemsize,), entry.words)
         self._decode(entry, block, out)
         return out
 
@@ -252,8 +249,8 @@ class PackReader:
         at = self.index.header_bytes + entry.offset + used
         left = entry.stored_bytes - used
         while left:
-            chunk = self._pread(min(left, 1 << 20), at)
-            if chunk.count(0) != len(chunk):
+            chunk = os.pread(self._descriptor, min(left, 1 << 20), at)
+            if not chunk or chunk.count(0) != len(chunk):
                 raise CorruptFile(f"{self.path} is damaged: padding of {entry.name!r} at byte {at}")
             at, left = at + len(chunk), left - len(chunk)
 
@@ -268,12 +265,6 @@ class PackReader:
             raise LimitExceeded(
                 f"{self.path}: {size_bytes} bytes asked for, this machine has {total}"
             )
-
-    def _pread(self, size: int, offset: int) -> bytes:
-        data = os.pread(self._descriptor, size, offset)
-        if len(data) != size:
-            raise CorruptFile(f"{self.path} is damaged: cut off at byte {offset + len(data)}")
-        return data
 
 
 def _turn(entry: Entry) -> tuple[int, int] | None:
