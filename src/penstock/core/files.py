@@ -237,11 +237,9 @@ class NewFile:
         try:
             if kind is None:
                 self.publish()
-        except OSError as failure:
-            raise storage_error("write", self.path, failure) from failure
         finally:
             self.abandon()
-        if isinstance(error, OSError) and not isinstance(error, StorageError):
+        if isinstance(error, OSError):
             raise storage_error("write", self.path, error) from error
 
 

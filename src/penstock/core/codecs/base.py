@@ -36,6 +36,13 @@ class Codec(ABC):
     id: ClassVar[str]
     lossy: ClassVar[bool] = False
     needs_base: ClassVar[bool] = False
+    levels: ClassVar[range | None] = None  # those that there are, of codecs with a setting `level`
+
+    def __post_init__(self) -> None:
+        level = getattr(self, "level", None)
+        if self.levels and (not isinstance(level, int) or level not in self.levels):
+            lowest, highest = self.levels[0], self.levels[-1]
+            raise UsageError(f"{self.id}: level {level!r} is not in {lowest}..{highest}")
 
     @abstractmethod
     def encode(self, values: Array, base: Array | None = None) -> list[Buffer]:
@@ -98,12 +105,6 @@ def expect(condition: bool, message: str) -> None:
         raise CorruptFile(message)
 
 
-def check_level(codec: str, level: int, lowest: int, highest: int) -> None:
-    """Refuse a level that a codec does not have."""
-    if not isinstance(level, int) or not lowest <= level <= highest:
-        raise UsageError(f"{codec}: level {level!r} is not in {lowest}..{highest}")
-
-
 @dataclass(frozen=True)
 class Raw(Codec):
     """The bytes as they are."""
@@ -126,10 +127,8 @@ class Lz4(Codec):
     """LZ4 block compression: fast, modest. Level 0 is the fast mode, others are smaller."""
 
     id = "lz4"
+    levels = range(17)
     level: int = 0
-
-    def __post_init__(self) -> None:
-        check_level("lz4", self.level, 0, 16)
 
     def encode(self, values: Array, base: Array | None = None) -> list[Buffer]:
         """Compress; the size is not stored."""
@@ -147,10 +146,8 @@ class Zstd(Codec):
     """Zstandard over the bytes."""
 
     id = "zstd"
+    levels = range(1, 23)
     level: int = 3
-
-    def __post_init__(self) -> None:
-        check_level("zstd", self.level, 1, 22)
 
     def encode(self, values: Array, base: Array | None = None) -> list[Buffer]:
         """Compress; the frame states its content size."""

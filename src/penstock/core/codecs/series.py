@@ -16,7 +16,6 @@ from penstock.core.codecs.base import (
     Codec,
     as_unsigned,
     bytes_of,
-    check_level,
     compiled_kernels,
     expect,
     unlz4,
@@ -48,10 +47,8 @@ class Series(Codec):
     """
 
     id = "series"
+    levels = range(23)
     level: int = 2
-
-    def __post_init__(self) -> None:
-        check_level("series", self.level, 0, 22)
 
     def encode(self, values: Array, base: Array | None = None) -> list[Buffer]:
         """Take out the zeros and encode the differences between the rest."""
