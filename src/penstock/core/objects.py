@@ -278,12 +278,7 @@ class ObjectFile:
 
 
 def _repeated(path: ObjectPath, work: Callable[[], T], action: str = "read") -> T:
-    """Do something until it succeeds: not every request is repeated by the SDK.
-
-    Raises:
-        FileNotFoundError: There is no such object.
-        StorageError: It failed too often, or was refused (HTTP 4xx).
-    """
+    """Do something until it succeeds, or is refused: not every request is repeated by the SDK."""
     for attempt in range(_ATTEMPTS):
         if attempt:
             time.sleep(_PAUSE_S * 2 ** (attempt - 1))

@@ -87,11 +87,7 @@ class Progress:
             self._show_when_due()
 
     def close(self, stopped: bool = False) -> None:
-        """Show the last line; later calls only count.
-
-        Args:
-            stopped: The job ended before its time.
-        """
+        """Show the last line, and that the job ended before its time; later calls only count."""
         with self._lock:
             if self._closed:
                 return
@@ -207,11 +203,7 @@ def terminal() -> Console:
 
 
 def choose_mode(mode: str | None) -> Mode:
-    """Return how to show something: as asked, else as the environment says, else as stderr allows.
-
-    Raises:
-        UsageError: There is no such mode.
-    """
+    """Return how to show something: as asked, as the environment says, or as stderr allows."""
     origin = "the progress mode"
     if mode is None:
         origin = f"the environment variable {ENV_MODE}"

@@ -26,35 +26,17 @@ _IN_CACHE = 2048  # words
 
 @compiled
 def take_nonzero(words, marks, gaps):
-    """Mark what is not zero in a bitmap, and note each as the gap to the one before it.
-
-    Returns:
-        The number of gaps.
-    """
+    """Mark what is not zero in a bitmap, note each as a gap to the one before; count the gaps."""
+    marks[:] = 0
     last = np.uint64(0)
     used = 0
-    for byte in range(marks.size):
-        base = 8 * byte
-        count = min(8, words.size - base)
-        mask = np.uint64(0)
-        for k in range(count):
-            mask |= np.uint64(words[base + k] != 0) << np.uint64(k)
-        marks[byte] = mask
-        if mask == 0:
-            continue
-        if mask == 255:  # most of the time: all or nothing
-            for k in range(8):
-                word = np.uint64(words[base + k])
-                gaps[used + k] = word - last
-                last = word
-            used += 8
-            continue
-        for k in range(count):
-            if (mask >> np.uint64(k)) & np.uint64(1):
-                word = np.uint64(words[base + k])
-                gaps[used] = word - last
-                last = word
-                used += 1
+    for i in range(words.size):
+        word = np.uint64(words[i])
+        if word:
+            marks[i >> 3] |= np.uint8(1 << (i & 7))
+            gaps[used] = word - last
+            last = word
+            used += 1
     return used
 
 
@@ -62,8 +44,7 @@ def take_nonzero(words, marks, gaps):
 def put_nonzero(marks, gaps, last, out):
     """Undo `take_nonzero` for some words, from the word `last` and the gaps that are left.
 
-    Returns:
-        How many gaps were used (-1 if bitmap and gaps do not fit), and the last word.
+    Returns how many gaps were used (-1 if bitmap and gaps do not fit), and the last word.
     """
     used = 0
     for byte in range(marks.size):

@@ -258,13 +258,7 @@ def is_pack(path: Path | str) -> bool:
 
 
 def read_index(path: Path, descriptor: int) -> Index:
-    """Read and check the header of an open file.
-
-    Raises:
-        CorruptFile: Anything in the header is not as it was written.
-        LimitExceeded: The header asks for more than the limits above.
-        UnknownFormat: The file is no pack, or one of another version.
-    """
+    """Read and check the header of an open file; a DataError says what is wrong with it."""
     with _damage_of(path):
         index, tensors, table = _read_header(descriptor)
         index.entries = {name: _parse_entry(name, record) for name, record in tensors.items()}
@@ -278,11 +272,7 @@ def read_index(path: Path, descriptor: int) -> Index:
 
 
 def read_summary(path: Path) -> Index:
-    """Read what a pack says of itself as a whole; its tensors are not looked at, nor listed.
-
-    Raises:
-        DataError: The header is damaged, or not one of a pack.
-    """
+    """Read what a pack says of itself as a whole; its tensors are not looked at, nor listed."""
     with open(path, "rb", buffering=0) as file, _damage_of(path):
         return _read_header(file.fileno())[0]
 

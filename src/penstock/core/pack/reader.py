@@ -102,12 +102,11 @@ class PackReader:
         return out
 
     def read_into(self, targets: Iterable[tuple[str, NDArray[Any]]]) -> None:
-        """Fill arrays with whole tensors, several blocks at a time.
+        """Fill arrays of the entries' `words` type with whole tensors, several blocks at a time.
 
-        Args:
-            targets: Names, and arrays of the entry's `words` type: contiguous 1-D ones are filled
-                in disk order; those of the tensor's own shape get each block put in its place while
-                it is in the cache, whatever the order on disk (`Entry.whole_rows` only).
+        Contiguous 1-D ones are filled in disk order; those of the tensor's own shape get each block
+        put in its place while it is in the cache, whatever the order on disk (`Entry.whole_rows`
+        only).
         """
         tasks: list[Callable[[], None]] = []
         total = 0
