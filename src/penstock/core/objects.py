@@ -191,8 +191,7 @@ class ObjectPath:
             with files.open_input_stream(self._key) as stream:
                 return bytes(stream.read())
 
-        data: bytes = self._call(get)
-        return data
+        return self._call(get)
 
     def relative_to(self, folder: ObjectPath) -> str:
         """Return its path in a folder."""
@@ -242,7 +241,7 @@ class ObjectPath:
         with suppress(FileNotFoundError):
             self._write(lambda files: files.delete_dir(self._key))
 
-    def _write(self, work: Any) -> None:
+    def _write(self, work: Callable[[Any], None]) -> None:
         self._call(work, "write")
         self._info = None
 
@@ -250,7 +249,7 @@ class ObjectPath:
         """Return it for reading by ranges, from any thread."""
         return ObjectFile(self, self._call(lambda files: files.open_input_file(self._key)))
 
-    def _call(self, work: Any, action: str = "read") -> Any:
+    def _call(self, work: Callable[[Any], T], action: str = "read") -> T:
         return _repeated(self, lambda: work(_file_system(self._scheme, self._bucket)), action)
 
 

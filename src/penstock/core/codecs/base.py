@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import sys
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from typing import Any, ClassVar
 
@@ -74,18 +73,10 @@ class Layout:
         if sorted(self.order) != list(range(len(self.order))):
             raise UsageError(f"layout {self.order} is not a permutation of the axes")
 
-    def apply(self, array: Array) -> Array:
-        """Return the array as it is stored, contiguous."""
-        return np.asarray(array.transpose(self.order), order="C")
-
     def undo(self, stored: Array) -> Array:
         """Return a view in the original order of axes."""
         view: Array = stored.transpose(np.argsort(self.order))
         return view
-
-    def stored_shape(self, shape: Sequence[int]) -> tuple[int, ...]:
-        """Return the shape of the stored array."""
-        return tuple(shape[axis] for axis in self.order)
 
 
 def bytes_of(values: Array) -> memoryview:

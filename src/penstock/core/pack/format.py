@@ -26,6 +26,7 @@ from numpy.typing import NDArray
 
 from penstock.core import codecs
 from penstock.core.codecs import Codec, Layout
+from penstock.core.codecs.base import expect
 from penstock.errors import CorruptFile, DataError, LimitExceeded, UnknownFormat, UsageError
 
 FORMAT_VERSION = 1
@@ -114,7 +115,7 @@ class Entry:
     @cached_property
     def stored_shape(self) -> tuple[int, ...]:
         """Shape in the order of axes in which the elements lie on disk."""
-        return self.layout.stored_shape(self.shape) if self.layout else self.shape
+        return tuple(self.shape[axis] for axis in self.layout.order) if self.layout else self.shape
 
     @property
     def whole_rows(self) -> bool:
@@ -263,11 +264,10 @@ def read_index(path: Path, descriptor: int) -> Index:
         index, tensors, table = _read_header(descriptor)
         index.entries = {name: _parse_entry(name, record) for name, record in tensors.items()}
         place(index.entries.values())
-        if table != {name: entry.safetensors() for name, entry in index.entries.items()}:
-            raise CorruptFile("the tensor table contradicts the index")
+        implied = {name: entry.safetensors() for name, entry in index.entries.items()}
+        expect(table == implied, "the tensor table contradicts the index")
         size, expected = os.fstat(descriptor).st_size, index.header_bytes + index.data_bytes
-        if size != expected:
-            raise CorruptFile(f"{size} bytes long, should be {expected}")
+        expect(size == expected, f"{size} bytes long, should be {expected}")
     return index
 
 
@@ -291,11 +291,9 @@ def _damage_of(path: Path) -> Iterator[None]:
 def _read_header(descriptor: int) -> tuple[Index, dict[str, Any], dict[str, Any]]:
     """Return the index without its entries, their records, and the safetensors table."""
     size = os.fstat(descriptor).st_size
-    if size < 10:
-        raise CorruptFile(f"{size} bytes are no pack")
+    expect(size >= 10, f"{size} bytes are no pack")
     length = int.from_bytes(os.pread(descriptor, 8, 0), "little")
-    if length > size - 8:
-        raise CorruptFile("cut off, or its header length is wrong")
+    expect(length <= size - 8, "cut off, or its header length is wrong")
     if length > MAX_HEADER_BYTES:
         raise LimitExceeded(f"header of {length} bytes is over {MAX_HEADER_BYTES}")
     raw = os.pread(descriptor, length, 8)
@@ -303,8 +301,8 @@ def _read_header(descriptor: int) -> tuple[Index, dict[str, Any], dict[str, Any]
         header = json.loads(raw)
         metadata = header.pop("__metadata__")
         text, digest = metadata[INDEX_KEY], metadata[DIGEST_KEY]
-        if _digest(text) != digest or len(metadata) != 2:
-            raise CorruptFile("the index does not match its digest")
+        matches = _digest(text) == digest and len(metadata) == 2
+        expect(matches, "the index does not match its digest")
         content = json.loads(text)
     except _NONSENSE as error:
         if INDEX_KEY.encode() not in raw[:256]:
@@ -315,8 +313,7 @@ def _read_header(descriptor: int) -> tuple[Index, dict[str, Any], dict[str, Any]
             f"format version {content.get('version')!r}, this penstock reads {FORMAT_VERSION}; "
             "upgrade penstock"
         )
-    if not isinstance(content["meta"], dict):
-        raise CorruptFile("meta is not an object")
+    expect(isinstance(content["meta"], dict), "meta is not an object")
     base = _parse_base(content["base"])
     index = Index(str(content["kind"]), content["meta"], {}, base, digest, 8 + length)
     return index, content["tensors"], header
@@ -327,22 +324,20 @@ def _parse_base(link: dict[str, Any] | None) -> dict[str, str] | None:
         return None
     base = {"file": str(link["file"]), "digest": str(link["digest"])}
     # A name from a file never leaves the folder of that file.
-    if Path(base["file"]).name != base["file"] or base["file"] in ("", ".", ".."):
-        raise CorruptFile(f"base {base['file']!r} is not a plain file name")
-    if len(bytes.fromhex(base["digest"])) != _DIGEST_BYTES:
-        raise CorruptFile(f"base digest {base['digest']!r} makes no sense")
+    plain = Path(base["file"]).name == base["file"] and base["file"] not in ("", ".", "..")
+    expect(plain, f"base {base['file']!r} is not a plain file name")
+    digest_bytes = len(bytes.fromhex(base["digest"]))
+    expect(digest_bytes == _DIGEST_BYTES, f"base digest {base['digest']!r} makes no sense")
     return base
 
 
 def _parse_entry(name: str, record: dict[str, Any]) -> Entry:
-    if len(record["shape"]) > MAX_DIMENSIONS:
-        raise CorruptFile(f"{name}: {len(record['shape'])} dimensions")
+    axes = len(record["shape"])
+    expect(axes <= MAX_DIMENSIONS, f"{name}: {axes} dimensions")
     shape = tuple(_natural(n) for n in record["shape"])
-    if record["dtype"] not in DTYPES:
-        raise CorruptFile(f"{name}: unknown dtype {record['dtype']!r}")
+    expect(record["dtype"] in DTYPES, f"{name}: unknown dtype {record['dtype']!r}")
     layout = Layout(tuple(_natural(n) for n in record["order"])) if "order" in record else None
-    if layout and len(layout.order) != len(shape):
-        raise CorruptFile(f"{name}: layout and shape differ")
+    expect(layout is None or len(layout.order) == axes, f"{name}: layout and shape differ")
     entry = Entry(
         name=name,
         dtype=record["dtype"],
@@ -354,22 +349,22 @@ def _parse_entry(name: str, record: dict[str, Any]) -> Entry:
         sizes=[_natural(n) for n in record["sizes"]],
         crcs=[_natural(n) for n in record["crcs"]],
     )
-    if entry.block_bytes < 1 or entry.block_bytes % entry.words.itemsize:
-        raise CorruptFile(f"{name}: block size {entry.block_bytes} makes no sense")
+    whole_words = entry.block_bytes > 0 and entry.block_bytes % entry.words.itemsize == 0
+    expect(whole_words, f"{name}: block size {entry.block_bytes} makes no sense")
     if min(entry.block_bytes, entry.nbytes) > MAX_BLOCK_BYTES:
         raise LimitExceeded(f"{name}: block of {entry.block_bytes} over {MAX_BLOCK_BYTES} bytes")
     # Zeros are left out: a shape like [0, 2**62] is empty, and still more than numpy can name.
     if math.prod(filter(None, shape)) * entry.words.itemsize > MAX_TENSOR_BYTES:
         raise LimitExceeded(f"{name}: shape {list(shape)}, limit {MAX_TENSOR_BYTES} bytes")
-    if entry.blocks != len(entry.sizes) or entry.blocks != len(entry.crcs):
-        raise CorruptFile(f"{name}: {entry.blocks} blocks expected, {len(entry.sizes)} listed")
+    all_listed = entry.blocks == len(entry.sizes) == len(entry.crcs)
+    expect(all_listed, f"{name}: {entry.blocks} blocks expected, {len(entry.sizes)} listed")
     raw = entry.codec.id == "raw"
-    if entry.plain and not (raw and DTYPES[entry.dtype].tag):
-        raise CorruptFile(f"{name}: a plain tensor must be raw")
-    if raw and entry.sizes != list(map(entry.span, range(entry.blocks))):
-        raise CorruptFile(f"{name}: a raw block has the wrong length")
-    if entry.checksum() != record["crc"]:
-        raise CorruptFile(f"{name}: the tensor's checksum contradicts its blocks")
+    may_be_plain = raw and DTYPES[entry.dtype].tag is not None
+    expect(may_be_plain or not entry.plain, f"{name}: a plain tensor must be raw")
+    exact = not raw or entry.sizes == list(map(entry.span, range(entry.blocks)))
+    expect(exact, f"{name}: a raw block has the wrong length")
+    fits = entry.checksum() == record["crc"]
+    expect(fits, f"{name}: the tensor's checksum contradicts its blocks")
     return entry
 
 

@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 from typing_extensions import Self
 
 from penstock.core.codecs import Series, as_unsigned
+from penstock.core.codecs.base import expect
 from penstock.core.pack.format import Entry, Index, read_index
 from penstock.core.reuse import BLOCKS
 from penstock.core.threads import parallel_list
@@ -221,12 +222,10 @@ class PackReader:
         try:
             base = self._base_block(entry, block) if entry.codec.needs_base else None
             data = target if raw else BLOCKS.array((entry.sizes[block],), np.uint8)
-            if os.preadv(self._descriptor, [data.data], at) != data.size:
-                raise CorruptFile("cut off")
+            expect(os.preadv(self._descriptor, [data.data], at) == data.size, "cut off")
             if not raw:
                 entry.codec.decode(data.data, out, base)
-            if isal_zlib.crc32(target) != entry.crcs[block]:
-                raise CorruptFile("its checksum is wrong")
+            expect(isal_zlib.crc32(target) == entry.crcs[block], "its checksum is wrong")
         except CorruptFile as error:
             raise CorruptFile(
                 f"{self.path} is damaged: tensor {entry.name!r}, block {block} at byte {at}: "

@@ -76,7 +76,7 @@ def _blocks(entry: Entry, item: Item) -> Iterator[_Block]:
     """Cut a tensor: flat, or rows with the axes as on disk, put in order when they are encoded."""
     values = item.values
     if not entry.layout or not entry.whole_rows:
-        stored = entry.layout.apply(values) if entry.layout else values
+        stored = values.transpose(entry.layout.order) if entry.layout else values
         values = np.ascontiguousarray(stored).reshape(-1)
     for block, view in enumerate(entry.cut(values)):
         yield entry, view, block
