@@ -35,9 +35,7 @@ def whole_number(name: str, value: Any, least: int = 1) -> int:
 def parse_bytes(value: str | int) -> int:
     """Return the number of bytes that a size such as ``"512MB"`` or ``"1.5 GiB"`` means.
 
-    Args:
-        value: A whole number of bytes, or a number with B, kB, MB, GB (powers of 1000) or
-            KiB, MiB, GiB (powers of 1024). Upper and lower case are alike.
+    Units are B, kB, MB, GB (powers of 1000) or KiB, MiB, GiB (of 1024), in any case of letters.
     """
     if isinstance(value, int) and not isinstance(value, bool) and value >= 0:
         return value
@@ -61,11 +59,9 @@ def format_bytes(n: float) -> str:
 
 
 def rss_bytes(tree: bool = True) -> int:
-    """Return the resident memory of this process.
+    """Return the resident memory of this process, with all child processes unless `tree` is False.
 
-    Args:
-        tree: Add all child processes. Pages that they share with each other are then counted
-            once per process, so the sum is an upper bound.
+    Pages that processes share are counted once for each, so the sum is an upper bound.
     """
     total_bytes = 0
     for pid in _process_tree(os.getpid()) if tree else [os.getpid()]:

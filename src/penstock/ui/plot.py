@@ -24,14 +24,10 @@ _FEW = 12  # points that are marked: one alone would not be seen
 
 
 def draw(series: Series, x_label: str, y_label: str, kind: Kind = "line") -> str:
-    """Draw series as an HTML element.
+    """Draw series, by their names, as an HTML element.
 
-    Args:
-        series: By name. A line goes through points (x, y), or through values at x = 1, 2, 3, …;
-            bars are one value per name (the first); a histogram counts the values of each series.
-        x_label: What the horizontal axis shows, with its unit.
-        y_label: What the vertical axis shows, with its unit.
-        kind: "line", "bars" or "histogram".
+    A line goes through points (x, y), or through values at x = 1, 2, 3, …; bars are one value per
+    name (the first); a histogram counts the values of each series. Labels name a unit, too.
     """
     points = {name: _points(values) for name, values in series.items()}
     kept = {name: some for name, some in points.items() if some}

@@ -22,7 +22,6 @@ else:
 
 Array = NDArray[Any]
 Buffer = bytes | bytearray | memoryview
-Config = dict[str, Any]
 
 UNSIGNED = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64}
 SIGNED = {1: np.int8, 2: np.int16, 4: np.int32, 8: np.int64}
@@ -51,7 +50,7 @@ class Codec(ABC):
     def decode(self, data: memoryview, out: Array, base: Array | None = None) -> None:
         """Fill `out` from encoded bytes; raise CorruptFile if they do not fit."""
 
-    def config(self) -> Config:
+    def config(self) -> dict[str, Any]:
         """Return the JSON settings from which `from_config` rebuilds this codec."""
         settings = {field.name: getattr(self, field.name) for field in fields(self)}
         return {"id": self.id} | {
