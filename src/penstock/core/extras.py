@@ -15,14 +15,7 @@ TORCHRL = (0, 14)  # its storages and samplers are extended, private parts inclu
 
 @contextmanager
 def needs_torchrl(what: str) -> Iterator[None]:
-    """Stand around imports of TorchRL: refuse an older one than the tested, warn of a newer one.
-
-    Args:
-        what: What extends TorchRL.
-
-    Raises:
-        MissingExtra: TorchRL is not installed, or too old.
-    """
+    """Stand around imports of TorchRL: refuse an older one than the tested, warn of a newer one."""
     tested = ".".join(map(str, TORCHRL))
     found = installed("torchrl")
     there = "none is installed" if found is None else f"{found} is installed"
@@ -39,9 +32,8 @@ def needs_torchrl(what: str) -> Iterator[None]:
     try:
         yield
     except ImportError as error:
-        raise MissingExtra(
-            "torchrl", "rl", f"{problem} and cannot be imported ({error})"
-        ) from error
+        problem = f"{problem} and cannot be imported ({error})"
+        raise MissingExtra("torchrl", "rl", problem) from error
 
 
 def installed(package: str) -> str | None:

@@ -12,7 +12,6 @@ import contextvars
 import errno
 import fcntl
 import itertools
-import json
 import os
 import secrets
 import shutil
@@ -237,11 +236,9 @@ class NewFile:
         try:
             if kind is None:
                 self.publish()
-        except OSError as failure:
-            raise storage_error("write", self.path, failure) from failure
         finally:
             self.abandon()
-        if isinstance(error, OSError) and not isinstance(error, StorageError):
+        if isinstance(error, OSError):
             raise storage_error("write", self.path, error) from error
 
 
@@ -303,18 +300,11 @@ class FolderLock:
                 PenstockWarning,
                 stacklevel=3,
             )
-        holder_json = json.dumps(
-            {
-                "pid": os.getpid(),
-                "rank": f" (rank {os.environ['RANK']})" if "RANK" in os.environ else "",
-                "host": socket.gethostname(),
-                "since": time.strftime("%Y-%m-%d %H:%M:%S"),
-                "command": " ".join(sys.argv)[:200],
-            }
-        )
+        since, command = time.strftime("%Y-%m-%d %H:%M:%S"), " ".join(sys.argv)[:200]
+        name = f"{_this_process()} since {since} ({command})"
         with contextlib.suppress(OSError):  # a full disk: the lock holds without a name
             os.ftruncate(descriptor, 0)
-            os.pwrite(descriptor, holder_json.encode(), 0)
+            os.pwrite(descriptor, name.encode(errors="replace"), 0)
         self._descriptor = descriptor
         # Also for whoever forgets `release`.
         self._closing = weakref.finalize(self, _unlock, descriptor, os.getpid())
@@ -352,15 +342,15 @@ def _release_in_child() -> None:
 os.register_at_fork(after_in_child=_release_in_child)
 
 
+def _this_process() -> str:
+    rank = f" (rank {os.environ['RANK']})" if "RANK" in os.environ else ""
+    return f"process {os.getpid()}{rank} on {socket.gethostname()}"
+
+
 def _describe_holder(content: bytes) -> str:
-    try:
-        holder = json.loads(content)
-        text = (
-            f"process {holder['pid']}{holder.get('rank', '')} on {holder['host']} since "
-            f"{holder['since']} ({holder['command']})"
-        )
-        if holder["pid"] == os.getpid() and holder["host"] == socket.gethostname():
-            text = f"this very process, by another writer; close that one first: {text}"
-        return " ".join(text.split())
-    except (ValueError, KeyError, TypeError, RecursionError):
+    text = " ".join(content.decode(errors="replace").split())
+    if not text.startswith("process "):  # nonsense, or an older version's
         return "another process"
+    if text.startswith(f"{_this_process()} "):
+        return f"this very process, by another writer; close that one first: {text}"
+    return text

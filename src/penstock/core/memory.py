@@ -15,13 +15,9 @@ import psutil
 
 from penstock.errors import UsageError
 
-_UNIT_BYTES: Final = {"": 1, "b": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9} | {
-    "kib": 2**10,
-    "mib": 2**20,
-    "gib": 2**30,
-}
-_M_MMAP_THRESHOLD: Final = -3  # of glibc's malloc.h
-_M_ARENA_MAX: Final = -8
+_DECIMAL: Final = {"": 1, "b": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9}
+_UNIT_BYTES: Final = {**_DECIMAL, "kib": 2**10, "mib": 2**20, "gib": 2**30}
+_M_MMAP_THRESHOLD, _M_ARENA_MAX = -3, -8  # of glibc's malloc.h
 _SIZE_TEXT: Final = re.compile(r"\s*([0-9]+(?:\.[0-9]+)?)\s*([a-z]*)\s*", re.IGNORECASE)
 
 
@@ -39,9 +35,7 @@ def whole_number(name: str, value: Any, least: int = 1) -> int:
 def parse_bytes(value: str | int) -> int:
     """Return the number of bytes that a size such as ``"512MB"`` or ``"1.5 GiB"`` means.
 
-    Args:
-        value: A whole number of bytes, or a number with B, kB, MB, GB (powers of 1000) or
-            KiB, MiB, GiB (powers of 1024). Upper and lower case are alike.
+    Units are B, kB, MB, GB (powers of 1000) or KiB, MiB, GiB (of 1024), in any case of letters.
     """
     if isinstance(value, int) and not isinstance(value, bool) and value >= 0:
         return value
@@ -65,15 +59,15 @@ def format_bytes(n: float) -> str:
 
 
 def rss_bytes(tree: bool = True) -> int:
-    """Return the resident memory of this process.
+    """Return the resident memory of this process, with all child processes unless `tree` is False.
 
-    Args:
-        tree: Add all child processes. Pages that they share with each other are then counted
-            once per process, so the sum is an upper bound.
+    Pages that processes share are counted once for each, so the sum is an upper bound.
     """
-    if not tree:
-        return int(psutil.Process().memory_info().rss)
-    return sum(map(_resident_bytes, _process_tree(os.getpid())))
+    total_bytes = 0
+    for pid in _process_tree(os.getpid()) if tree else [os.getpid()]:
+        with suppress(psutil.Error):  # it ended between the listing and the reading
+            total_bytes += psutil.Process(pid).memory_info().rss
+    return total_bytes
 
 
 def highest_rss_bytes() -> int:
@@ -82,13 +76,6 @@ def highest_rss_bytes() -> int:
         status = Path("/proc/self/status").read_text()
         return int(status.partition("VmHWM:")[2].split()[0]) * 1024
     return 0
-
-
-def _resident_bytes(pid: int) -> int:
-    try:
-        return int(psutil.Process(pid).memory_info().rss)
-    except psutil.Error:  # it ended between the listing and the reading
-        return 0
 
 
 def _process_tree(root: int) -> list[int]:

@@ -8,16 +8,18 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import suppress
 from functools import lru_cache
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, Final
+from typing import Any, Final, TypeVar
 from urllib.parse import urlsplit
 
 from penstock.core.files import storage_error
 from penstock.errors import StorageError, UsageError
 
+T = TypeVar("T")
 SCHEMES: Final = ("s3", "gs")
 _CONNECT_S, _REQUEST_S = 10.0, 60.0
 _SDK_ATTEMPTS: Final = 5  # of the SDK, for one request
@@ -124,28 +126,21 @@ class ObjectPath:
         """The folder that it is in."""
         return self.parents[0]
 
-    def absolute(self) -> ObjectPath:
-        """Return it as it is: it depends on no current folder."""
-        return self
-
     @property
     def parents(self) -> list[ObjectPath]:
         """The folders above it."""
-        found, key = [], self._key
-        while "/" in key:
-            key = key.rpartition("/")[0]
-            found.append(ObjectPath(f"{self._scheme}://{key}"))
-        return found
+        ends = range(len(self.parts) - 1, 0, -1)
+        return [ObjectPath(f"{self._scheme}://{'/'.join(self.parts[:end])}") for end in ends]
 
-    def resolve(self) -> ObjectPath:
-        """There are no links."""
+    def absolute(self) -> ObjectPath:
+        """Return it as it is: it depends on no current folder, and there are no links."""
         return self
+
+    resolve = absolute
 
     def is_file(self) -> bool:
         """Whether it is an object."""
-        from pyarrow import fs
-
-        return bool(self.info.type == fs.FileType.File)
+        return bool(self.info.is_file)
 
     def is_dir(self) -> bool:
         """Whether objects lie below it."""
@@ -171,18 +166,17 @@ class ObjectPath:
 
     def iterdir(self) -> Iterator[ObjectPath]:
         """Yield what lies in this folder: one call per thousand objects."""
-        from pyarrow import fs
-
-        selector = fs.FileSelector(self._key)
-        for info in self._call(lambda files: files.get_file_info(selector)):
-            yield ObjectPath(f"{self._scheme}://{info.path}", info)
+        return self._list(recursive=False)
 
     def rglob(self, pattern: str) -> Iterator[ObjectPath]:
         """Yield all that lies below it; the pattern is "*"."""
+        assert pattern == "*"
+        return self._list(recursive=True)
+
+    def _list(self, recursive: bool) -> Iterator[ObjectPath]:
         from pyarrow import fs
 
-        assert pattern == "*"
-        selector = fs.FileSelector(self._key, recursive=True)
+        selector = fs.FileSelector(self._key, recursive=recursive)
         for info in self._call(lambda files: files.get_file_info(selector)):
             yield ObjectPath(f"{self._scheme}://{info.path}", info)
 
@@ -197,8 +191,7 @@ class ObjectPath:
             with files.open_input_stream(self._key) as stream:
                 return bytes(stream.read())
 
-        data: bytes = self._call(get)
-        return data
+        return self._call(get)
 
     def relative_to(self, folder: ObjectPath) -> str:
         """Return its path in a folder."""
@@ -240,19 +233,15 @@ class ObjectPath:
 
     def delete(self) -> None:
         """Remove it; nothing happens if it is not there."""
-        try:
+        with suppress(FileNotFoundError):
             self._write(lambda files: files.delete_file(self._key))
-        except FileNotFoundError:
-            return
 
     def delete_folder(self) -> None:
         """Remove all that lies below it, a thousand objects per call."""
-        try:
+        with suppress(FileNotFoundError):
             self._write(lambda files: files.delete_dir(self._key))
-        except FileNotFoundError:
-            return
 
-    def _write(self, work: Any) -> None:
+    def _write(self, work: Callable[[Any], None]) -> None:
         self._call(work, "write")
         self._info = None
 
@@ -260,18 +249,8 @@ class ObjectPath:
         """Return it for reading by ranges, from any thread."""
         return ObjectFile(self, self._call(lambda files: files.open_input_file(self._key)))
 
-    def _call(self, work: Any, action: str = "read") -> Any:
-        """Do something that can be repeated: not every request is repeated by the SDK."""
-        for attempt in range(_ATTEMPTS):
-            try:
-                return work(_file_system(self._scheme, self._bucket))
-            except FileNotFoundError:
-                raise
-            except OSError as problem:
-                error = problem
-            if not _pause(attempt, error):
-                break
-        raise _refused(self, error, action) from error
+    def _call(self, work: Callable[[Any], T], action: str = "read") -> T:
+        return _repeated(self, lambda: work(_file_system(self._scheme, self._bucket)), action)
 
 
 class ObjectFile:
@@ -283,35 +262,35 @@ class ObjectFile:
 
     def read(self, pos: int, size_bytes: int) -> bytes:
         """Return so many bytes; an answer that breaks off is asked for again."""
-        for attempt in range(_ATTEMPTS):
-            try:
-                data: bytes = self._file.read_at(size_bytes, pos)
-                if len(data) == size_bytes:
-                    return data
-                error = OSError(None, f"{len(data)} of {size_bytes} bytes came")
-            except OSError as problem:
-                error = problem
-            if not _pause(attempt, error):
-                break
-        raise _refused(self._path, error) from error
+
+        def get() -> bytes:
+            data: bytes = self._file.read_at(size_bytes, pos)
+            if len(data) != size_bytes:
+                raise OSError(None, f"{len(data)} of {size_bytes} bytes came")
+            return data
+
+        return _repeated(self._path, get)
 
     def close(self) -> None:
         """Let it go."""
         self._file.close()
 
 
-def _pause(attempt: int, error: OSError) -> bool:
-    """Wait before the next attempt; False if there is none: the last, or it was refused (4xx)."""
-    if attempt + 1 == _ATTEMPTS or "HTTP status 4" in str(error):
-        return False
-    time.sleep(_PAUSE_S * 2**attempt)
-    return True
-
-
-def _refused(path: ObjectPath, error: OSError, action: str = "read") -> StorageError:
-    """Say an error of the storage in one line."""
+def _repeated(path: ObjectPath, work: Callable[[], T], action: str = "read") -> T:
+    """Do something until it succeeds, or is refused: not every request is repeated by the SDK."""
+    for attempt in range(_ATTEMPTS):
+        if attempt:
+            time.sleep(_PAUSE_S * 2 ** (attempt - 1))
+        try:
+            return work()
+        except FileNotFoundError:
+            raise
+        except OSError as problem:
+            error = problem
+        if "HTTP status 4" in str(error):
+            break
     if error.strerror:
-        return storage_error(action, str(path), error)
+        raise storage_error(action, str(path), error) from error
     reason = " ".join(str(error).split())
     hint = "check the bucket, the network and the credentials of the environment"
-    return StorageError(f"cannot {action} {path}: {reason[:300]}; {hint}")
+    raise StorageError(f"cannot {action} {path}: {reason[:300]}; {hint}") from error

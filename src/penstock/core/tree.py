@@ -11,7 +11,7 @@ import base64
 import fnmatch
 import math
 from collections import OrderedDict
-from collections.abc import Callable, Container, Iterable, Iterator
+from collections.abc import Callable, Container, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -45,13 +45,8 @@ Fetch = Callable[[dict[str, Json]], Any]
 def copy_containers(state: Any, keepers: dict[type, Keep], keep: Keep) -> Any:
     """Copy nested containers: the quick half of `flatten`, without paths and JSON.
 
-    Args:
-        state: The containers; what is in them is immutable, or foreign.
-        keepers: What to call with a foreign value of a frequent class.
-        keep: What to call with any other.
-
-    Raises:
-        UnsupportedValue: A value cannot be stored; `flatten` says where it is.
+    A foreign value goes to the keeper of its class, or to `keep`. Raises UnsupportedValue if one
+    cannot be stored; `flatten` says where it is.
     """
     (copied,) = _copy([state], list, -1, keepers, keep)
     return copied
@@ -91,8 +86,7 @@ def _copy(value: Any, kind: type, depth: int, keepers: dict[type, Keep], keep: K
 def flatten(state: Any, store: Store) -> Json:
     """Turn nested state into JSON; `store` takes every value that is not plain Python.
 
-    Raises:
-        UnsupportedValue: A value cannot be stored; its path and class are named.
+    Raises UnsupportedValue if one cannot be stored; its path and class are named.
     """
     return _flatten(state, "", 0, store)
 
@@ -114,14 +108,13 @@ def _flatten(value: Any, path: str, depth: int, store: Store) -> Json:
         return _flatten_dict(value, path, depth, store)
     if kind in _CONTAINERS:
         prefix = f"{path}." if path else ""
-        if len(value) > 8 and set(map(type, value)) == {int} and _fits(value):
+        numbers = len(value) > 8 and set(map(type, value)) == {int}
+        if numbers and min(value) >= -(2**63) and max(value) < 2**64:
             items = list(value)  # a generator's state is a long tuple of numbers
         else:
             items = [_flatten(v, f"{prefix}{i}", depth + 1, store) for i, v in enumerate(value)]
         return items if kind is list else {TAG: _SEQUENCES[kind], "v": items}
-    record = _flatten_scalar(value, kind)
-    if record is None:
-        record = store(path, value)
+    record = _flatten_scalar(value, kind) or store(path, value)
     if record is None:
         name = f"{kind.__module__}.{kind.__qualname__}"
         raise UnsupportedValue(
@@ -129,10 +122,6 @@ def _flatten(value: Any, path: str, depth: int, store: Store) -> Json:
             "convert it to tensors, numbers, strings, lists or dicts"
         )
     return record
-
-
-def _fits(numbers: Iterable[int]) -> bool:
-    return min(numbers) >= -(2**63) and max(numbers) < 2**64
 
 
 def _flatten_dict(value: dict[Any, Any], path: str, depth: int, store: Store) -> Json:
@@ -165,11 +154,7 @@ def _refuse(path: str, value: Any) -> None:
 
 
 def unflatten(node: Json, fetch: Fetch) -> Any:
-    """Rebuild the state that `flatten` described; `fetch` rebuilds the foreign values.
-
-    Raises:
-        CorruptFile: The description makes no sense.
-    """
+    """Rebuild the state that `flatten` described; `fetch` rebuilds the foreign values."""
     with _sense():
         return _unflatten(node, fetch)
 
@@ -230,9 +215,6 @@ def select(node: Json, pattern: str) -> Json | None:
     """Keep what a pattern such as "model.actor.*" matches; None if it matches nothing.
 
     Dropped elements of a list or tuple become None, so that positions stay.
-
-    Raises:
-        CorruptFile: The description makes no sense.
     """
     with _sense():
         kept = _select(node, "", pattern)

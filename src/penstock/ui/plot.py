@@ -24,14 +24,10 @@ _FEW = 12  # points that are marked: one alone would not be seen
 
 
 def draw(series: Series, x_label: str, y_label: str, kind: Kind = "line") -> str:
-    """Draw series as an HTML element.
+    """Draw series, by their names, as an HTML element.
 
-    Args:
-        series: By name. A line goes through points (x, y), or through values at x = 1, 2, 3, …;
-            bars are one value per name (the first); a histogram counts the values of each series.
-        x_label: What the horizontal axis shows, with its unit.
-        y_label: What the vertical axis shows, with its unit.
-        kind: "line", "bars" or "histogram".
+    A line goes through points (x, y), or through values at x = 1, 2, 3, …; bars are one value per
+    name (the first); a histogram counts the values of each series. Labels name a unit, too.
     """
     points = {name: _points(values) for name, values in series.items()}
     kept = {name: some for name, some in points.items() if some}
@@ -52,16 +48,49 @@ def _points(values: Sequence[float] | Sequence[Point]) -> list[Point]:
 
 
 def _lines(series: Mapping[str, Sequence[Point]], x_label: str, y_label: str) -> str:
+    """Draw axes, and a line through the points of each series."""
     xs = [x for points in series.values() for x, _ in points]
     ys = [y for points in series.values() for _, y in points]
-    frame = _Frame((min(xs), max(xs)), (min(0.0, *ys), max(ys)))
+    x0, x1 = _widened((min(xs), max(xs)))
+    y0, y1 = _widened((min(0.0, *ys), max(ys)))
+
+    def right(x: float) -> float:
+        return _LEFT + (x - x0) / (x1 - x0) * (_WIDTH - _LEFT - _RIGHT)
+
+    def down(y: float) -> float:
+        return _HEIGHT - _BOTTOM - (y - y0) / (y1 - y0) * (_HEIGHT - _TOP - _BOTTOM)
+
+    parts = []
+    for value in _ticks(y0, y1):
+        at = down(value)
+        parts.append(
+            f'<line class="axis" x1="{_LEFT}" x2="{_WIDTH - _RIGHT}" y1="{at:.1f}" y2="{at:.1f}"/>'
+            f'<text x="{_LEFT - 6}" y="{at + 4:.1f}" text-anchor="end">{value:.4g}</text>'
+        )
+    for value in _ticks(x0, x1):
+        parts.append(
+            f'<text x="{right(value):.1f}" y="{_HEIGHT - _BOTTOM + 16}" '
+            f'text-anchor="middle">{value:.4g}</text>'
+        )
     for k, points in enumerate(series.values()):
-        line = " ".join(f"{frame.x(x):.1f},{frame.y(y):.1f}" for x, y in points)
-        frame.add(f'<polyline points="{line}" fill="none" stroke="{_colour(k)}" stroke-width="2"/>')
+        line = " ".join(f"{right(x):.1f},{down(y):.1f}" for x, y in points)
+        parts.append(
+            f'<polyline points="{line}" fill="none" stroke="{_colour(k)}" stroke-width="2"/>'
+        )
         for x, y in points if len(points) <= _FEW else ():
-            where = f'cx="{frame.x(x):.1f}" cy="{frame.y(y):.1f}"'
-            frame.add(f'<circle {where} r="3" fill="{_colour(k)}"/>')
-    return frame.svg(x_label, y_label, list(series))
+            where = f'cx="{right(x):.1f}" cy="{down(y):.1f}"'
+            parts.append(f'<circle {where} r="3" fill="{_colour(k)}"/>')
+    middle = (_LEFT + _WIDTH - _RIGHT) / 2
+    parts += [
+        f'<text x="4" y="14">{escape(y_label)}</text>',
+        f'<text x="{middle}" y="{_HEIGHT - 8}" text-anchor="middle">{escape(x_label)}</text>',
+    ]
+    label = escape(f"{y_label} over {x_label}", quote=True)
+    picture = (
+        f'<svg class="plot" viewBox="0 0 {_WIDTH} {_HEIGHT}" role="img" '
+        f'aria-label="{label}">{"".join(parts)}</svg>'
+    )
+    return picture + (_legend(list(series)) if len(series) > 1 else "")
 
 
 def _outlines(series: Mapping[str, Sequence[float]]) -> dict[str, list[Point]]:
@@ -84,53 +113,6 @@ def _bars(values: Mapping[str, float], label: str) -> str:
         for name, value in values.items()
     )
     return f'<div class="bars"><small>{escape(label)}</small>{rows}</div>'
-
-
-class _Frame:
-    """The axes of a plot, and what was drawn between them."""
-
-    def __init__(self, x_range: tuple[float, float], y_range: tuple[float, float]) -> None:
-        self._x0, self._x1 = _widened(x_range)
-        self._y0, self._y1 = _widened(y_range)
-        self._shapes: list[str] = []
-
-    def x(self, value: float) -> float:
-        share = (value - self._x0) / (self._x1 - self._x0)
-        return _LEFT + share * (_WIDTH - _LEFT - _RIGHT)
-
-    def y(self, value: float) -> float:
-        share = (value - self._y0) / (self._y1 - self._y0)
-        return _HEIGHT - _BOTTOM - share * (_HEIGHT - _TOP - _BOTTOM)
-
-    def add(self, shape: str) -> None:
-        self._shapes.append(shape)
-
-    def svg(self, x_label: str, y_label: str, names: Sequence[str]) -> str:
-        parts = []
-        for value in _ticks(self._y0, self._y1):
-            at = self.y(value)
-            parts.append(
-                f'<line class="axis" x1="{_LEFT}" x2="{_WIDTH - _RIGHT}" y1="{at:.1f}" '
-                f'y2="{at:.1f}"/><text x="{_LEFT - 6}" y="{at + 4:.1f}" '
-                f'text-anchor="end">{value:.4g}</text>'
-            )
-        for value in _ticks(self._x0, self._x1):
-            parts.append(
-                f'<text x="{self.x(value):.1f}" y="{_HEIGHT - _BOTTOM + 16}" '
-                f'text-anchor="middle">{value:.4g}</text>'
-            )
-        parts += self._shapes
-        parts.append(f'<text x="4" y="14">{escape(y_label)}</text>')
-        middle = (_LEFT + _WIDTH - _RIGHT) / 2
-        parts.append(
-            f'<text x="{middle}" y="{_HEIGHT - 8}" text-anchor="middle">{escape(x_label)}</text>'
-        )
-        label = escape(f"{y_label} over {x_label}", quote=True)
-        picture = (
-            f'<svg class="plot" viewBox="0 0 {_WIDTH} {_HEIGHT}" role="img" '
-            f'aria-label="{label}">{"".join(parts)}</svg>'
-        )
-        return picture + (_legend(names) if len(names) > 1 else "")
 
 
 def _legend(names: Sequence[str]) -> str:

@@ -6,7 +6,6 @@ import os
 import sys
 import threading
 from collections import deque
-from collections.abc import Callable
 from contextlib import suppress
 from datetime import timedelta
 from time import monotonic
@@ -26,6 +25,7 @@ Mode = Literal["rich", "plain", "quiet"]
 ENV_MODE: Final = "PENSTOCK_PROGRESS"
 _PERIOD_S: Final = {"rich": 0.25, "plain": 5.0}
 _BAR: Final = 20
+_GONE: Final = (OSError, ValueError)  # a terminal that has gone away must not stop the job
 _MEMORY_PERIOD_S: Final = 1.0  # reading the whole process tree takes milliseconds
 
 
@@ -87,11 +87,7 @@ class Progress:
             self._show_when_due()
 
     def close(self, stopped: bool = False) -> None:
-        """Show the last line; later calls only count.
-
-        Args:
-            stopped: The job ended before its time.
-        """
+        """Show the last line, and that the job ended before its time; later calls only count."""
         with self._lock:
             if self._closed:
                 return
@@ -102,11 +98,10 @@ class Progress:
             elapsed_s = now_s - self._start_s
             rate = self.done / elapsed_s if elapsed_s > 0 else 0.0
             words = [self._amount(), self._rate(rate), f"in {clock(elapsed_s)}", self._rss(now_s)]
-            if self._bar is not None and not stopped:
-                self._bar.finish(self.done)
             self._put([*words, "stopped"] if stopped else words)
             if self._bar is not None:
-                never_fail(self._bar.stop)
+                with suppress(*_GONE):
+                    self._bar.stop(full=not stopped)
 
     def __enter__(self) -> Self:
         return self
@@ -134,13 +129,13 @@ class Progress:
 
     def _put(self, words: list[str]) -> None:
         """Show words; on a narrow terminal the speed and the memory are left out first."""
-        if self.mode == "plain":
-            line = "  ".join(words)
-            line = f"{self.title}: {line}" if self.title else line
-            never_fail(lambda: print(line, file=sys.stderr, flush=True))  # noqa: T201
-        elif self._bar is not None:
-            bar = self._bar
-            never_fail(lambda: bar.show(self.done, words))
+        with suppress(*_GONE):
+            if self._bar is not None:
+                self._bar.show(self.done, words)
+            else:
+                line = "  ".join(words)
+                line = f"{self.title}: {line}" if self.title else line
+                print(line, file=sys.stderr, flush=True)  # noqa: T201
 
     def _amount(self) -> str:
         scale, digits, unit = (1e6, 1, "MB") if self.unit == "bytes" else (1, 0, self.unit)
@@ -166,24 +161,21 @@ class _RichBar:
         from rich.progress import BarColumn, TextColumn
         from rich.progress import Progress as RichProgress
 
-        self._console = terminal()
-        self._room = max(20, self._console.width - len(title) - _BAR - 3)
+        console = terminal()
+        self._room = max(20, console.width - len(title) - _BAR - 3)
         self._progress: Any = RichProgress(
             TextColumn("{task.description}", markup=False),
             BarColumn(bar_width=_BAR, complete_style="cyan", finished_style="green"),
             TextColumn("{task.fields[status]}", markup=False),
-            console=self._console,
+            console=console,
             auto_refresh=False,  # no thread of rich's own
             # Redirected prints come out on stderr, so never take them from a pipe or a file.
             redirect_stdout=sys.stdout.isatty(),
         )
         self._task = self._progress.add_task(title, total=total, status="")
-        self._started = False
 
     def show(self, done: int, words: list[str]) -> None:
-        if not self._started:
-            self._started = True
-            self._progress.start()
+        self._progress.start()  # the first time
         for place in (3, 1):  # memory, then speed
             if len("  ".join(words)) > self._room and len(words) > place:
                 words = words[:place] + words[place + 1 :]
@@ -192,11 +184,10 @@ class _RichBar:
             status = status[: self._room - 1] + "…"
         self._progress.update(self._task, completed=done, status=status, refresh=True)
 
-    def finish(self, done: int) -> None:
-        """Let the bar be full: the job is done, whatever it was thought to be."""
-        self._progress.update(self._task, total=max(1, done))
-
-    def stop(self) -> None:
+    def stop(self, full: bool) -> None:
+        """Leave the bar as it is, or full: the job is done, whatever it was thought to be."""
+        if full:
+            self._progress.update(self._task, total=1, completed=1)
         self._progress.stop()
 
 
@@ -212,11 +203,7 @@ def terminal() -> Console:
 
 
 def choose_mode(mode: str | None) -> Mode:
-    """Return how to show something: as asked, else as the environment says, else as stderr allows.
-
-    Raises:
-        UsageError: There is no such mode.
-    """
+    """Return how to show something: as asked, as the environment says, or as stderr allows."""
     origin = "the progress mode"
     if mode is None:
         origin = f"the environment variable {ENV_MODE}"
@@ -231,9 +218,3 @@ def choose_mode(mode: str | None) -> Mode:
 def clock(seconds: float) -> str:
     """Return a time as hours, minutes and seconds: ``"0:24:31"``."""
     return str(timedelta(seconds=round(min(seconds, 1e9))))
-
-
-def never_fail(show: Callable[[], None]) -> None:
-    """Show something; a terminal that has gone away must not stop the job."""
-    with suppress(OSError, ValueError):
-        show()

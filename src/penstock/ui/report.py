@@ -26,12 +26,6 @@ from penstock.ui.suggestions import printable
 _NARROW = 3  # columns that fit a telephone
 _LABEL = 14
 _LEAST = 12  # columns of a terminal that a column of text keeps
-_HANGING: Any = {
-    "subsequent_indent": " " * _LABEL,
-    "break_long_words": False,
-    "break_on_hyphens": False,
-    "replace_whitespace": False,
-}
 
 
 class Report:
@@ -93,21 +87,24 @@ class Report:
 
     def pictures(self, items: Sequence[tuple[bytes, str]]) -> None:
         """Add pictures side by side: (the bytes of a PNG or JPEG file, caption)."""
-        cells = (
-            f'<figure><img src="{_data_url(picture)}" alt="{escape(caption)}">'
-            f"<figcaption>{escape(caption)}</figcaption></figure>"
+        self._side_by_side(
+            (f'<img src="{_data_url(picture)}" alt="{escape(caption)}">', caption)
             for picture, caption in items
         )
-        self._parts.append(f'<div class="pictures">{"".join(cells)}</div>')
 
     def videos(self, items: Sequence[tuple[str, str]]) -> None:
         """Add videos that can be played: (path from the page on, caption)."""
-        cells = (
-            f'<figure><video controls muted preload="metadata" src="{escape(path)}"></video>'
-            f"<figcaption>{escape(caption)}</figcaption></figure>"
+        self._side_by_side(
+            (f'<video controls muted preload="metadata" src="{escape(path)}"></video>', caption)
             for path, caption in items
         )
-        self._parts.append(f'<div class="pictures">{"".join(cells)}</div>')
+
+    def _side_by_side(self, items: Iterable[tuple[str, str]]) -> None:
+        figures = (
+            f"<figure>{element}<figcaption>{escape(caption)}</figcaption></figure>"
+            for element, caption in items
+        )
+        self._parts.append(f'<div class="pictures">{"".join(figures)}</div>')
 
     def html(self) -> str:
         """Return the page."""
@@ -142,12 +139,10 @@ def terminal_width() -> int | None:
 
 def aligned(lines: Iterable[tuple[str, str]]) -> str:
     """Lay out labels and values for the terminal, one below the other."""
-    width = terminal_width()
     found = []
     for label, text in lines:
         line = f"{label + ':':<{_LABEL}}{text}"
-        fits = width is None or len(line) <= width or "\n" in text
-        found.append(line if fits else textwrap.fill(line, width or 80, **_HANGING))
+        found.append(line if "\n" in text else wrapped(line, " " * _LABEL))
     return "\n".join(found)
 
 
@@ -167,7 +162,14 @@ def wrapped(text: str, indent: str = "") -> str:
     width = terminal_width()
     if width is None or len(text) <= width:
         return text
-    return textwrap.fill(text, width, **{**_HANGING, "subsequent_indent": indent})
+    return textwrap.fill(
+        text,
+        width,
+        subsequent_indent=indent,
+        break_long_words=False,
+        break_on_hyphens=False,
+        replace_whitespace=False,
+    )
 
 
 def text_table(columns: Sequence[str], rows: Sequence[Sequence[Any]]) -> str:

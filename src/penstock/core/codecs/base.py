@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import sys
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from typing import Any, ClassVar
 
@@ -23,7 +22,6 @@ else:
 
 Array = NDArray[Any]
 Buffer = bytes | bytearray | memoryview
-Config = dict[str, Any]
 
 UNSIGNED = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64}
 SIGNED = {1: np.int8, 2: np.int16, 4: np.int32, 8: np.int64}
@@ -36,6 +34,13 @@ class Codec(ABC):
     id: ClassVar[str]
     lossy: ClassVar[bool] = False
     needs_base: ClassVar[bool] = False
+    levels: ClassVar[range | None] = None  # those that there are, of codecs with a setting `level`
+
+    def __post_init__(self) -> None:
+        level = getattr(self, "level", None)
+        if self.levels and (not isinstance(level, int) or level not in self.levels):
+            lowest, highest = self.levels[0], self.levels[-1]
+            raise UsageError(f"{self.id}: level {level!r} is not in {lowest}..{highest}")
 
     @abstractmethod
     def encode(self, values: Array, base: Array | None = None) -> list[Buffer]:
@@ -45,7 +50,7 @@ class Codec(ABC):
     def decode(self, data: memoryview, out: Array, base: Array | None = None) -> None:
         """Fill `out` from encoded bytes; raise CorruptFile if they do not fit."""
 
-    def config(self) -> Config:
+    def config(self) -> dict[str, Any]:
         """Return the JSON settings from which `from_config` rebuilds this codec."""
         settings = {field.name: getattr(self, field.name) for field in fields(self)}
         return {"id": self.id} | {
@@ -67,18 +72,10 @@ class Layout:
         if sorted(self.order) != list(range(len(self.order))):
             raise UsageError(f"layout {self.order} is not a permutation of the axes")
 
-    def apply(self, array: Array) -> Array:
-        """Return the array as it is stored, contiguous."""
-        return np.asarray(array.transpose(self.order), order="C")
-
     def undo(self, stored: Array) -> Array:
         """Return a view in the original order of axes."""
         view: Array = stored.transpose(np.argsort(self.order))
         return view
-
-    def stored_shape(self, shape: Sequence[int]) -> tuple[int, ...]:
-        """Return the shape of the stored array."""
-        return tuple(shape[axis] for axis in self.order)
 
 
 def bytes_of(values: Array) -> memoryview:
@@ -96,12 +93,6 @@ def expect(condition: bool, message: str) -> None:
     """Say that encoded bytes make no sense."""
     if not condition:
         raise CorruptFile(message)
-
-
-def check_level(codec: str, level: int, lowest: int, highest: int) -> None:
-    """Refuse a level that a codec does not have."""
-    if not isinstance(level, int) or not lowest <= level <= highest:
-        raise UsageError(f"{codec}: level {level!r} is not in {lowest}..{highest}")
 
 
 @dataclass(frozen=True)
@@ -126,10 +117,8 @@ class Lz4(Codec):
     """LZ4 block compression: fast, modest. Level 0 is the fast mode, others are smaller."""
 
     id = "lz4"
+    levels = range(17)
     level: int = 0
-
-    def __post_init__(self) -> None:
-        check_level("lz4", self.level, 0, 16)
 
     def encode(self, values: Array, base: Array | None = None) -> list[Buffer]:
         """Compress; the size is not stored."""
@@ -147,10 +136,8 @@ class Zstd(Codec):
     """Zstandard over the bytes."""
 
     id = "zstd"
+    levels = range(1, 23)
     level: int = 3
-
-    def __post_init__(self) -> None:
-        check_level("zstd", self.level, 1, 22)
 
     def encode(self, values: Array, base: Array | None = None) -> list[Buffer]:
         """Compress; the frame states its content size."""

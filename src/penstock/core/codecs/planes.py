@@ -21,7 +21,6 @@ from penstock.core.codecs.base import (
     Codec,
     Lz4,
     as_unsigned,
-    check_level,
     expect,
     unlz4,
     unzstd,
@@ -48,13 +47,14 @@ class Planes(Codec):
     """
 
     id = "planes"
+    levels = range(23)
     inner: str = "zstd"
     level: int = 2
 
     def __post_init__(self) -> None:
         if self.inner not in ("zstd", "lz4"):
             raise UsageError(f"planes: unknown inner codec {self.inner!r}; use 'zstd' or 'lz4'")
-        check_level("planes", self.level, 0, 22)
+        super().__post_init__()
 
     def encode(self, values: Array, base: Array | None = None) -> list[Buffer]:
         """Split into planes and compress each one that gets smaller."""

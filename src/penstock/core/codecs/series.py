@@ -16,7 +16,6 @@ from penstock.core.codecs.base import (
     Codec,
     as_unsigned,
     bytes_of,
-    check_level,
     compiled_kernels,
     expect,
     unlz4,
@@ -24,6 +23,7 @@ from penstock.core.codecs.base import (
 )
 from penstock.core.codecs.planes import Planes, join, looks_compressible, split
 from penstock.core.reuse import BLOCKS
+from penstock.errors import CorruptFile
 
 _HEAD = struct.Struct("<I")  # how many values are not zero
 _PIECE = struct.Struct("<BI")  # how the bitmap or a plane is kept, and its bytes
@@ -47,10 +47,8 @@ class Series(Codec):
     """
 
     id = "series"
+    levels = range(23)
     level: int = 2
-
-    def __post_init__(self) -> None:
-        check_level("series", self.level, 0, 22)
 
     def encode(self, values: Array, base: Array | None = None) -> list[Buffer]:
         """Take out the zeros and encode the differences between the rest."""
@@ -64,54 +62,50 @@ class Series(Codec):
     def decode(self, data: memoryview, out: Array, base: Array | None = None) -> None:
         """Add the gaps up and put the zeros in again."""
         words = as_unsigned(out)
-        bad = self.decode_blocks(
-            np.frombuffer(data, np.uint8), [len(data)], [words.size], None, (0, 0), words
-        )
-        if bad is None:
+        content = np.frombuffer(data, np.uint8)
+        if compiled_kernels() is None:
             _decode_slowly(data, words)
-        else:
-            expect(bad < 0, "a series makes no sense")
+        elif not self.decode_blocks(content, [len(data)], [words.size], [-1], (0, 0), words):
+            raise CorruptFile("a series makes no sense")
 
     def decode_blocks(
         self,
         data: Array,
         sizes: Sequence[int],
         counts: Sequence[int],
-        crcs: Sequence[int] | None,
+        crcs: Sequence[int],
         turn: tuple[int, int],
         out: Array,
-    ) -> int | None:
+    ) -> bool:
         """Decode consecutive blocks in one compiled call, without the GIL.
 
         Args:
             data: The coded blocks, one behind the other.
             sizes: Bytes of each.
             counts: Words of each.
-            crcs: Checksums to compare; None for none.
+            crcs: Checksums to compare; -1 for none.
             turn: (features, steps): each row on disk is turned to (steps, features); zeros leave
                 the order as it is.
             out: Unsigned words, filled.
 
         Returns:
-            The number of the first bad block or -1; None where there are no compiled kernels.
+            Whether that was possible: False where there are no kernels, or a block is bad.
         """
         if (kernels := compiled_kernels()) is None:
-            return None
+            return False
         largest = max(counts)
-        width = out.itemsize
-        bad = kernels.decode_blocks(
+        decoded: bool = kernels.decode_blocks(
             data,
             np.array(sizes, np.int64),
             np.array(counts, np.int64),
-            np.array([-1] * len(sizes) if crcs is None else crcs, np.int64),
+            np.array(crcs, np.int64),
             *turn,
-            kernels.HAS_ZSTD,
-            BLOCKS.array((largest * width + largest // 8 + 1,), np.uint8),
+            BLOCKS.array((largest * out.itemsize + largest // 8 + 1,), np.uint8),
             BLOCKS.array((largest,), out.dtype),
             BLOCKS.array((largest if turn[1] else 0,), out.dtype),
             out,
         )
-        return None if bad == kernels.NEEDS_ZSTD else int(bad)
+        return decoded
 
     def _packed(self, plane: Array, width: int) -> tuple[int, Buffer]:
         """Compress a plane if that is worth it; say how."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
-import importlib.util
 from collections.abc import Callable
 from typing import Any
 
@@ -14,6 +13,8 @@ import numpy as np
 from isal import isal_zlib
 from numba import carray, njit, types
 from numba.extending import intrinsic
+
+from penstock.core.codecs import zstd
 
 
 def compiled(function: Callable[..., Any]) -> Any:
@@ -32,26 +33,18 @@ def _foreign(library: ctypes.CDLL, name: str, signature: Any, stand_in: str = ""
     return types.ExternalFunction(f"penstock_{name}", signature)
 
 
-def _library(function: str, *paths: str | None) -> ctypes.CDLL | None:
-    """Find the library that has a function: in a package that carries it, or the system's."""
-    for path in paths:
+def _library(function: str, module: Any, system: str) -> ctypes.CDLL | None:
+    """Find the library that has a function: in a module that carries it, or the system's."""
+    for path in (getattr(module, "__file__", None), system):
         with contextlib.suppress(OSError):
             if path and hasattr(library := ctypes.CDLL(path), function):
                 return library
     return None
 
 
-def _module_file(name: str) -> str | None:
-    try:
-        found = importlib.util.find_spec(name)
-    except ImportError:
-        return None
-    return found.origin if found else None
-
-
-_LZ4 = _library("LZ4_decompress_safe", lz4.block._block.__file__, "liblz4.so.1")
-_CRC = _library("crc32_gzip_refl", isal_zlib.__file__, "libisal.so.2")
-_ZSTD = _library("ZSTD_decompress", _module_file("backports.zstd._zstd"), "libzstd.so.1")
+_LZ4 = _library("LZ4_decompress_safe", lz4.block._block, "liblz4.so.1")
+_CRC = _library("crc32_gzip_refl", isal_zlib, "libisal.so.2")
+_ZSTD = _library("ZSTD_decompress", zstd._zstd, "libzstd.so.1")
 if _LZ4 is None or _CRC is None:
     raise ImportError("LZ4 or ISA-L is not visible; pip install --force-reinstall lz4 isal")
 
@@ -69,13 +62,8 @@ LZ4_HARD_BYTES: int = _LZ4.LZ4_sizeofStateHC()
 """What `lz4_pack_hard` needs of memory to work in, aligned to 8 bytes."""
 crc32 = _foreign(_CRC, "crc32_gzip_refl", _U(_U, _W, types.uint64))
 copy_bytes = _foreign(ctypes.CDLL(None), "memcpy", _W(_W, _W, _W))  # three times as fast as a loop
-HAS_ZSTD = _ZSTD is not None
-"""Whether `zstd_unpack` may be called; code on disk needs the symbol in any case."""
-zstd_unpack = (
-    _foreign(_LZ4, "ZSTD_decompress", _W(_W, _W, _W, _W), stand_in="LZ4_versionNumber")
-    if _ZSTD is None
-    else _foreign(_ZSTD, "ZSTD_decompress", _W(_W, _W, _W, _W))
-)
+zstd_unpack = _ZSTD and _foreign(_ZSTD, "ZSTD_decompress", _W(_W, _W, _W, _W))
+"""None where zstd is not visible."""
 
 
 @intrinsic

@@ -9,9 +9,6 @@ from __future__ import annotations
 import numpy as np
 
 from penstock.core.kernels.native import (
-    HAS_ZSTD as HAS_ZSTD,
-)
-from penstock.core.kernels.native import (
     address_of,
     bytes_at,
     compiled,
@@ -20,42 +17,26 @@ from penstock.core.kernels.native import (
     zstd_unpack,
 )
 
+if zstd_unpack is None:
+    raise ImportError("zstd is not visible; pip install --force-reinstall backports.zstd")
+
 AS_IT_IS, LZ4, ZSTD = 0, 1, 2  # how a bitmap or plane is kept
 _IN_CACHE = 2048  # words
-NEEDS_ZSTD = -2
 
 
 @compiled
 def take_nonzero(words, marks, gaps):
-    """Mark what is not zero in a bitmap, and note each as the gap to the one before it.
-
-    Returns:
-        The number of gaps.
-    """
+    """Mark what is not zero in a bitmap, note each as a gap to the one before; count the gaps."""
+    marks[:] = 0
     last = np.uint64(0)
     used = 0
-    for byte in range(marks.size):
-        base = 8 * byte
-        count = min(8, words.size - base)
-        mask = np.uint64(0)
-        for k in range(count):
-            mask |= np.uint64(words[base + k] != 0) << np.uint64(k)
-        marks[byte] = mask
-        if mask == 0:
-            continue
-        if mask == 255:  # most of the time: all or nothing
-            for k in range(8):
-                word = np.uint64(words[base + k])
-                gaps[used + k] = word - last
-                last = word
-            used += 8
-            continue
-        for k in range(count):
-            if (mask >> np.uint64(k)) & np.uint64(1):
-                word = np.uint64(words[base + k])
-                gaps[used] = word - last
-                last = word
-                used += 1
+    for i in range(words.size):
+        word = np.uint64(words[i])
+        if word:
+            marks[i >> 3] |= np.uint8(1 << (i & 7))
+            gaps[used] = word - last
+            last = word
+            used += 1
     return used
 
 
@@ -63,8 +44,7 @@ def take_nonzero(words, marks, gaps):
 def put_nonzero(marks, gaps, last, out):
     """Undo `take_nonzero` for some words, from the word `last` and the gaps that are left.
 
-    Returns:
-        How many gaps were used (-1 if bitmap and gaps do not fit), and the last word.
+    Returns how many gaps were used (-1 if bitmap and gaps do not fit), and the last word.
     """
     used = 0
     for byte in range(marks.size):
@@ -117,9 +97,10 @@ def split_planes(gaps, out):
 
 
 @compiled
-def join_planes(addresses, zigzag, out):
-    """Join byte planes that lie at these addresses; `zigzag`: undo `split_planes`."""
+def join_planes(addresses, out):
+    """Undo `split_planes`, of planes that lie at these addresses."""
     word, width = out.dtype.type, addresses.size
+    one = word(1)
     step = min(width, 4)  # planes that one pass joins
     for start in range(0, out.size, _IN_CACHE):
         target = out[start : start + _IN_CACHE]
@@ -141,10 +122,8 @@ def join_planes(addresses, zigzag, out):
             else:
                 for i in range(count):
                     target[i] = first[i]
-        if zigzag:
-            one = word(1)
-            for i in range(count):
-                target[i] = word(target[i] >> one) ^ word(word(0) - word(target[i] & one))
+        for i in range(count):
+            target[i] = word(target[i] >> one) ^ word(word(0) - word(target[i] & one))
 
 
 @compiled
@@ -158,40 +137,35 @@ def _number_at(data, at):
 
 
 @compiled
-def _unpack(method, source, length, target, expected, has_zstd):
-    """Unpack a bitmap or plane; 0, or 1 if it makes no sense, or NEEDS_ZSTD."""
+def _unpack(method, source, length, target, expected):
+    """Unpack a bitmap or plane; return whether it makes sense."""
     if method == LZ4:
-        return np.int64(lz4_unpack(source, target, length, expected) != expected)
-    if method == ZSTD:
-        if not has_zstd:
-            return NEEDS_ZSTD
-        return np.int64(zstd_unpack(target, expected, source, length) != expected)
-    return 1
+        return lz4_unpack(source, target, length, expected) == expected
+    return method == ZSTD and zstd_unpack(target, expected, source, length) == expected
 
 
 @compiled
-def _unpack_pieces(data, nonzero, count, has_zstd, room, addresses):
+def _unpack_pieces(data, nonzero, count, room, addresses):
     """Unpack the bitmap and planes of one block, note where they lie; return as `_unpack`."""
     at, used = 4, 0
     for piece in range(addresses.size):
         expected = (count + 7) // 8 if piece == 0 else nonzero
         if at + 5 > data.size:
-            return 1
+            return False
         method, length = data[at], _number_at(data, at + 1)
         at += 5
         if at + length > data.size:
-            return 1
+            return False
         addresses[piece] = address_of(data) + np.uint64(at)
         at += length
         if method == AS_IT_IS and length == expected:
             continue
         target = address_of(room) + np.uint64(used)
-        problem = _unpack(method, addresses[piece], length, target, expected, has_zstd)
-        if problem:
-            return problem
+        if not _unpack(method, addresses[piece], length, target, expected):
+            return False
         addresses[piece] = target
         used += expected
-    return 0 if at == data.size else 1
+    return at == data.size
 
 
 @compiled
@@ -234,24 +208,11 @@ def _put_rows(marks, gaps, features, steps, words, check, out):
 
 
 @compiled
-def decode_blocks(data, sizes, counts, crcs, features, steps, has_zstd, room, gaps, words, out):
-    """Decode consecutive blocks of a series into `out`, and check them.
+def decode_blocks(data, sizes, counts, crcs, features, steps, room, gaps, words, out):
+    """Decode consecutive blocks into `out`, as `Series.decode_blocks` says; tell if all are good.
 
-    Args:
-        data: uint8: the coded blocks, one behind the other.
-        sizes: int64 [n]: bytes of each.
-        counts: int64 [n]: words of each, decoded.
-        crcs: int64 [n]: checksums of the decoded bytes; below 0 is not checked.
-        features: With `steps`: each row of features x steps is turned; 0 leaves the order.
-        steps: See `features`.
-        has_zstd: Whether planes may be unpacked with zstd here.
-        room: uint8, for what is unpacked.
-        gaps: Words, for one block.
-        words: Words, for one block; none without `steps`.
-        out: Words, for all blocks.
-
-    Returns:
-        The number of the first bad block, -1 if all are good, or NEEDS_ZSTD.
+    A checksum below 0 is not checked. `room` is for what is unpacked of one block, `gaps` and
+    `words` (none without `steps`) for its words.
     """
     addresses = np.empty(out.itemsize + 1, np.uint64)
     at, done = 0, 0
@@ -261,18 +222,13 @@ def decode_blocks(data, sizes, counts, crcs, features, steps, has_zstd, room, ga
         at += sizes[block]
         target = out[done : done + count]
         done += count
-        if coded.size < 4:
-            return block
-        nonzero = _number_at(coded, 0)
-        if nonzero > count:
-            return block
-        problem = _unpack_pieces(coded, nonzero, count, has_zstd, room, addresses)
-        if problem:
-            return block if problem == 1 else problem
-        join_planes(addresses[1:], True, gaps[:nonzero])
+        nonzero = _number_at(coded, 0) if coded.size >= 4 else count + 1
+        if nonzero > count or not _unpack_pieces(coded, nonzero, count, room, addresses):
+            return False
+        join_planes(addresses[1:], gaps[:nonzero])
         marks = bytes_at(addresses[0], (count + 7) // 8)
         check = crcs[block] >= 0
         fits, found = _put_rows(marks, gaps[:nonzero], features, steps, words, check, target)
         if not fits or (check and np.int64(found) != crcs[block]):
-            return block
-    return -1
+            return False
+    return True

@@ -13,6 +13,7 @@ import math
 import os
 import struct
 from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import accumulate
@@ -25,6 +26,7 @@ from numpy.typing import NDArray
 
 from penstock.core import codecs
 from penstock.core.codecs import Codec, Layout
+from penstock.core.codecs.base import expect
 from penstock.errors import CorruptFile, DataError, LimitExceeded, UnknownFormat, UsageError
 
 FORMAT_VERSION = 1
@@ -113,7 +115,7 @@ class Entry:
     @cached_property
     def stored_shape(self) -> tuple[int, ...]:
         """Shape in the order of axes in which the elements lie on disk."""
-        return self.layout.stored_shape(self.shape) if self.layout else self.shape
+        return tuple(self.shape[axis] for axis in self.layout.order) if self.layout else self.shape
 
     @property
     def whole_rows(self) -> bool:
@@ -256,117 +258,86 @@ def is_pack(path: Path | str) -> bool:
     return head[8:].startswith(b'{"__metadata__":{"' + INDEX_KEY.encode() + b'":')
 
 
-def read_index(path: Path, descriptor_size: int, read: Any) -> Index:
-    """Read and check a header.
-
-    Args:
-        path: Named in errors.
-        descriptor_size: Size of the file.
-        read: Called with (size, offset), returns bytes.
-
-    Raises:
-        CorruptFile: Anything in the header is not as it was written.
-        LimitExceeded: The header asks for more than the limits above.
-    """
-    header, content, digest, length = _read_header(path, descriptor_size, read)
-    try:
-        entries = {name: _parse_entry(name, record) for name, record in content["tensors"].items()}
-        place(entries.values())
-        index = _index(content, entries, digest)
-    except LimitExceeded as error:
-        raise LimitExceeded(f"{path}: {error}") from error
-    except _REFUSED as error:
-        raise CorruptFile(f"{path} is damaged: {error}") from error
-    index.header_bytes = 8 + length
-    implied = {name: entry.safetensors() for name, entry in index.entries.items()}
-    if header != implied:
-        raise CorruptFile(f"{path} is damaged: the tensor table contradicts the index")
-    if index.header_bytes + index.data_bytes != descriptor_size:
-        raise CorruptFile(
-            f"{path} is damaged: {descriptor_size} bytes long, should be "
-            f"{index.header_bytes + index.data_bytes}"
-        )
+def read_index(path: Path, descriptor: int) -> Index:
+    """Read and check the header of an open file; a DataError says what is wrong with it."""
+    with _damage_of(path):
+        index, tensors, table = _read_header(descriptor)
+        index.entries = {name: _parse_entry(name, record) for name, record in tensors.items()}
+        place(index.entries.values())
+        implied = {name: entry.safetensors() for name, entry in index.entries.items()}
+        expect(table == implied, "the tensor table contradicts the index")
+        size, expected = os.fstat(descriptor).st_size, index.header_bytes + index.data_bytes
+        expect(size == expected, f"{size} bytes long, should be {expected}")
     return index
 
 
 def read_summary(path: Path) -> Index:
-    """Read what a pack says of itself as a whole; its tensors are not looked at, nor listed.
+    """Read what a pack says of itself as a whole; its tensors are not looked at, nor listed."""
+    with open(path, "rb", buffering=0) as file, _damage_of(path):
+        return _read_header(file.fileno())[0]
 
-    Raises:
-        DataError: The header is damaged, or not one of a pack.
-    """
-    with open(path, "rb", buffering=0) as file:
-        size_bytes = os.fstat(file.fileno()).st_size
-        _, content, digest, _ = _read_header(
-            path, size_bytes, lambda size, at: os.pread(file.fileno(), size, at)
-        )
+
+@contextmanager
+def _damage_of(path: Path) -> Iterator[None]:
+    """Name the file in whatever is wrong with it."""
     try:
-        return _index(content, {}, digest)
+        yield
+    except (LimitExceeded, UnknownFormat) as error:
+        raise type(error)(f"{path}: {error}") from error
     except _REFUSED as error:
         raise CorruptFile(f"{path} is damaged: {error}") from error
 
 
-def _read_header(
-    path: Path, descriptor_size: int, read: Any
-) -> tuple[dict[str, Any], dict[str, Any], str, int]:
-    """Return the safetensors header, the index in it, its digest, and the header's length."""
-    if descriptor_size < 10:
-        raise CorruptFile(f"{path} is damaged: {descriptor_size} bytes are no pack")
-    (length,) = struct.unpack("<Q", read(8, 0))
-    if length > descriptor_size - 8:
-        raise CorruptFile(f"{path} is damaged: cut off, or its header length is wrong")
+def _read_header(descriptor: int) -> tuple[Index, dict[str, Any], dict[str, Any]]:
+    """Return the index without its entries, their records, and the safetensors table."""
+    size = os.fstat(descriptor).st_size
+    expect(size >= 10, f"{size} bytes are no pack")
+    length = int.from_bytes(os.pread(descriptor, 8, 0), "little")
+    expect(length <= size - 8, "cut off, or its header length is wrong")
     if length > MAX_HEADER_BYTES:
-        raise LimitExceeded(f"{path}: header of {length} bytes is over {MAX_HEADER_BYTES}")
-    raw = read(length, 8)
+        raise LimitExceeded(f"header of {length} bytes is over {MAX_HEADER_BYTES}")
+    raw = os.pread(descriptor, length, 8)
     try:
         header = json.loads(raw)
         metadata = header.pop("__metadata__")
         text, digest = metadata[INDEX_KEY], metadata[DIGEST_KEY]
-        if _digest(text) != digest or len(metadata) != 2:
-            raise CorruptFile(f"{path} is damaged: the index does not match its digest")
+        matches = _digest(text) == digest and len(metadata) == 2
+        expect(matches, "the index does not match its digest")
         content = json.loads(text)
     except _NONSENSE as error:
         if INDEX_KEY.encode() not in raw[:256]:
-            raise UnknownFormat(f"{path} is not a penstock file") from error
-        raise CorruptFile(f"{path} is damaged: unreadable header ({error})") from error
-    if not isinstance(content, dict):
-        raise CorruptFile(f"{path} is damaged: its index is no object")
+            raise UnknownFormat("this is not a penstock file") from error
+        raise CorruptFile(f"unreadable header ({error})") from error
     if content.get("version") != FORMAT_VERSION:
         raise UnknownFormat(
-            f"{path} has format version {content.get('version')!r}, this penstock reads "
-            f"{FORMAT_VERSION}; upgrade penstock"
+            f"format version {content.get('version')!r}, this penstock reads {FORMAT_VERSION}; "
+            "upgrade penstock"
         )
-    return header, content, digest, length
+    expect(isinstance(content["meta"], dict), "meta is not an object")
+    base = _parse_base(content["base"])
+    index = Index(str(content["kind"]), content["meta"], {}, base, digest, 8 + length)
+    return index, content["tensors"], header
 
 
-def _index(content: dict[str, Any], entries: dict[str, Entry], digest: str) -> Index:
-    if not isinstance(content["meta"], dict):
-        raise CorruptFile("meta is not an object")
-    return Index(str(content["kind"]), content["meta"], entries, _parse_base(content), digest)
-
-
-def _parse_base(content: dict[str, Any]) -> dict[str, str] | None:
-    link = content["base"]
+def _parse_base(link: dict[str, Any] | None) -> dict[str, str] | None:
     if link is None:
         return None
     base = {"file": str(link["file"]), "digest": str(link["digest"])}
     # A name from a file never leaves the folder of that file.
-    if Path(base["file"]).name != base["file"] or base["file"] in ("", ".", ".."):
-        raise CorruptFile(f"base {base['file']!r} is not a plain file name")
-    if len(bytes.fromhex(base["digest"])) != _DIGEST_BYTES:
-        raise CorruptFile(f"base digest {base['digest']!r} makes no sense")
+    plain = Path(base["file"]).name == base["file"] and base["file"] not in ("", ".", "..")
+    expect(plain, f"base {base['file']!r} is not a plain file name")
+    digest_bytes = len(bytes.fromhex(base["digest"]))
+    expect(digest_bytes == _DIGEST_BYTES, f"base digest {base['digest']!r} makes no sense")
     return base
 
 
 def _parse_entry(name: str, record: dict[str, Any]) -> Entry:
-    if len(record["shape"]) > MAX_DIMENSIONS:
-        raise CorruptFile(f"{name}: {len(record['shape'])} dimensions")
+    axes = len(record["shape"])
+    expect(axes <= MAX_DIMENSIONS, f"{name}: {axes} dimensions")
     shape = tuple(_natural(n) for n in record["shape"])
-    if record["dtype"] not in DTYPES:
-        raise CorruptFile(f"{name}: unknown dtype {record['dtype']!r}")
+    expect(record["dtype"] in DTYPES, f"{name}: unknown dtype {record['dtype']!r}")
     layout = Layout(tuple(_natural(n) for n in record["order"])) if "order" in record else None
-    if layout and len(layout.order) != len(shape):
-        raise CorruptFile(f"{name}: layout and shape differ")
+    expect(layout is None or len(layout.order) == axes, f"{name}: layout and shape differ")
     entry = Entry(
         name=name,
         dtype=record["dtype"],
@@ -378,22 +349,22 @@ def _parse_entry(name: str, record: dict[str, Any]) -> Entry:
         sizes=[_natural(n) for n in record["sizes"]],
         crcs=[_natural(n) for n in record["crcs"]],
     )
-    if entry.block_bytes < 1 or entry.block_bytes % entry.words.itemsize:
-        raise CorruptFile(f"{name}: block size {entry.block_bytes} makes no sense")
+    whole_words = entry.block_bytes > 0 and entry.block_bytes % entry.words.itemsize == 0
+    expect(whole_words, f"{name}: block size {entry.block_bytes} makes no sense")
     if min(entry.block_bytes, entry.nbytes) > MAX_BLOCK_BYTES:
         raise LimitExceeded(f"{name}: block of {entry.block_bytes} over {MAX_BLOCK_BYTES} bytes")
     # Zeros are left out: a shape like [0, 2**62] is empty, and still more than numpy can name.
     if math.prod(filter(None, shape)) * entry.words.itemsize > MAX_TENSOR_BYTES:
         raise LimitExceeded(f"{name}: shape {list(shape)}, limit {MAX_TENSOR_BYTES} bytes")
-    if entry.blocks != len(entry.sizes) or entry.blocks != len(entry.crcs):
-        raise CorruptFile(f"{name}: {entry.blocks} blocks expected, {len(entry.sizes)} listed")
+    all_listed = entry.blocks == len(entry.sizes) == len(entry.crcs)
+    expect(all_listed, f"{name}: {entry.blocks} blocks expected, {len(entry.sizes)} listed")
     raw = entry.codec.id == "raw"
-    if entry.plain and not (raw and DTYPES[entry.dtype].tag):
-        raise CorruptFile(f"{name}: a plain tensor must be raw")
-    if raw and entry.sizes != list(map(entry.span, range(entry.blocks))):
-        raise CorruptFile(f"{name}: a raw block has the wrong length")
-    if entry.checksum() != record["crc"]:
-        raise CorruptFile(f"{name}: the tensor's checksum contradicts its blocks")
+    may_be_plain = raw and DTYPES[entry.dtype].tag is not None
+    expect(may_be_plain or not entry.plain, f"{name}: a plain tensor must be raw")
+    exact = not raw or entry.sizes == list(map(entry.span, range(entry.blocks)))
+    expect(exact, f"{name}: a raw block has the wrong length")
+    fits = entry.checksum() == record["crc"]
+    expect(fits, f"{name}: the tensor's checksum contradicts its blocks")
     return entry
 
 

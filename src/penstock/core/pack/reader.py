@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 from typing_extensions import Self
 
 from penstock.core.codecs import Series, as_unsigned
+from penstock.core.codecs.base import expect
 from penstock.core.pack.format import Entry, Index, read_index
 from penstock.core.reuse import BLOCKS
 from penstock.core.threads import parallel_list
@@ -23,11 +24,6 @@ from penstock.errors import CorruptFile, DataError, LimitExceeded, UsageError
 _TASK_BYTES = 2 << 20
 
 BaseFinder = Callable[[Path, dict[str, str]], Path]
-
-
-def base_beside(path: Path, link: dict[str, str]) -> Path:
-    """Find the base of a delta in the same folder, by its name."""
-    return path.parent / link["file"]
 
 
 class PackReader:
@@ -40,19 +36,22 @@ class PackReader:
         find_base: Tells where the base of a delta lies; by default beside it.
     """
 
-    def __init__(self, path: Path | str, find_base: BaseFinder = base_beside) -> None:
+    def __init__(
+        self,
+        path: Path | str,
+        find_base: BaseFinder = lambda path, link: path.parent / link["file"],
+    ) -> None:
         # A link such as `latest` is followed first: a base is named relative to the real file.
         self.path = Path(path).resolve()
         self._find_base = find_base
         self._base: PackReader | None = None
-        self._descriptor = -1
         self._descriptor = os.open(self.path, os.O_RDONLY)
         try:
-            self.size_bytes = os.fstat(self._descriptor).st_size
-            self.index: Index = read_index(self.path, self.size_bytes, self._pread)
+            self.index: Index = read_index(self.path, self._descriptor)
         except BaseException:
             self.close()
             raise
+        self.size_bytes = self.index.header_bytes + self.index.data_bytes
 
     @property
     def names(self) -> list[str]:
@@ -99,18 +98,16 @@ class PackReader:
     def read_block(self, name: str, block: int) -> NDArray[Any]:
         """Read one block as a flat array."""
         entry = self.entry(name)
-        start, stop = entry.block_range(block)
-        out = BLOCKS.array(((stop - start) // entry.words.itemsize,), entry.words)
+        out = BLOCKS.array((entry.span(block) // entry.words.itemsize,), entry.words)
         self._decode(entry, block, out)
         return out
 
     def read_into(self, targets: Iterable[tuple[str, NDArray[Any]]]) -> None:
-        """Fill arrays with whole tensors, several blocks at a time.
+        """Fill arrays of the entries' `words` type with whole tensors, several blocks at a time.
 
-        Args:
-            targets: Names, and arrays of the entry's `words` type: contiguous 1-D ones are filled
-                in disk order; those of the tensor's own shape get each block put in its place while
-                it is in the cache, whatever the order on disk (`Entry.whole_rows` only).
+        Contiguous 1-D ones are filled in disk order; those of the tensor's own shape get each block
+        put in its place while it is in the cache, whatever the order on disk (`Entry.whole_rows`
+        only).
         """
         tasks: list[Callable[[], None]] = []
         total = 0
@@ -131,14 +128,15 @@ class PackReader:
         if placed and not entry.whole_rows:
             raise UsageError(f"{entry.name}: its blocks are parts of rows; read it in disk order")
         turn = _turn(entry) if placed else (0, 0)
+        pieces = list(entry.cut(out))
         if isinstance(entry.codec, Series) and turn is not None and out.flags.c_contiguous:
             words = as_unsigned(out.view(entry.words))
             step = max(1, _TASK_BYTES // entry.block_bytes)
             for first in range(0, entry.blocks, step):
-                blocks = range(first, min(first + step, entry.blocks))
-                yield partial(self._fill_series, entry.codec, entry, blocks, turn, words)
+                some = pieces[first : first + step]
+                yield partial(self._decode_series, entry, first, some, turn, words)
             return
-        for block, piece in enumerate(entry.cut(out)):
+        for block, piece in enumerate(pieces):
             yield partial(self._decode, entry, block, piece)
 
     def verify(self) -> Iterator[tuple[str, str]]:
@@ -192,33 +190,26 @@ class PackReader:
             self._base = base
         return self._base
 
-    def _fill_series(
+    def _decode_series(
         self,
-        codec: Series,
         entry: Entry,
-        blocks: range,
+        first: int,
+        pieces: list[NDArray[Any]],
         turn: tuple[int, int],
         words: NDArray[Any],
     ) -> None:
-        """Decode and verify consecutive blocks in one call; the slow way where there is no such."""
-        ranges = [entry.block_range(block) for block in blocks]
-        sizes = [entry.sizes[block] for block in blocks]
+        """Decode and verify consecutive blocks in one call; one by one where that fails."""
+        last = first + len(pieces)
+        sizes, crcs = entry.sizes[first:last], entry.crcs[first:last]
         data = BLOCKS.array((sum(sizes),), np.uint8)
-        at = self._position(entry, blocks[0])
-        whole = os.preadv(self._descriptor, [data.data], at) == data.size
-        width = words.itemsize
-        out = words[ranges[0][0] // width : ranges[-1][1] // width]
-        counts = [(stop - start) // width for start, stop in ranges]
-        crcs = [entry.crcs[block] for block in blocks]
-        if whole and codec.decode_blocks(data, sizes, counts, crcs, turn, out) == -1:
-            return
-        for block, (start, stop) in zip(blocks, ranges, strict=True):
-            content = self.read_block(entry.name, block)  # says what is wrong, if anything
-            target = words[start // width : stop // width].view(entry.words)
-            if turn[1]:
-                features, steps = turn
-                content = content.reshape(-1, features, steps).swapaxes(1, 2)
-            np.copyto(target.reshape(content.shape), content)
+        got = os.preadv(self._descriptor, [data.data], self._position(entry, first))
+        counts = [piece.nbytes // words.itemsize for piece in pieces]
+        start = entry.block_range(first)[0] // words.itemsize
+        out = words[start : start + sum(counts)]
+        assert isinstance(entry.codec, Series)
+        if got != data.size or not entry.codec.decode_blocks(data, sizes, counts, crcs, turn, out):
+            for block, piece in enumerate(pieces, first):
+                self._decode(entry, block, piece)  # says what is wrong, if anything
 
     def _decode(self, entry: Entry, block: int, out: NDArray[Any]) -> None:
         """Read, decode and verify one block into `out`: flat, or rows with the axes as on disk."""
@@ -231,12 +222,10 @@ class PackReader:
         try:
             base = self._base_block(entry, block) if entry.codec.needs_base else None
             data = target if raw else BLOCKS.array((entry.sizes[block],), np.uint8)
-            if os.preadv(self._descriptor, [data.data], at) != data.size:
-                raise CorruptFile("cut off")
+            expect(os.preadv(self._descriptor, [data.data], at) == data.size, "cut off")
             if not raw:
                 entry.codec.decode(data.data, out, base)
-            if isal_zlib.crc32(target) != entry.crcs[block]:
-                raise CorruptFile("its checksum is wrong")
+            expect(isal_zlib.crc32(target) == entry.crcs[block], "its checksum is wrong")
         except CorruptFile as error:
             raise CorruptFile(
                 f"{self.path} is damaged: tensor {entry.name!r}, block {block} at byte {at}: "
@@ -258,8 +247,8 @@ class PackReader:
         at = self.index.header_bytes + entry.offset + used
         left = entry.stored_bytes - used
         while left:
-            chunk = self._pread(min(left, 1 << 20), at)
-            if chunk.count(0) != len(chunk):
+            chunk = os.pread(self._descriptor, min(left, 1 << 20), at)
+            if not chunk or chunk.count(0) != len(chunk):
                 raise CorruptFile(f"{self.path} is damaged: padding of {entry.name!r} at byte {at}")
             at, left = at + len(chunk), left - len(chunk)
 
@@ -274,12 +263,6 @@ class PackReader:
             raise LimitExceeded(
                 f"{self.path}: {size_bytes} bytes asked for, this machine has {total}"
             )
-
-    def _pread(self, size: int, offset: int) -> bytes:
-        data = os.pread(self._descriptor, size, offset)
-        if len(data) != size:
-            raise CorruptFile(f"{self.path} is damaged: cut off at byte {offset + len(data)}")
-        return data
 
 
 def _turn(entry: Entry) -> tuple[int, int] | None:

@@ -24,7 +24,6 @@ from penstock.core.threads import INLINE_BYTES, parallel_map
 from penstock.errors import UsageError
 
 DEFAULT_BLOCK_BYTES = 1 << 20
-_PADDING_BYTES = 8 << 20
 _SMALL_BYTES = 1 << 20
 _WRITEBACK_BYTES = 8 << 20
 
@@ -77,7 +76,7 @@ def _blocks(entry: Entry, item: Item) -> Iterator[_Block]:
     """Cut a tensor: flat, or rows with the axes as on disk, put in order when they are encoded."""
     values = item.values
     if not entry.layout or not entry.whole_rows:
-        stored = entry.layout.apply(values) if entry.layout else values
+        stored = values.transpose(entry.layout.order) if entry.layout else values
         values = np.ascontiguousarray(stored).reshape(-1)
     for block, view in enumerate(entry.cut(values)):
         yield entry, view, block
@@ -250,23 +249,16 @@ class PackWriter(NewFile):
             codec.decode(memoryview(b"".join(buffers)), kept, base)
         return entry, buffers, int(isal_zlib.crc32(kept.view(np.uint8)))
 
-    def _start_writeback(self) -> None:
-        """Let the disk begin early, so that the fsync at the end finds less to do."""
-        at = self.file.tell()
-        if at - self._pushed >= _WRITEBACK_BYTES:
-            # On Linux this advice starts the write-back of dirty pages and returns at once.
-            length = at - self._pushed
-            os.posix_fadvise(self.file.fileno(), self._pushed, length, os.POSIX_FADV_DONTNEED)
-            self._pushed = at
-
     def _store(self, entry: Entry, buffers: list[Buffer], crc: int) -> None:
         entry.sizes.append(sum(memoryview(buffer).nbytes for buffer in buffers))
         entry.crcs.append(crc)
         for buffer in buffers:
             write_all(self.file, buffer)
-        self._start_writeback()
         if len(entry.sizes) == entry.blocks:
-            entry.stored_bytes = entry.padded_bytes()
-            padding = entry.stored_bytes - sum(entry.sizes)
-            for start in range(0, padding, _PADDING_BYTES):
-                write_all(self.file, bytes(min(_PADDING_BYTES, padding - start)))
+            write_all(self.file, bytes(entry.padded_bytes() - sum(entry.sizes)))
+        # Let the disk begin early, so that the fsync at the end finds less to do: on Linux this
+        # advice starts the write-back of dirty pages and returns at once.
+        length = self.file.tell() - self._pushed
+        if length >= _WRITEBACK_BYTES:
+            os.posix_fadvise(self.file.fileno(), self._pushed, length, os.POSIX_FADV_DONTNEED)
+            self._pushed += length
