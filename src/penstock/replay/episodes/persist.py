@@ -31,22 +31,14 @@ _NONSENSE = (LookupError, ValueError, TypeError, AttributeError, OverflowError, 
 
 
 @dataclass
-class BufferState:
-    """Everything that a buffer's lock guards; the `Content` of a save, each episode a block.
+class Content:
+    """A buffer's store as `save_blocks` asks for it, each episode a block."""
 
-    Attributes:
-        settings: What the buffer was told.
-        rng: Source of its random numbers.
-        store: What it holds.
-    """
-
-    settings: Settings
-    rng: np.random.Generator
     store: EpisodeStore
 
     def blocks(self, some: Sequence[int] | None = None) -> dict[int, Block]:
         """Return the episodes by their ids; they never change."""
-        ids, sizes = self.store.index.ids, self.store.record_bytes()
+        ids, sizes = self.store.index.ids, self.store.sizes.sum(axis=0)
         if some is not None:
             held = np.isin(ids, some)
             ids, sizes = ids[held], sizes[held]
@@ -58,7 +50,8 @@ class BufferState:
         rows = np.searchsorted(store.index.ids, np.array(blocks, np.int64))
         items = [Item("ids", store.index.ids[rows]), Item("lengths", store.index.lengths[rows])]
         for number in range(len(store.columns)):
-            data, sizes = store.records(number, rows)
+            sizes = store.sizes[number][rows]
+            data = store.arena.gather(store.locations[number][rows], sizes)
             items += [Item(f"sizes.{number}", sizes), Item(f"records.{number}", data)]
         return items
 
@@ -67,8 +60,8 @@ class BufferState:
         store, index, priorities = self.store, self.store.index, self.store.priorities
         state: dict[str, Any] = {
             "version": _VERSION,
-            "settings": asdict(self.settings),
-            "rng": tree.flatten(self.rng.bit_generator.state, lambda path, value: None),
+            "settings": asdict(store.settings),
+            "rng": tree.flatten(store.rng.bit_generator.state, lambda path, value: None),
             "tensordict": store.as_tensordict,
             "columns": [column.config() for column in store.columns] or None,
             "clock": store.clock,
@@ -79,7 +72,7 @@ class BufferState:
             "starts": index.starts.copy(),
             "lengths": index.lengths.copy(),
             "used": store.used.copy(),
-            "leaves": store.priority_offsets.copy(),
+            "leaves": np.zeros_like(index.ids),
         }
         if priorities is not None:
             state["priorities"] = {
@@ -87,11 +80,12 @@ class BufferState:
                 "cursor": priorities.cursor,
                 "largest": priorities.largest,
             }
-            tables["priorities"] = priorities.held(index, store.priority_offsets)
+            tables["leaves"] = priorities.offsets.copy()
+            tables["priorities"] = priorities.held()
         return state, tables
 
 
-def load(folder: Path, spill_dir: str | os.PathLike[str] | None) -> tuple[BufferState, Saved]:
+def load(folder: Path, spill_dir: str | os.PathLike[str] | None) -> tuple[EpisodeStore, Saved]:
     """Return what was saved, every byte verified."""
     with SegmentLog.read(folder, HOLDER) as log:
         try:
@@ -102,7 +96,7 @@ def load(folder: Path, spill_dir: str | os.PathLike[str] | None) -> tuple[Buffer
             raise CorruptFile(f"{folder} is damaged: its state makes no sense ({error})") from error
 
 
-def _load(log: LogReader, spill_dir: str | os.PathLike[str] | None) -> tuple[BufferState, Saved]:
+def _load(log: LogReader, spill_dir: str | os.PathLike[str] | None) -> tuple[EpisodeStore, Saved]:
     state = log.state
     if state["version"] != _VERSION:
         raise CorruptFile(f"{log.folder}: version {state['version']!r}; upgrade penstock")
@@ -110,9 +104,9 @@ def _load(log: LogReader, spill_dir: str | os.PathLike[str] | None) -> tuple[Buf
     rng.bit_generator.state = tree.unflatten(state["rng"], _refuse)
     settings = Settings.from_json(state["settings"])
     saved = Saved(log.folder.resolve(), log.digest)
-    store = EpisodeStore(settings, spill_dir)
+    store = EpisodeStore(settings, spill_dir, rng)
     if state["columns"] is None:
-        return BufferState(settings, rng, store), saved
+        return store, saved
     columns = [Column.from_config(config) for config in state["columns"]]
     if tuple(column.field.path for column in columns) != settings.paths:
         raise CorruptFile(f"{log.folder} is damaged: its keys contradict each other")
@@ -134,9 +128,8 @@ def _load(log: LogReader, spill_dir: str | os.PathLike[str] | None) -> tuple[Buf
     store.index.restore(list(zip(*columns_of_index, extra.T.tolist(), strict=True)), state["next"])
     store.clock = int(state["clock"])
     if store.priorities is not None:
-        values = log.item("priorities")
-        store.priorities.restore(state["priorities"], store.index, store.priority_offsets, values)
-    return BufferState(settings, rng, store), saved
+        store.priorities.restore(state["priorities"], log.item("priorities"))
+    return store, saved
 
 
 def _read_segment(
