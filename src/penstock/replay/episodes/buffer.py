@@ -6,7 +6,6 @@ import math
 import os
 import threading
 from collections.abc import Iterable, Mapping
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -16,9 +15,9 @@ from typing_extensions import Self
 
 from penstock.core.memory import whole_number
 from penstock.errors import UsageError
-from penstock.replay.episodes import batches, persist
+from penstock.replay.episodes import batches
 from penstock.replay.episodes.schema import Settings, is_tensordict, read_episode
-from penstock.replay.episodes.store import Column, EpisodeStore, RecordWriter
+from penstock.replay.episodes.store import HOLDER, Column, EpisodeStore, RecordWriter, load
 from penstock.replay.keys import Codecs, Key, as_key, as_path
 from penstock.replay.priority import whole_numbers
 from penstock.replay.segments import Saved, save_blocks
@@ -348,9 +347,8 @@ class DictReplayBuffer:
             StorageError: The disk refuses; the last save in the folder stays.
             UsageError: The folder holds something else.
         """
-        content = persist.Content(self._store)
         with self._saving:
-            self._saved = save_blocks(content, self._lock, folder, persist.HOLDER, self._saved)
+            self._saved = save_blocks(self._store, self._lock, folder, HOLDER, self._saved)
 
     @classmethod
     def load(
@@ -371,7 +369,7 @@ class DictReplayBuffer:
             CorruptFile: The folder is damaged.
             UnknownFormat: It holds no saved buffer.
         """
-        store, saved = persist.load(Path(folder), spill_dir)
+        store, saved = load(folder, spill_dir)
         buffer = cls.__new__(cls)
         buffer._begin(store, device, saved)
         return buffer

@@ -4,6 +4,10 @@ A record is one key of one episode, one piece of bytes. Of a plain key it is its
 the other; of a compressed one a table of uint32 offsets from the start of the record, one more than
 there are frames, and then the frames, each compressed by itself.
 
+In a folder, a segment holds the records of some episodes, key by key, as they lie in memory:
+nothing is compressed again. The manifest says which episodes live, where their records are, and all
+that decides the next draws.
+
 Not thread-safe: the buffer that owns it holds a lock.
 """
 
@@ -12,12 +16,16 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from penstock.core import tree
 from penstock.core.memory import format_bytes
+from penstock.core.pack import Item
 from penstock.core.reuse import ReusedMemory
 from penstock.errors import CorruptFile, UsageError
 from penstock.replay.arena import Arena
@@ -26,6 +34,7 @@ from penstock.replay.episodes.schema import Settings
 from penstock.replay.frames import FrameCodec, Lz4Frames, RawFrames, choose_codec, frame_codec
 from penstock.replay.keys import Field, show
 from penstock.replay.priority import SumTree, checked_priorities
+from penstock.replay.segments import Block, LogReader, Place, Saved
 
 Bytes = NDArray[np.uint8]
 Ints = NDArray[np.int64]
@@ -33,6 +42,9 @@ Addresses = NDArray[np.uint64]
 Bools = NDArray[np.bool_]
 Floats = NDArray[np.float64]
 
+HOLDER = "dict"
+_VERSION = 1
+_NONSENSE = (LookupError, ValueError, TypeError, AttributeError, OverflowError, UsageError)
 _LARGEST_RECORD = 2**32 - 1
 _ENTRY = np.dtype("<u4")
 _PAIRS = RawFrames(2 * _ENTRY.itemsize)
@@ -409,3 +421,124 @@ class EpisodeStore:
         if len(steps):
             self.columns[column].gather(records, steps, out)
         return out
+
+    def blocks(self, some: Sequence[int] | None = None) -> dict[int, Block]:
+        """Return the episodes by their ids; they never change."""
+        ids, sizes = self.index.ids, self.sizes.sum(axis=0)
+        if some is not None:
+            held = np.isin(ids, some)
+            ids, sizes = ids[held], sizes[held]
+        return dict(zip(ids.tolist(), map(Block, sizes.tolist()), strict=True))
+
+    def copy(self, blocks: Sequence[int]) -> list[Item]:
+        """Return the records of episodes."""
+        rows = np.searchsorted(self.index.ids, np.array(blocks, np.int64))
+        items = [Item("ids", self.index.ids[rows]), Item("lengths", self.index.lengths[rows])]
+        for number in range(len(self.columns)):
+            sizes = self.sizes[number][rows]
+            data = self.arena.gather(self.locations[number][rows], sizes)
+            items += [Item(f"sizes.{number}", sizes), Item(f"records.{number}", data)]
+        return items
+
+    def state(self, blocks: Mapping[int, Block]) -> tuple[dict[str, Any], dict[str, NDArray[Any]]]:
+        """Return what is not in the episodes."""
+        index, priorities = self.index, self.priorities
+        state: dict[str, Any] = {
+            "version": _VERSION,
+            "settings": asdict(self.settings),
+            "rng": tree.flatten(self.rng.bit_generator.state, lambda path, value: None),
+            "tensordict": self.as_tensordict,
+            "columns": [column.config() for column in self.columns] or None,
+            "clock": self.clock,
+            "next": [index.next_id, index.next_frame],
+        }
+        tables: dict[str, NDArray[Any]] = {
+            "ids": index.ids.copy(),
+            "starts": index.starts.copy(),
+            "lengths": index.lengths.copy(),
+            "used": self.used.copy(),
+            "leaves": np.zeros_like(index.ids),
+        }
+        if priorities is not None:
+            state["priorities"] = {
+                "capacity": priorities.tree.capacity,
+                "cursor": priorities.cursor,
+                "largest": priorities.largest,
+            }
+            tables["leaves"] = priorities.offsets.copy()
+            tables["priorities"] = priorities.held()
+        return state, tables
+
+
+def load(
+    folder: str | os.PathLike[str], spill_dir: str | os.PathLike[str] | None
+) -> tuple[EpisodeStore, Saved]:
+    """Return what was saved, every byte verified."""
+    with LogReader(Path(folder), HOLDER) as log:
+        try:
+            return _load(log, spill_dir)
+        except _NONSENSE as error:
+            raise CorruptFile(f"{folder} is damaged: its state makes no sense ({error})") from error
+
+
+def _load(log: LogReader, spill_dir: str | os.PathLike[str] | None) -> tuple[EpisodeStore, Saved]:
+    state = log.state
+    _need(log, state["version"] == _VERSION, "its version is not of this penstock; upgrade it")
+    rng = np.random.default_rng()
+    rng.bit_generator.state = tree.unflatten(state["rng"], _refuse)
+    saved = Saved(log.folder.resolve(), log.digest)
+    store = EpisodeStore(Settings.from_json(state["settings"]), spill_dir, rng)
+    if state["columns"] is None:
+        return store, saved
+    columns = [Column.from_config(config) for config in state["columns"]]
+    paths = tuple(column.field.path for column in columns)
+    _need(log, paths == store.settings.paths, "its keys contradict each other")
+    store.columns, store.as_tensordict = columns, state["tensordict"] is True
+    names = ("ids", "starts", "lengths", "used", "leaves", "segment", "place")
+    ids, starts, lengths, used, offsets, segments, places = log.ints(*names)
+    if len(ids):  # as they come from an index
+        good = max(lengths.max(), starts.max()) < 2**62
+        good = good and (np.diff(ids) > 0).all() and (np.diff(starts) >= lengths[:-1]).all()
+        good = good and min(ids[0], starts[0], lengths.min() - 1) >= 0
+        good = good and ids[-1] < state["next"][0] and starts[-1] + lengths[-1] <= state["next"][1]
+        _need(log, good, "its list of episodes makes no sense")
+    extra = np.zeros((_FIRST + 2 * len(columns), len(ids)), np.int64)
+    extra[_USED], extra[_OFFSET] = used, offsets
+    for number, name in enumerate(log.segments):
+        rows = np.flatnonzero(segments == number)
+        at = places[rows]
+        with log.open_segment(name) as segment:
+            held, steps = segment.read("ids"), segment.read("lengths")
+            good = at.size and at.min() >= 0 and at.max() < len(held)
+            good = good and np.array_equal(held[at], ids[rows])
+            _need(log, good and np.array_equal(steps[at], lengths[rows]), f"{name} has others")
+            total = 0
+            for k, column in enumerate(columns):
+                sizes, data = segment.read(f"sizes.{k}"), segment.read(f"records.{k}")
+                good = sizes.shape == held.shape and (sizes >= 1).all() and sizes.sum() == data.size
+                _need(log, good, f"the records of {name} make no sense")
+                total += data.size
+                ends = np.cumsum(sizes)
+                for row, place in zip(rows.tolist(), at.tolist(), strict=True):
+                    record = data[ends[place] - sizes[place] : ends[place]]
+                    record = column.from_file(record, int(steps[place]))
+                    extra[_FIRST + k, row] = store.arena.put([record], record.size)
+                    extra[_FIRST + len(columns) + k, row] = record.size
+        if not any(column.is_old for column in columns):  # those are written anew, as they are now
+            saved.sizes[name] = total
+            saved.places.update({int(held[k]): Place(name, k) for k in at.tolist()})
+    rows_of_index = (ids.tolist(), starts.tolist(), lengths.tolist(), extra.T.tolist())
+    store.index.restore(list(zip(*rows_of_index, strict=True)), state["next"])
+    store.clock = int(state["clock"])
+    if store.priorities is not None:
+        store.priorities.restore(state["priorities"], log.item("priorities"))
+    return store, saved
+
+
+def _need(log: LogReader, condition: Any, problem: str) -> None:
+    if not condition:
+        raise CorruptFile(f"{log.folder} is damaged: {problem}")
+
+
+def _refuse(record: dict[str, Any]) -> Any:
+    raise CorruptFile(f"{record!r} makes no sense")
