@@ -92,7 +92,7 @@ def place(
         if bad.size:
             raise UsageError(f"slot {int(bad.flat[0])} is not one of {dims[0]}")
         inner = np.arange(int(np.prod(dims[1:])), dtype=np.int64).reshape(dims[1:])
-        outer = rows.reshape(*rows.shape, *[1] * inner.ndim)
+        outer = rows.reshape((*rows.shape, *[1] * inner.ndim))
         slots = np.asarray(outer * inner.size + inner)
     if tuple(data.batch_size[: slots.ndim]) != slots.shape:
         raise UsageError(
