@@ -33,7 +33,6 @@ from penstock.rollouts.structure import (
     keys_of,
     put_together,
 )
-from penstock.tensors import empty_array
 
 KIND = "rollout"
 NAME = re.compile(r"rollout_(\d{6,})\.pack")
@@ -203,9 +202,7 @@ class RolloutFile:
         values = self._read_rows(entry, rows).transpose(np.argsort(stored_axes))
         for axis, others in positions.items():
             values = values.take(others, axis)
-        array = empty_array(entry.dtype, values.shape)
-        np.copyto(array, values)
-        return array.reshape(part.shape(entry.shape))
+        return np.ascontiguousarray(values).reshape(part.shape(entry.shape))
 
     def _read_rows(self, entry: Entry, rows: NDArray[np.int64]) -> NDArray[Any]:
         """Read rows of the first axis on disk, each block of them once."""
@@ -259,17 +256,15 @@ class OpenRollouts:
         if file is not None and file.identity != identity(os.stat(path)):
             file.close()
             file = None
-        if file is None:
-            file = RolloutFile(path, self._memory)
+        file = file or RolloutFile(path, self._memory)
         try:
             yield file
         finally:
             with self._lock:
-                spare = [self._idle.pop(path)] if path in self._idle else []
+                spare = [self._idle.pop(path, None)]  # another thread may have read the same
                 self._idle[path] = file
-                while len(self._idle) > self._most:
-                    spare.append(self._idle.pop(next(iter(self._idle))))
-            for other in spare:
+                spare += [self._idle.pop(old) for old in list(self._idle)[: -self._most]]
+            for other in filter(None, spare):
                 other.close()
 
     def close(self) -> None:

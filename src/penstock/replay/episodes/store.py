@@ -117,11 +117,9 @@ class Column:
         """Return a record that comes from a file as it is kept in memory."""
         if self._old is not None:
             return self.encode(self._split(record, length, self._old))
-        if self.plain:
-            good = record.size == length * self.field.size
-        else:
-            good = _offsets(record, length, self.field.size) is not None
-        if not good:
+        if not self.plain:
+            _offsets(record, length, self.field)
+        elif record.size != length * self.field.size:
             raise CorruptFile(f"a record of {show(self.field.path)} makes no sense")
         return record
 
@@ -131,9 +129,7 @@ class Column:
         if per_unit < 1:
             raise CorruptFile(f"the key {dict(config)!r} makes no sense")
         units, unit_bytes = -(-length // per_unit), per_unit * self.field.size
-        table = _offsets(record, units, unit_bytes)
-        if table is None:
-            raise CorruptFile(f"a record of {show(self.field.path)} makes no sense")
+        table = _offsets(record, units, self.field, per_unit)
         out = np.empty((units, unit_bytes), np.uint8)
         start = record.__array_interface__["data"][0]
         codec = frame_codec({**config["codec"], "size": unit_bytes})
@@ -198,15 +194,17 @@ def _table(lengths: Ints) -> Bytes:
     return table.astype(_ENTRY).view(np.uint8)
 
 
-def _offsets(record: Bytes, units: int, unit_bytes: int) -> Ints | None:
-    """Return the table of a record, if nothing in it leads outside."""
+def _offsets(record: Bytes, units: int, field: Field, per_unit: int = 1) -> Ints:
+    """Return the table of a record, and refuse one in which something leads outside."""
     head = _ENTRY.itemsize * (units + 1)
-    if record.size < head:
-        return None
-    table: Ints = record[:head].view(_ENTRY).astype(np.int64)
+    table = np.zeros(1, np.int64)
+    if record.size >= head:
+        table = record[:head].view(_ENTRY).astype(np.int64)
     sizes = np.diff(table)
-    inside = bool(table[0] == head and table[-1] == record.size)
-    return table if inside and (sizes > 0).all() and (sizes <= unit_bytes).all() else None
+    whole = table[0] == head and table[-1] == record.size
+    if not whole or not ((sizes > 0) & (sizes <= per_unit * field.size)).all():
+        raise CorruptFile(f"a record of {show(field.path)} makes no sense")
+    return table
 
 
 def _moved(addresses: Addresses, by: Ints) -> Addresses:

@@ -64,11 +64,6 @@ class SlotTracker:
         self.written[slots] = True
         self.versions[slots // BLOCK] = self.clock
 
-    def touch_all(self) -> None:
-        """Note that what was saved is of no use any more: the next save writes everything."""
-        self.clock += 1
-        self.versions[:] = self.clock
-
 
 class SegmentCheckpointer(StorageCheckpointerBase):  # type: ignore[misc]
     """Saves a CompressedStorage into a folder, each time only what changed; crash-safe."""

@@ -401,7 +401,7 @@ class CompressedStorage(LazyTensorStorage):  # type: ignore[misc]
         for field, room in zip(added, rooms, strict=True):
             self._storage.set(field.path, room)
         self._tree = grown
-        self._tracker.touch_all()
+        self._tracker.touch(np.flatnonzero(self._tracker.written))  # all is saved again
         self._refresh()
 
     def _fast_slots(self, index: Any) -> Slots | None:
