@@ -199,7 +199,7 @@ def test_scattered_survivors_move_together(tmp_path: Path, spill: bool) -> None:
             buffer.remove(serial)
     assert len(buffer) == 2000
     assert buffer.stored_bytes == 200 * 10 * 208
-    priorities = buffer._state.store.priorities
+    priorities = buffer._store.priorities
     assert priorities is not None
     held = buffer.nbytes + buffer.spilled_bytes - priorities.tree.nbytes
     assert held < 0.45 * full

@@ -28,7 +28,7 @@ def add(buffer: DictReplayBuffer, length: int) -> int:
 
 
 def filled_frames(buffer: DictReplayBuffer) -> int:
-    store = buffer._state.store
+    store = buffer._store
     return store.index.next_frame if store else 0
 
 
@@ -90,12 +90,12 @@ def test_frames_forgotten_meanwhile_are_passed_over() -> None:
 def test_a_bad_priority_changes_nothing(bad: float) -> None:
     buffer = filled([5])
     buffer.update_priority(np.arange(5), [1.0, 2.0, 3.0, 4.0, 5.0])
-    before = buffer._state.store.priorities.tree.total
+    before = buffer._store.priorities.tree.total
     with pytest.raises(UsageError, match="priority"):
         buffer.update_priority([0, 1], [7.0, bad])
     with pytest.raises(UsageError, match="3 priorities for 2 frames"):
         buffer.update_priority([0, 1], [7.0, 1.0, 1.0])
-    assert buffer._state.store.priorities.tree.total == before
+    assert buffer._store.priorities.tree.total == before
 
 
 def test_windows_are_drawn_from_long_episodes_only() -> None:
@@ -148,9 +148,8 @@ def test_priorities_stay_with_their_frames(script: list[tuple[str, int]]) -> Non
             for frame in episodes.pop(gone):
                 del slow[frame]
         if slow:
-            store, priorities = buffer._state.store, buffer._state.store.priorities
-            held = priorities.held(store.index, store.priority_offsets)
-            assert held.tolist() == list(slow.values())
+            priorities = buffer._store.priorities
+            assert priorities.held().tolist() == list(slow.values())
             assert priorities.tree.total == pytest.approx(sum(slow.values()))
             batch = buffer.sample(40)
             assert torch.equal(batch["index"], batch["x"])

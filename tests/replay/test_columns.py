@@ -8,10 +8,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from penstock import errors
-from penstock.replay.arena import Arena
+from penstock.replay import arena as module
+from penstock.replay.arena import Arena, CompressedColumns, Encoded
 from penstock.replay.frames import choose_codec
-from penstock.replay.torchrl import slots as module
-from penstock.replay.torchrl.slots import CompressedColumns, Encoded
 
 SIZE = 400
 

@@ -11,7 +11,7 @@ from torchrl.data import (
 )
 
 from penstock import errors
-from penstock.replay.torchrl.slots import CompressedColumns
+from penstock.replay.arena import CompressedColumns
 from penstock.replay.torchrl.storage import CompressedStorage
 from penstock.tensors import DTYPE_NAMES
 

@@ -292,5 +292,6 @@ def test_programs():
 
 
 @pytest.mark.stress
+@pytest.mark.timeout(1500)  # minutes, on a busy machine
 def test_five_thousand_programs():
     run(range(5000))

@@ -8,6 +8,8 @@ is kept as it is, so no codec ever makes data larger. Everything is lossless.
     lz4hc    the same by LZ4's slow mode: up to half the size, 3 to 8 times slower to write, as fast
              to read
     bits     noisy pictures: the same differences, in as few bits as each 64 of them need
+    mixed    pictures of bytes: lz4 with and without differences or bits, whatever suits the frames
+             that are written; what is seen later may be another scene than what was seen first
     sparse   lidar: a bitmap of what is not zero, then the rest (32-bit words)
     narrow   float32 pictures that are bytes, or bytes / 255: as bytes, then lz4 or bits
     zstd     smallest, several times slower to read
@@ -39,13 +41,14 @@ Bytes = NDArray[np.uint8]
 Longs = NDArray[np.int64]
 Addresses = NDArray[np.uint64]
 
-CODEC_NAMES = ("auto", "raw", "lz4", "lz4hc", "bits", "sparse", "narrow", "zstd")
+CODEC_NAMES = ("auto", "raw", "lz4", "lz4hc", "bits", "mixed", "sparse", "narrow", "zstd")
 LARGEST_FRAME_BYTES = 0x7E000000  # what LZ4 takes
 _LEAST_RATIO = 1.1
 _LEAST_FRAME_BYTES = 256
 _SAMPLE_FRAMES = 64
 _LEAST_LEVELS = 16
 _LZ4HC_LEVEL = 6
+_TRIED_FRAMES = 6
 _GROUP = kernels.GROUP
 
 
@@ -107,8 +110,8 @@ class Lz4Frames(FrameCodec):
     level: int = 0
     step: int = 1
 
-    def encode(self, frames: Bytes) -> tuple[Bytes, Longs]:
-        """Compress."""
+    def encode(self, frames: Bytes, tag: int = -1) -> tuple[Bytes, Longs]:
+        """Compress; a tag is a byte before each frame."""
         lengths = np.empty(len(frames), np.int64)
         # Frames that do not shrink are kept as they are: only the last one needs LZ4's worst case.
         out = np.empty(frames.size + self.size // 255 + 64, np.uint8)
@@ -116,12 +119,12 @@ class Lz4Frames(FrameCodec):
         words = -(-LZ4_HARD_BYTES // 8) if self.level else 0
         state = BLOCKS.array((words,), np.uint64)
         used = kernels.lz4_encode(
-            frames, self.row, self.level, self.step, scratch, state, out, lengths
+            frames, self.row, self.level, self.step, tag, scratch, state, out, lengths
         )
         return out[:used], lengths
 
     def _decode(self, addresses: Addresses, lengths: Longs, out: Bytes) -> int:
-        return int(kernels.lz4_decode(addresses, lengths, self.row, out))
+        return _decode_pictures(addresses, lengths, kernels.LZ4, self.row, out)
 
 
 @dataclass(frozen=True)
@@ -131,19 +134,53 @@ class BitFrames(FrameCodec):
     id = "bits"
     row: int = 0
 
-    def encode(self, frames: Bytes) -> tuple[Bytes, Longs]:
-        """Pack."""
+    def encode(self, frames: Bytes, tag: int = -1) -> tuple[Bytes, Longs]:
+        """Pack; a tag is a byte before each frame."""
         lengths = np.empty(len(frames), np.int64)
         groups = -(-self.size // _GROUP)
-        out = np.empty(frames.size + groups * (_GROUP + 1), np.uint8)
+        out = np.empty(frames.size + groups * (_GROUP + 1) + 1, np.uint8)
         scratch = BLOCKS.array((groups * _GROUP,), np.uint8)
-        used = kernels.bits_encode(frames, self.row, scratch, out, lengths)
+        used = kernels.bits_encode(frames, self.row, tag, scratch, out, lengths)
         return out[:used], lengths
 
     def _decode(self, addresses: Addresses, lengths: Longs, out: Bytes) -> int:
-        groups = -(-self.size // _GROUP)
-        scratch = BLOCKS.array((groups * _GROUP // 8,), np.uint64)
-        return int(kernels.bits_decode(addresses, lengths, self.row, scratch, out))
+        return _decode_pictures(addresses, lengths, kernels.BITS, self.row, out)
+
+
+@dataclass(frozen=True)
+class MixedFrames(FrameCodec):
+    """Lz4Frames with or without differences, or BitFrames: a byte before each frame says which.
+
+    Each call of `encode` tries all on some of its frames, and takes the smallest for all of them.
+    """
+
+    id = "mixed"
+    row: int = 0
+
+    def encode(self, frames: Bytes) -> tuple[Bytes, Longs]:
+        """Compress by what suits these frames best."""
+        row = self.row
+        ways: dict[int, Lz4Frames | BitFrames] = {
+            kernels.LZ4: Lz4Frames(self.size, row),
+            kernels.BITS: BitFrames(self.size, row),
+        }
+        if row:
+            ways[kernels.LZ4 | kernels.PLAIN] = Lz4Frames(self.size)
+        some = frames[:: max(1, len(frames) // _TRIED_FRAMES)][:_TRIED_FRAMES]
+        sizes = {tag: int(way.encode(some, tag)[1].sum()) for tag, way in ways.items()}
+        best = min(sizes, key=sizes.__getitem__)
+        return ways[best].encode(frames, best)
+
+    def _decode(self, addresses: Addresses, lengths: Longs, out: Bytes) -> int:
+        return _decode_pictures(addresses, lengths, kernels.TAGGED, self.row, out)
+
+
+def _decode_pictures(
+    addresses: Addresses, lengths: Longs, method: int, row: int, out: Bytes
+) -> int:
+    words = 0 if method == kernels.LZ4 else -(-out.shape[1] // _GROUP) * _GROUP // 8
+    scratch = BLOCKS.array((words,), np.uint64)
+    return int(kernels.decode_pictures(addresses, lengths, method, row, scratch, out))
 
 
 @dataclass(frozen=True)
@@ -259,7 +296,15 @@ class ZstdFrames(FrameCodec):
 
 _KINDS: dict[str, type[FrameCodec]] = {
     kind.id: kind
-    for kind in (RawFrames, Lz4Frames, BitFrames, SparseFrames, NarrowFrames, ZstdFrames)
+    for kind in (
+        RawFrames,
+        Lz4Frames,
+        BitFrames,
+        MixedFrames,
+        SparseFrames,
+        NarrowFrames,
+        ZstdFrames,
+    )
 }
 
 
@@ -320,12 +365,14 @@ def _candidates(codec: str, sample: NDArray[Any], frames: Bytes) -> list[FrameCo
     size = frames.shape[1]
     rows = [0, *sorted(_row_bytes(sample.shape[1:], sample.itemsize))]
     found: list[FrameCodec] = []
-    if codec in ("auto", "lz4"):
+    if codec == "mixed" or (codec == "auto" and sample.itemsize == 1):
+        found.append(MixedFrames(size, rows[-1]))
+    elif codec in ("auto", "lz4"):
         step = 4 if sample.itemsize >= 4 else 1
         found += [Lz4Frames(size, row, step=step) for row in rows]
     if codec == "lz4hc":
         found += [Lz4Frames(size, row, _LZ4HC_LEVEL) for row in rows]
-    if codec == "bits" or (codec == "auto" and sample.itemsize == 1):
+    if codec == "bits":
         found += [BitFrames(size, row) for row in rows]
     if codec in ("auto", "sparse") and size % 4 == 0:
         found.append(SparseFrames(size))

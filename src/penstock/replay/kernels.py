@@ -21,6 +21,7 @@ from penstock.core.kernels.native import (
     pointer,
 )
 
+LZ4, BITS, PLAIN, TAGGED = 0, 1, 2, -1  # how a frame is packed; PLAIN: not as differences of rows
 GROUP = 64  # values of the bit packer that share a width
 _LOW1 = 0x0101010101010101  # the lowest bit of each of eight bytes, and so on
 _LOW2, _LOW4, _LOW7 = 3 * _LOW1, 15 * _LOW1, 127 * _LOW1
@@ -60,7 +61,7 @@ def _add_rows(frame, row):
 
 
 @compiled
-def lz4_encode(frames, row, level, step, scratch, state, out, lengths):
+def lz4_encode(frames, row, level, step, tag, scratch, state, out, lengths):
     """Compress frames one after another into `out`; return the bytes used.
 
     Args:
@@ -68,12 +69,14 @@ def lz4_encode(frames, row, level, step, scratch, state, out, lengths):
         row: Bytes of a picture row, each stored as the difference to the one above; 0 for none.
         level: 0 is the fast mode of LZ4, above it its slow, smaller one.
         step: In the fast mode, how many bytes LZ4 goes ahead where it finds nothing.
+        tag: A byte to write before each frame that is not stored as it is; below 0 for none.
         scratch: uint8 [size].
         state: uint64, `LZ4_HARD_BYTES` long, or empty for level 0.
         out: uint8, at least n * size + LZ4's worst case of one frame.
         lengths: int64 [n], filled.
     """
     count, size = frames.shape
+    head = 1 if tag >= 0 else 0
     at = 0
     used = 0
     for i in range(count):
@@ -81,6 +84,10 @@ def lz4_encode(frames, row, level, step, scratch, state, out, lengths):
         if row:
             _subtract_rows(source, scratch, row)
             source = scratch
+        start = at
+        if head:
+            out[start] = tag
+        at += head
         room = out.size - at
         if level:
             work, begin, end = address_of(state), address_of(source), address_of(out[at:])
@@ -90,30 +97,12 @@ def lz4_encode(frames, row, level, step, scratch, state, out, lengths):
                 used = lz4_pack_hard(work, begin, end, size, room, level)
         else:
             used = lz4_pack_fast(address_of(source), address_of(out[at:]), size, room, step)
-        lengths[i] = used
-        if used <= 0 or used >= size:
-            copy_bytes(address_of(out[at:]), address_of(frames[i]), size)
+        lengths[i] = used + head
+        if used <= 0 or used + head >= size:
+            copy_bytes(address_of(out[start:]), address_of(frames[i]), size)
             lengths[i] = size
-        at += lengths[i]
+        at = start + lengths[i]
     return at
-
-
-@compiled
-def lz4_decode(addresses, lengths, row, out):
-    """Undo `lz4_encode`, straight into the rows of `out`."""
-    count, size = out.shape
-    for i in range(count):
-        length = lengths[i]
-        if length == size:
-            copy_bytes(address_of(out[i]), addresses[i], size)
-            continue
-        if length <= 0 or length > size:
-            return i
-        if lz4_unpack(addresses[i], address_of(out[i]), length, size) != size:
-            return i
-        if row:
-            _add_rows(out[i], row)
-    return -1
 
 
 @compiled
@@ -230,7 +219,7 @@ def _width(largest):
 
 
 @compiled
-def bits_encode(frames, row, scratch, out, lengths):
+def bits_encode(frames, row, tag, scratch, out, lengths):
     """Pack bytes into as few bits as each group of 64 needs: for pictures with noise.
 
     Each byte becomes its difference to the one above (`row` bytes back), the sign in the lowest
@@ -239,6 +228,7 @@ def bits_encode(frames, row, scratch, out, lengths):
     Args:
         frames: uint8 [n, size].
         row: As for `lz4_encode`.
+        tag: As for `lz4_encode`.
         scratch: uint8 [size, rounded up to a multiple of 64].
         out: uint8, at least n * (size + size / 32 + 128).
         lengths: int64 [n], filled.
@@ -247,6 +237,10 @@ def bits_encode(frames, row, scratch, out, lengths):
     groups = (size + GROUP - 1) // GROUP
     at = 0
     for i in range(count):
+        begin = at
+        if tag >= 0:
+            out[at] = tag
+            at += 1
         scratch[size:] = 0
         if row:
             _subtract_rows(frames[i], scratch, row)
@@ -280,44 +274,30 @@ def bits_encode(frames, row, scratch, out, lengths):
                         out[at + k] = packed
                     at += lane
                     shift += plane
-        if at - start >= size:
-            at = start + size
-            out[start:at] = frames[i]
-        lengths[i] = at - start
+        if at - begin >= size:
+            at = begin + size
+            out[begin:at] = frames[i]
+        lengths[i] = at - begin
     return at
 
 
 @compiled
-def bits_decode(addresses, lengths, row, scratch, out):
-    """Undo `bits_encode`; `scratch` is uint64, eight for each group."""
-    count, size = out.shape
-    groups = (size + GROUP - 1) // GROUP
-    for i in range(count):
-        length = lengths[i]
-        if length == size:
-            copy_bytes(address_of(out[i]), addresses[i], size)
-            continue
-        if length < groups or length > size:
-            return i
-        source = bytes_at(addresses[i], length)
-        at = groups
-        for g in range(groups):
-            width = source[g]
-            if width > 8 or at + 8 * width > length:
-                return i
-            _unpack_group(_words_at(addresses[i] + np.uint64(at), width), width, scratch, 8 * g)
-            at += 8 * width
-        if at != length:
-            return i
-        copy_bytes(address_of(out[i]), address_of(scratch), size)
-        if row:
-            _add_rows(out[i], row)
-    return -1
-
-
-@compiled
-def _words_at(address, count):
-    return carray(pointer(address), count, np.uint64)
+def _unpack_bits(address, length, scratch, out):
+    """Undo `bits_encode` for one frame, but for the rows; return whether it makes sense."""
+    groups = (out.size + GROUP - 1) // GROUP
+    if length < groups:
+        return False
+    widths = bytes_at(address, groups)
+    at = groups
+    for g in range(groups):
+        width = widths[g]
+        if width > 8 or at + 8 * width > length:
+            return False
+        packed = carray(pointer(address + np.uint64(at)), width, np.uint64)
+        _unpack_group(packed, width, scratch, 8 * g)
+        at += 8 * width
+    copy_bytes(address_of(out), address_of(scratch), out.size)
+    return at == length
 
 
 @compiled
@@ -342,3 +322,39 @@ def _unpack_group(packed, width, out, start):
                 part = packed[second] >> np.uint64(k)
                 value |= (part & low1) << np.uint64(width & 6)
         out[start + k] = ((value >> np.uint64(1)) & low7) ^ ((value & low1) * sign)
+
+
+@compiled
+def decode_pictures(addresses, lengths, method, row, scratch, out):
+    """Undo `lz4_encode` and `bits_encode`, straight into the rows of `out`.
+
+    Args:
+        addresses: uint64 [n]: where the frames lie.
+        lengths: int64 [n]: bytes of each.
+        method: `LZ4` or `BITS`, as differences of rows or `PLAIN`; `TAGGED`: the first byte says.
+        row: Bytes of a picture row.
+        scratch: uint64, eight for each group of the bit packer; empty where it is not needed.
+        out: uint8 [n, size], filled.
+    """
+    count, size = out.shape
+    for i in range(count):
+        at, length = addresses[i], lengths[i]
+        if length == size:
+            copy_bytes(address_of(out[i]), at, size)
+            continue
+        if length <= 0 or length > size:
+            return i
+        kind = method
+        if kind == TAGGED:
+            kind = bytes_at(at, 1)[0]
+            at, length = at + np.uint64(1), length - 1
+        if kind > BITS | PLAIN:
+            return i
+        if kind & BITS:
+            if not _unpack_bits(at, length, scratch, out[i]):
+                return i
+        elif lz4_unpack(at, address_of(out[i]), length, size) != size:
+            return i
+        if row and not kind & PLAIN:
+            _add_rows(out[i], row)
+    return -1

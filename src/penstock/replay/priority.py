@@ -80,7 +80,7 @@ class SumTree:
 
     def get(self, indices: ArrayLike) -> Floats:
         """Return the priorities of entries."""
-        where = _whole(indices)
+        where = whole_numbers("an entry", indices)
         if where.size and (int(where.min()) < 0 or int(where.max()) >= self.capacity):
             bad = where[(where < 0) | (where >= self.capacity)].flat[0]
             raise UsageError(f"entry {bad} is not one of {self.capacity}")
@@ -91,7 +91,7 @@ class SumTree:
 
         Of an entry named twice, the last one counts.
         """
-        where = np.ascontiguousarray(_whole(indices)).reshape(-1)
+        where = np.ascontiguousarray(whole_numbers("an entry", indices)).reshape(-1)
         values = np.ascontiguousarray(priorities, np.float64).reshape(-1)
         if values.size != where.size:
             if values.size != 1:
@@ -134,10 +134,11 @@ class SumTree:
         return out
 
 
-def _whole(indices: ArrayLike) -> Ints:
-    array = np.asarray(indices)
+def whole_numbers(what: str, values: Any) -> Ints:
+    """Return an array, a tensor or a list of whole numbers as an array."""
+    array = np.asarray(values.cpu() if hasattr(values, "cpu") else values)
     if array.size and array.dtype.kind not in "iu":
-        raise UsageError(f"entries are given as {array.dtype}; use whole numbers")
+        raise UsageError(f"{what} is given as {array.dtype}; use whole numbers")
     return array.astype(np.int64, copy=False)
 
 

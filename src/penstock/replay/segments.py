@@ -52,11 +52,24 @@ class LogReader:
         next_number: Of the next segment.
     """
 
-    def __init__(self, folder: Path, pack: PackReader) -> None:
-        self.folder = folder
-        self._pack = pack
+    def __init__(self, folder: Path | str, holder: str | None = None) -> None:
+        self.folder = Path(folder)
+        path = self.folder / MANIFEST
+        try:
+            self._pack = PackReader(path)
+        except (FileNotFoundError, NotADirectoryError):
+            raise UnknownFormat(f"{folder} holds no saved replay: there is no {MANIFEST}") from None
+        except OSError as error:
+            raise storage_error("read", path, error) from error
+        try:
+            self._read(holder)
+        except BaseException:
+            self.close()
+            raise
+
+    def _read(self, holder: str | None) -> None:
+        pack, meta = self._pack, self._pack.index.meta
         self.digest = pack.index.digest
-        meta = pack.index.meta
         if pack.index.kind != KIND:
             raise UnknownFormat(f"{pack.path} is a {pack.index.kind!r}, not a saved replay")
         try:
@@ -71,6 +84,11 @@ class LogReader:
         # A name from a file never leaves the folder of that file.
         if not whole or not all(map(_SEGMENT.fullmatch, self.digests)):
             raise CorruptFile(f"{pack.path} is damaged: its list of segments makes no sense")
+        if holder is not None and self.holder != holder:
+            raise UnknownFormat(
+                f"{self.folder} was saved by {self.holder!r}, not by {holder!r}; load it with what "
+                "wrote it"
+            )
 
     @property
     def segments(self) -> list[str]:
@@ -87,6 +105,16 @@ class LogReader:
         if name not in self._pack.index.entries:
             raise CorruptFile(f"{self._pack.path} is damaged: it holds no {name!r}")
         return self._pack.read(name)
+
+    def ints(self, *names: str) -> list[NDArray[np.int64]]:
+        """Read tables of numbers, all with one number per block."""
+        tables = [self.item(name) for name in names]
+        for name, table in zip(names, tables, strict=True):
+            if table.dtype != np.int64 or table.ndim != 1 or table.shape != tables[0].shape:
+                raise CorruptFile(f"{self.folder} is damaged: its table {name!r} makes no sense")
+            if name == "segment" and ((table < 0) | (table >= len(self.digests))).any():
+                raise CorruptFile(f"{self.folder} is damaged: a block is in no segment")
+        return tables
 
     def open_segment(self, name: str) -> PackReader:
         """Open a segment and check that it is the file that was committed; close it yourself."""
@@ -171,14 +199,30 @@ class SegmentLog:
         folder = Path(folder)
         try:
             make_folder(folder)
-            _refuse_strangers(folder)
+            known = (folder / MANIFEST).exists()
+            for name in [] if known else sorted(os.listdir(folder)):  # but for what a dead one left
+                ours = _SEGMENT.fullmatch(name) or name.startswith(TEMPORARY_PREFIX)
+                if not ours and name != ".penstock.lock":
+                    raise UsageError(
+                        f"{folder} holds something else ({name}); choose a new or empty folder"
+                    )
         except OSError as error:
             raise storage_error("write", folder, error) from error
         lock = FolderLock(folder)
         lock.acquire()
         log = cls(folder, holder, lock)
         try:
-            log._open()
+            sweep(folder)  # it is the lock's holder who decides what is left over
+            if (folder / MANIFEST).exists():
+                with LogReader(folder) as reader:
+                    if reader.holder != holder:
+                        raise UsageError(
+                            f"{folder} holds a replay saved by {reader.holder!r}, not by "
+                            f"{holder!r}; choose another folder"
+                        )
+                    log._committed, log._next = reader.digests, reader.next_number
+                    log.digest = reader.digest
+            log._remove_unlisted()
         except BaseException:
             lock.release()
             raise
@@ -187,25 +231,7 @@ class SegmentLog:
     @staticmethod
     def read(folder: Path | str, holder: str | None = None) -> LogReader:
         """Open what was committed last, and refuse a log of another holder; None takes any."""
-        folder = Path(folder)
-        path = folder / MANIFEST
-        try:
-            pack = PackReader(path)
-        except (FileNotFoundError, NotADirectoryError):
-            raise UnknownFormat(f"{folder} holds no saved replay: there is no {MANIFEST}") from None
-        except OSError as error:
-            raise storage_error("read", path, error) from error
-        try:
-            log = LogReader(folder, pack)
-            if holder is not None and log.holder != holder:
-                raise UnknownFormat(
-                    f"{folder} was saved by {log.holder!r}, not by {holder!r}; "
-                    "load it with what wrote it"
-                )
-        except BaseException:
-            pack.close()
-            raise
-        return log
+        return LogReader(folder, holder)
 
     @property
     def segments(self) -> list[str]:
@@ -263,20 +289,6 @@ class SegmentLog:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def _open(self) -> None:
-        """Read what is there; it is the lock's holder who decides what is left over."""
-        sweep(self.folder)
-        if (self.folder / MANIFEST).exists():
-            with self.read(self.folder) as reader:
-                if reader.holder != self._holder:
-                    raise UsageError(
-                        f"{self.folder} holds a replay saved by {reader.holder!r}, not by "
-                        f"{self._holder!r}; choose another folder"
-                    )
-                self._committed, self._next = reader.digests, reader.next_number
-                self.digest = reader.digest
-        self._remove_unlisted()
-
     def _remove_unlisted(self) -> None:
         try:
             names = os.listdir(self.folder)
@@ -290,18 +302,6 @@ class SegmentLog:
     def _check_open(self) -> None:
         if self._lock is None:
             raise UsageError(f"{self.folder}: this log was closed; open it again")
-
-
-def _refuse_strangers(folder: Path) -> None:
-    """Without a manifest, a folder may hold nothing but what a dead writer left."""
-    if (folder / MANIFEST).exists():
-        return
-    for name in sorted(os.listdir(folder)):
-        ours = _SEGMENT.fullmatch(name) or name.startswith(TEMPORARY_PREFIX)
-        if not ours and name != ".penstock.lock":
-            raise UsageError(
-                f"{folder} holds something else ({name}); choose a new or empty folder"
-            )
 
 
 class Block(NamedTuple):
@@ -414,13 +414,10 @@ def save_blocks(
         return Saved(where.resolve(), log.digest, places, {name: sizes[name] for name in keep})
 
 
-def _is_current(place: Place | None, block: Block) -> bool:
-    return place is not None and place.version == block.version
-
-
 def _worth_keeping(saved: Saved, blocks: Mapping[int, Block]) -> dict[int, Place]:
     """Return the places that are right, without segments that are mostly dead, or too many."""
-    kept = {k: p for k, p in saved.places.items() if k in blocks and _is_current(p, blocks[k])}
+    missing = _missing(blocks, saved.places)
+    kept = {k: p for k, p in saved.places.items() if k in blocks and k not in missing}
     live = dict.fromkeys(saved.sizes, 0)
     for k, place in kept.items():
         live[place.segment] += blocks[k].size
@@ -431,7 +428,11 @@ def _worth_keeping(saved: Saved, blocks: Mapping[int, Block]) -> dict[int, Place
 
 
 def _missing(blocks: Mapping[int, Block], places: Mapping[int, Place]) -> dict[int, Block]:
-    return {k: block for k, block in blocks.items() if not _is_current(places.get(k), block)}
+    return {
+        k: block
+        for k, block in blocks.items()
+        if k not in places or places[k].version != block.version
+    }
 
 
 def _segments_of(blocks: Mapping[int, Block]) -> Iterator[list[int]]:

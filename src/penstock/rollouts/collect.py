@@ -11,7 +11,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from queue import Empty, SimpleQueue
 from time import perf_counter
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from typing_extensions import Self
@@ -121,7 +121,20 @@ class PipelinedDataCollector:
         `queued_bytes`, `peak_bytes`, `version`, `collect_s` (time in the collector), `wait_s` (time
         the learner waited).
         """
-        return self._prefetcher.stats()
+        own = self._prefetcher
+        with own.lock:
+            return {
+                "batches": own.batches,
+                "staleness_mean": own.stale_sum / own.batches if own.batches else 0.0,
+                "staleness_max": own.stale_max,
+                "dropped": own.dropped,
+                "queued": len(own.queue),
+                "queued_bytes": own.queued_bytes(),
+                "peak_bytes": own.peak_bytes,
+                "version": own.now(),
+                "collect_s": own.collect_s,
+                "wait_s": own.wait_s,
+            }
 
     def shutdown(self, timeout: float | None = 30.0) -> bool:
         """Stop collecting and shut the collector down, in the thread that used it.
@@ -137,7 +150,12 @@ class PipelinedDataCollector:
             Exception: What the collector's own `shutdown` raised.
         """
         self._prefetcher.stop(shut_base=True)
-        if not self._prefetcher.join(timeout):
+        thread = self._prefetcher.thread
+        if thread is threading.current_thread():
+            thread = None
+        if thread is not None:
+            thread.join(timeout)
+        if thread is not None and thread.is_alive():
             _LOG.warning(
                 "the collector is still in a step after %s s; its thread ends with that step",
                 timeout,
@@ -156,8 +174,7 @@ class PipelinedDataCollector:
         raise UsageError("a collector belongs to its process; make a new one in the other process")
 
 
-@dataclass
-class _Ready:
+class _Ready(NamedTuple):
     """A batch that waits for the learner."""
 
     batch: Any
@@ -183,11 +200,11 @@ class _Prefetcher:
     staleness: int = 0
 
     def __post_init__(self) -> None:
-        self._lock = threading.RLock()
+        self.lock = threading.RLock()
         self._calls: SimpleQueue[None] = SimpleQueue()  # to the thread, while it waits
         self._answers: SimpleQueue[None] = SimpleQueue()  # to learners, while they wait
-        self._thread: threading.Thread | None = None
-        self._queue: deque[_Ready] = deque()
+        self.thread: threading.Thread | None = None
+        self.queue: deque[_Ready] = deque()
         self._version = 0
         self._handed_at: int | None = None  # the version when the learner got its batch
         self._per_batch = 1  # updates per batch, as far as seen
@@ -197,37 +214,37 @@ class _Prefetcher:
         self._ended = False
         self._shuts_base = self._base_shut = False
         self._shutdown_error: BaseException | None = None
-        self._batches = self._dropped = 0
-        self._stale_sum = self._stale_max = self._peak_bytes = 0
-        self._collect_s = self._wait_s = 0.0
+        self.batches = self.dropped = 0
+        self.stale_sum = self.stale_max = self.peak_bytes = 0
+        self.collect_s = self.wait_s = 0.0
 
     # --- the learner's side ---------------------------------------------------------------------
 
     def start(self) -> None:
         """Start the thread, unless there is one, or what it left is not taken yet."""
-        with self._lock:
-            running = self._thread is not None and self._thread.is_alive()
-            if running or self._queue or self._error is not None or self.stopped:
+        with self.lock:
+            running = self.thread is not None and self.thread.is_alive()
+            if running or self.queue or self._error is not None or self.stopped:
                 return
             self._ended = False
-            self._thread = threading.Thread(
+            self.thread = threading.Thread(
                 target=self._run,
                 args=(torch.get_num_threads(),),
                 name="penstock-collector",
                 daemon=False,
             )
-            start(self._thread)
+            start(self.thread)
 
     def take(self) -> list[Any]:
         """Wait for the next batch, alone in a list; nothing at the end of the iterable."""
         begin = perf_counter()
-        with self._lock:
+        with self.lock:
             self._close_turn()
             self._askers.add(threading.get_ident())
         try:
             while True:
                 self._calls.put(None)
-                with self._lock:
+                with self.lock:
                     box = self._next_ready()
                     if box or self.stopped:
                         return box
@@ -238,36 +255,28 @@ class _Prefetcher:
                         return []
                 _hear(self._answers)
         finally:
-            with self._lock:
+            with self.lock:
                 self._askers.discard(threading.get_ident())
-                self._wait_s += perf_counter() - begin
+                self.wait_s += perf_counter() - begin
 
     def advance(self, versions: int) -> None:
         """Count updates of the policy."""
-        with self._lock:
+        with self.lock:
             self._version += versions
         self._calls.put(None)
 
     def stop(self, shut_base: bool = False) -> None:
         """Let the thread end after its step; nothing more is handed out."""
-        with self._lock:
+        with self.lock:
             self.stopped = True
             self._shuts_base = self._shuts_base or shut_base
-            self._queue.clear()
+            self.queue.clear()
         self._calls.put(None)
         self._answers.put(None)
 
-    def join(self, timeout: float | None) -> bool:
-        """Wait for the thread; False if it is still at work."""
-        thread = self._thread
-        if thread is None or thread is threading.current_thread():
-            return True
-        thread.join(timeout)
-        return not thread.is_alive()
-
     def shut_down_base(self) -> None:
         """Call the iterable's own `shutdown`, once, if it has one."""
-        with self._lock:
+        with self.lock:
             first, self._base_shut = not self._base_shut, True
             error, self._shutdown_error = self._shutdown_error, None
         if error is not None:
@@ -276,27 +285,11 @@ class _Prefetcher:
         if first and shutdown is not None:
             shutdown()
 
-    def stats(self) -> dict[str, Any]:
-        """Return counts and times."""
-        with self._lock:
-            return {
-                "batches": self._batches,
-                "staleness_mean": self._stale_sum / self._batches if self._batches else 0.0,
-                "staleness_max": self._stale_max,
-                "dropped": self._dropped,
-                "queued": len(self._queue),
-                "queued_bytes": self._queued_bytes(),
-                "peak_bytes": self._peak_bytes,
-                "version": self._now(),
-                "collect_s": self._collect_s,
-                "wait_s": self._wait_s,
-            }
-
     def _close_turn(self) -> None:
         """The learner has done with its batch: see how often it updated the policy meanwhile."""
         if self._handed_at is None:
             return
-        updates = self._now() - self._handed_at
+        updates = self.now() - self._handed_at
         if updates == 0 and self.policy_version is None:
             self._version += 1  # it does not count its updates: one batch, one update
             updates = 1
@@ -304,45 +297,39 @@ class _Prefetcher:
         self._handed_at = None
 
     def _next_ready(self) -> list[Any]:
-        while self._queue:
-            ready = self._queue.popleft()
-            now = self._now()
+        while self.queue:
+            ready = self.queue.popleft()
+            now = self.now()
             staleness = max(0, now - ready.version)
             if self.max_staleness is not None and staleness > self.max_staleness:
-                self._dropped += 1
+                self.dropped += 1
                 continue
             self._handed_at = now
-            self._batches += 1
+            self.batches += 1
             self.staleness = staleness
-            self._stale_sum += staleness
-            self._stale_max = max(self._stale_max, staleness)
+            self.stale_sum += staleness
+            self.stale_max = max(self.stale_max, staleness)
             return [ready.batch]
         return []
 
-    def _now(self) -> int:
+    def now(self) -> int:
         return self._version if self.policy_version is None else int(self.policy_version())
 
-    def _queued_bytes(self) -> int:
-        return sum(ready.nbytes for ready in self._queue)
+    def queued_bytes(self) -> int:
+        return sum(ready.nbytes for ready in self.queue)
 
     # --- the thread's side ----------------------------------------------------------------------
 
     def _may_start(self) -> bool:
         """Tell whether the next batch may be collected now; what is in hand is counted before."""
-        queued = len(self._queue)
-        if queued >= self.count:
-            return False
-        over = self.max_bytes is not None and (
-            self._queued_bytes() + self._last_bytes > self.max_bytes
-        )
-        if queued and over:
-            return False
-        if self.max_staleness is None:
-            return True
+        queued, coming = len(self.queue), self.queued_bytes() + self._last_bytes
+        over = queued and self.max_bytes is not None and coming > self.max_bytes
+        if queued >= self.count or over or self.max_staleness is None:
+            return queued < self.count and not over
         # Each batch before this one, in the queue or with the learner, brings its updates.
         expected = queued * self._per_batch
         if self._handed_at is not None:
-            expected += max(0, self._per_batch - (self._now() - self._handed_at))
+            expected += max(0, self._per_batch - (self.now() - self._handed_at))
         return expected <= self.max_staleness and (self.max_staleness > 0 or bool(self._askers))
 
     def _run(self, torch_threads: int) -> None:
@@ -364,7 +351,7 @@ class _Prefetcher:
                 self.shut_down_base()
         except BaseException as failure:
             self._shutdown_error = failure
-        with self._lock:
+        with self.lock:
             self._error = error
             self._ended = True
         self._answers.put(None)
@@ -380,22 +367,22 @@ class _Prefetcher:
         except StopIteration:
             return False
         finally:
-            self._collect_s += perf_counter() - begin
+            self.collect_s += perf_counter() - begin
         batch, nbytes = _cloned(batch, self.device)
         ready = _Ready(batch, nbytes or int(getattr(batch, "nbytes", 0) or 0), version)
         del batch
-        with self._lock:
+        with self.lock:
             if self.stopped:
                 return False
             self._last_bytes = ready.nbytes
-            self._queue.append(ready)
-            self._peak_bytes = max(self._peak_bytes, self._queued_bytes())
+            self.queue.append(ready)
+            self.peak_bytes = max(self.peak_bytes, self.queued_bytes())
         self._answers.put(None)
         return True
 
     def _wait_for_leave(self) -> int | None:
         while True:
-            with self._lock:
+            with self.lock:
                 if self.stopped:
                     return None
                 # At the end of the program nobody comes to say so: this thread must go by itself.
@@ -403,7 +390,7 @@ class _Prefetcher:
                 if not main.is_alive() and not self._askers - {main.ident}:
                     raise SaverClosed("collecting ended with the main thread; keep it alive")
                 if self._may_start():
-                    return self._now()
+                    return self.now()
             _hear(self._calls)
 
 

@@ -12,6 +12,7 @@ import torch
 from numpy.typing import NDArray
 from typing_extensions import Self
 
+from penstock.core.codecs import Raw
 from penstock.core.memory import whole_number
 from penstock.core.pack import DTYPES
 from penstock.core.threads import parallel_list
@@ -255,29 +256,18 @@ class CompressedKey:
         self._device = leaf.value.device if isinstance(leaf.value, torch.Tensor) else "cpu"
         rank = len(self._shape)
         self._order = (0, *range(2, rank), 1) if time else tuple(range(rank))
-        codec = codec_for(DTYPES[leaf.dtype].words, max(1, level), time_last=time)
-        assert codec is not None
-        self._codec = codec
+        self._codec = codec_for(DTYPES[leaf.dtype].words, max(1, level), time_last=time) or Raw()
         self.raw_bytes = leaf.nbytes
         rows = max(1, _GROUP_BYTES * self._shape[0] // leaf.nbytes)
         self.groups = [slice(start, start + rows) for start in range(0, self._shape[0], rows)]
-        self._blobs: list[bytes] = []
+        self.blobs: list[bytes] = []
 
     @property
     def nbytes(self) -> int:
         """Bytes of the compressed groups."""
-        return sum(map(len, self._blobs))
+        return sum(map(len, self.blobs))
 
-    def encode(self, values: Words) -> None:
-        """Compress the tensor, given as words in its own shape."""
-        self._blobs = parallel_list(
-            lambda group: self.encoded(values[group]),
-            self.groups,
-            name="compress",
-            nbytes=values.nbytes,
-        )
-
-    def encoded(self, rows: Words) -> bytes:
+    def encode(self, rows: Words) -> bytes:
         """Return one group of the tensor, compressed."""
         stored = np.ascontiguousarray(rows.transpose(self._order))
         return b"".join(self._codec.encode(stored.reshape(-1)))
@@ -289,11 +279,10 @@ class CompressedKey:
         def decode(number: int) -> None:
             place = out[self.groups[number]].transpose(self._order)
             stored = np.empty(place.shape, out.dtype)
-            self._codec.decode(memoryview(self._blobs[number]), stored.reshape(-1))
+            self._codec.decode(memoryview(self.blobs[number]), stored.reshape(-1))
             np.copyto(place, stored)
 
-        numbers = range(len(self.groups))
-        parallel_list(decode, numbers, name="decompress", nbytes=out.nbytes)
+        parallel_list(decode, range(len(self.groups)), name="decompress", nbytes=out.nbytes)
         return out
 
     def tensor(self, words: Words) -> torch.Tensor:
@@ -311,38 +300,38 @@ def compress_key(
     if not leaf.nbytes or (not always and leaf.nbytes < _SMALLEST_BYTES):
         return None
     key, values = CompressedKey(leaf, time, level), leaf.words()
-    some = values[key.groups[len(key.groups) // 2]]
-    if not always and some.nbytes < _WORTH_IT * len(key.encoded(some)):
+    parts = [values[group] for group in key.groups]
+    some = parts[len(parts) // 2]
+    if not always and some.nbytes < _WORTH_IT * len(key.encode(some)):
         return None
-    key.encode(values)
+    key.blobs = parallel_list(key.encode, parts, name="compress", nbytes=leaf.nbytes)
     return key
 
 
-class _DecodedKeys:
+class _DecodedKeys(WeakKeyDictionary[CompressedKey, Words]):
     """Keys that were decoded and are kept; the longest unused make way, and those of lost batches.
 
     A key that would not fit alone is decoded anew each time.
     """
 
     def __init__(self, limit_bytes: int) -> None:
+        super().__init__()
         self._limit_bytes = limit_bytes
         self._lock = threading.Lock()
-        self._keys: WeakKeyDictionary[CompressedKey, Words] = WeakKeyDictionary()
 
     @property
     def nbytes(self) -> int:
         """Memory held."""
-        return sum(words.nbytes for words in self._keys.values())
+        return sum(words.nbytes for words in self.values())
 
     def decoded(self, key: CompressedKey) -> Words:
         """Return the words of a key; not to be written to."""
         with self._lock:
-            words = self._keys.pop(key, None)
-            if words is None:
-                words = key.decode()
-                for oldest in list(self._keys):
-                    if self.nbytes + key.raw_bytes > self._limit_bytes:
-                        del self._keys[oldest]
+            words = self.pop(key, None)
+            words = key.decode() if words is None else words
+            for oldest in list(self):
+                if self.nbytes + key.raw_bytes > self._limit_bytes:
+                    del self[oldest]
             if key.raw_bytes <= self._limit_bytes:
-                self._keys[key] = words  # the last is the one used last
+                self[key] = words  # the last is the one used last
             return words

@@ -33,7 +33,6 @@ from penstock.rollouts.structure import (
     keys_of,
     put_together,
 )
-from penstock.tensors import empty_array
 
 KIND = "rollout"
 NAME = re.compile(r"rollout_(\d{6,})\.pack")
@@ -141,17 +140,14 @@ class RolloutFile:
             meta = index.meta
             axes = Axes(tuple(map(int, meta["batch"])), meta["env"], meta["time"])
             items = keys_of(meta["data"])
+            given = [axis for axis in (axes.env, axes.time) if axis is not None]
+            known = [axis for axis in range(len(axes.batch)) if axis in given]
+            good = len(axes.batch) <= 2 and sorted(given) == known
+            good = good and all(type(axis) is int for axis in given)
         except (LookupError, TypeError, ValueError, CorruptFile) as error:
             raise CorruptFile(f"{path} is damaged: its description makes no sense") from error
-        given = [axis for axis in (axes.env, axes.time) if axis is not None]
-        if (
-            len(axes.batch) > 2
-            or len(set(given)) != len(given)
-            or any(type(axis) is not int or axis not in range(len(axes.batch)) for axis in given)
-        ):
-            raise CorruptFile(f"{path} is damaged: its axes make no sense")
-        if {item for item in items.values() if item is not None} != set(index.entries):
-            raise CorruptFile(f"{path} is damaged: its description names other tensors")
+        if not good or {item for item in items.values() if item} != set(index.entries):
+            raise CorruptFile(f"{path} is damaged: its description does not fit its tensors")
         return axes, meta["data"], items
 
     def read(
@@ -162,14 +158,34 @@ class RolloutFile:
         steps: Any = None,
     ) -> Any:
         """Read the rollout, or a part of it."""
-        part = Selection(self.axes, self._pick("envs", envs), self._pick("steps", steps))
-        chosen = choose(self._items, keys)
-        names = [
-            item
-            for key, item in self._items.items()
-            if item is not None and (chosen is None or key in chosen)
-        ]
-        words = self._read(names, part)
+        picked: dict[int, Picked] = {}
+        for name, index, axis in (("envs", envs, self.axes.env), ("steps", steps, self.axes.time)):
+            if index is None:
+                continue
+            if axis is None:
+                shape = list(self.axes.batch)
+                raise UsageError(f"{name}: this rollout of batch size {shape} has no such axis")
+            picked[axis] = Picked.of(name, index, self.axes.batch[axis])
+        part, chosen = Selection(self.axes, picked), choose(self._items, keys)
+        words: dict[str, NDArray[Any]] = {}
+        whole: list[Entry] = []
+        for key, item in self._items.items():
+            if item is not None and (chosen is None or key in chosen):
+                entry = self._pack.entry(item)
+                if part.covers(entry.shape):
+                    words[item] = self._read_part(entry, part)
+                else:
+                    whole.append(entry)
+        self._pack.check_memory(sum(entry.nbytes for entry in whole))
+        targets = []
+        for entry in whole:
+            # Whoever goes through rollouts one by one gets the same memory for each.
+            array = words[entry.name] = self._memory.array(entry.shape, entry.words)
+            if entry.layout is None or entry.whole_rows:
+                targets.append((entry.name, array))
+            else:
+                np.copyto(array, self._pack.read(entry.name))
+        self._pack.read_into(targets)
         try:
             return put_together(
                 self.node, words, lambda name: self._pack.entry(name).dtype, device, chosen, part
@@ -179,57 +195,14 @@ class RolloutFile:
                 f"{self._pack.path} is damaged: its description makes no sense ({error!r})"
             ) from error
 
-    def _pick(self, name: str, index: Any) -> Picked | None:
-        if index is None:
-            return None
-        axis = self.axes.env if name == "envs" else self.axes.time
-        if axis is None:
-            shape = list(self.axes.batch)
-            raise UsageError(f"{name}: this rollout of batch size {shape} has no such axis")
-        return Picked.of(name, index, self.axes.batch[axis])
-
-    def _read(self, names: list[str], part: Selection) -> dict[str, NDArray[Any]]:
-        """Read tensors, as the words that they are stored as."""
-        arrays: dict[str, NDArray[Any]] = {}
-        whole: list[str] = []
-        for name in names:
-            entry = self._pack.entry(name)
-            if part.whole or not self.axes.cover(entry.shape):
-                whole.append(name)
-            else:
-                arrays[name] = self._read_part(entry, part)
-        arrays.update(self._read_whole(whole))
-        return arrays
-
-    def _read_whole(self, names: list[str]) -> dict[str, NDArray[Any]]:
-        entries = [self._pack.entry(name) for name in names]
-        self._pack.check_memory(sum(entry.nbytes for entry in entries))
-        targets, arrays = [], {}
-        for entry in entries:
-            # Whoever goes through rollouts one by one gets the same memory for each.
-            words = self._memory.array(entry.shape, entry.words)
-            arrays[entry.name] = words
-            if entry.layout is None or entry.whole_rows:
-                targets.append((entry.name, words))
-            else:
-                np.copyto(words, self._pack.read(entry.name))
-        self._pack.read_into(targets)
-        return arrays
-
     def _read_part(self, entry: Entry, part: Selection) -> NDArray[Any]:
         stored_axes = list(entry.layout.order) if entry.layout else list(range(len(entry.shape)))
-        first = stored_axes[0]
-        picked = part.on(first)
-        rows = np.arange(entry.shape[first]) if picked is None else picked.positions
-        stored = self._read_rows(entry, rows)
-        values = stored.transpose(np.argsort(stored_axes))
-        for axis in range(len(self.axes.batch)):
-            other = part.on(axis)
-            if other is not None and axis != first:
-                values = values.take(other.positions, axis)
-        array = empty_array(entry.dtype, values.shape)
-        np.copyto(array, values)
-        return array.reshape(part.shape(entry.shape))
+        first, positions = stored_axes[0], {a: p.positions for a, p in part.picked.items()}
+        rows = positions.pop(first, np.arange(entry.shape[first]))
+        values = self._read_rows(entry, rows).transpose(np.argsort(stored_axes))
+        for axis, others in positions.items():
+            values = values.take(others, axis)
+        return np.ascontiguousarray(values).reshape(part.shape(entry.shape))
 
     def _read_rows(self, entry: Entry, rows: NDArray[np.int64]) -> NDArray[Any]:
         """Read rows of the first axis on disk, each block of them once."""
@@ -283,17 +256,15 @@ class OpenRollouts:
         if file is not None and file.identity != identity(os.stat(path)):
             file.close()
             file = None
-        if file is None:
-            file = RolloutFile(path, self._memory)
+        file = file or RolloutFile(path, self._memory)
         try:
             yield file
         finally:
             with self._lock:
-                spare = [self._idle.pop(path)] if path in self._idle else []
+                spare = [self._idle.pop(path, None)]  # another thread may have read the same
                 self._idle[path] = file
-                while len(self._idle) > self._most:
-                    spare.append(self._idle.pop(next(iter(self._idle))))
-            for other in spare:
+                spare += [self._idle.pop(old) for old in list(self._idle)[: -self._most]]
+            for other in filter(None, spare):
                 other.close()
 
     def close(self) -> None:

@@ -21,7 +21,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple, cast
 
 import numpy as np
 import torch
@@ -54,7 +54,7 @@ _KNOWN = {
 }
 _WIDENED = ("bfloat16", "float16", "float8_e4m3fn", "float8_e5m2")
 _MOST_DIMENSIONS = 5
-_MODES: tuple[OpenMode, ...] = ("create", "resume", "overwrite")
+_MODES = ("create", "resume", "overwrite")
 _BLOCK_BYTES = 16 << 20
 _ROWS_OF_A_BLOCK = 128  # environments that lie together in a file
 _CPU = torch.device("cpu")
@@ -102,11 +102,9 @@ def export(
         print(report.text())
     """
     start_s = time.perf_counter()
-    chosen = next((each for each in _MODES if each == mode), None)
-    if chosen is None:
-        raise UsageError(f"mode is {mode!r}: {did_you_mean(mode, _MODES)}")
-    if version not in VERSIONS:
-        raise UsageError(f"version is {version!r}: {did_you_mean(version, VERSIONS)}")
+    for name, value, known in (("mode", mode, _MODES), ("version", version, VERSIONS)):
+        if value not in known:
+            raise UsageError(f"{name} is {value!r}: {did_you_mean(value, known)}")
     if not isinstance(task, str) or not task.strip():
         raise UsageError(f"task is {task!r}: say what was to be done, such as 'navigate'")
     source = Path(rollouts).absolute()
@@ -115,17 +113,17 @@ def export(
         raise UsageError(
             f"{source} lies in {target}, which would be deleted: choose another folder"
         )
-    if chosen == "create" and target.is_dir() and not is_empty(target):
+    if mode == "create" and target.is_dir() and not is_empty(target):
         raise UsageError(f"{target} is not empty: --resume goes on, --overwrite replaces it")
     files = find_rollouts(source, iterations)
     work = _Export(files, keys, envs)
     report = ExportReport(target, fps=fps, rollouts=len(files))
     with DatasetWriter(
         target,
-        work.plan.features,
+        work.features,
         fps,
         version=version,
-        mode=chosen,
+        mode=cast("OpenMode", mode),
         settings={"export": {"envs": _json_of(envs), "task": task}},
     ) as writer:
         work.run(writer, task, report, progress)
@@ -137,7 +135,16 @@ def export(
 
 
 class _Export:
-    """Rollouts that were looked at, all alike, and the plan for them."""
+    """Rollouts that were looked at, all alike, and what of them is written.
+
+    Attributes:
+        frames: Of all rollouts.
+        columns: The key of each feature.
+        flags: The keys that say where an episode ends; any of them does.
+        makes_done: `next.done` is written though there is no such key: any of the flags.
+        shifted: Keys left out since they are the next frame of another.
+        left_out: Keys that are not written, and why.
+    """
 
     def __init__(self, files: Sequence[Found], keys: Sequence[str | Key] | None, envs: Any) -> None:
         if isinstance(envs, bool) or (type(envs) is int and envs < 1):
@@ -146,35 +153,69 @@ class _Export:
         self._files = files
         self._envs = slice(envs) if envs is None or type(envs) is int else envs
         self.frames = 0
-        first: dict[Key, Leaf] = {}
+        self._leaves: dict[Key, Leaf] = {}
         for found in files:  # all of them, before anything is written
             with self._open(found) as file:
                 self.frames += len(file.positions) * file.steps
-                if not first:
-                    first = file.leaves
-                    self.plan = make_plan(first, file.odd, keys)
+                if not self._leaves:
+                    self._choose(file, keys)
                     self._settle_shifted(file)
-                for key in self.plan.keys_read():
-                    if file.leaves.get(key) != first[key]:
+                for key in self._keys_read():
+                    if file.leaves.get(key) != self._leaves[key]:
                         there = file.leaves.get(key, "missing")
                         raise DataError(
-                            f"{found.path}: {dotted(key)} is {there}, and {first[key]} in the "
-                            "first rollout; export them apart (iterations=…), or name the keys"
+                            f"{found.path}: {dotted(key)} is {there}, and {self._leaves[key]} in "
+                            "the first rollout; export them apart (iterations=…), or name the keys"
                         )
 
     def _open(self, found: Found) -> _Rollout:
         return _Rollout(found.path, self._memory, self._envs)
 
+    def _choose(self, file: _Rollout, asked: Sequence[str | Key] | None) -> None:
+        """Decide, from the first rollout, what is written."""
+        good = {key: leaf for key, leaf in file.leaves.items() if not leaf.problem}
+        bad = file.odd | {key: leaf.problem for key, leaf in file.leaves.items() if leaf.problem}
+        names = feature_names(good)
+        flags = [k for k, leaf in good.items() if k[-1] in FLAGS and math.prod(leaf.shape) == 1]
+        # What TorchRL's collectors store under "next" is the state after the step; the same names
+        # outside of it are then the state before.
+        self.flags = [key for key in flags if key[0] == "next"] or flags
+        chosen = names if asked is None else _asked(asked, names, bad)
+        self.columns = {name: key for key, name in chosen.items()}
+        self._leaves = good
+        self.left_out: dict[str, str] = {}
+        self.shifted: dict[Key, Key] = {}
+        if asked is None:
+            self.left_out = {dotted(key): why for key, why in bad.items()}
+            self.shifted = {
+                key: key[1:]
+                for key in good
+                if key[0] == "next" and key[-1] not in _RESULTS and good.get(key[1:]) == good[key]
+            }
+        wants_done = asked is None or any(word in _DONE_WORDS for word in asked)
+        self.makes_done = bool(flags) and DONE not in names.values() and wants_done
+        if not self.columns and not self.makes_done:
+            raise UsageError("the rollout has no key that a dataset can hold")
+
+    @property
+    def features(self) -> dict[str, Feature]:
+        """The features of the dataset."""
+        found = {name: self._leaves[key].feature for name, key in self.columns.items()}
+        return found | ({DONE: Feature("bool", (1,))} if self.makes_done else {})
+
+    def _keys_read(self) -> list[Key]:
+        keys = (*self.columns.values(), *self.flags, *self.shifted, *self.shifted.values())
+        return list(dict.fromkeys(keys))
+
     def run(
         self, writer: DatasetWriter, task: str, report: ExportReport, progress: Mode | None
     ) -> None:
         """Write what is not in the dataset yet, from where the last commit ended."""
-        plan = self.plan
-        report.features = {name: dotted(key) for name, key in plan.columns.items()}
-        if plan.makes_done:
-            report.features[DONE] = ""
-        report.cut_by = [dotted(key) for key in plan.flags]
-        report.widened, report.left_out = plan.widened, plan.left_out
+        report.features = {name: dotted(key) for name, key in self.columns.items()}
+        report.features |= {DONE: ""} if self.makes_done else {}
+        report.cut_by, report.left_out = list(map(dotted, self.flags)), self.left_out
+        dtypes = {name: self._leaves[key].dtype for name, key in self.columns.items()}
+        report.widened = {name: dtype for name, dtype in dtypes.items() if dtype in _WIDENED}
         before = {(source["iteration"], source["rank"]): source for source in writer.committed}
         with Progress(self.frames, "export", "frames", progress) as bar:
             for found in self._files:
@@ -190,8 +231,7 @@ class _Export:
                     report.skipped_frames += done * file.steps
                     bar.advance(done * file.steps)
                     for source, columns, lengths in self._units(file, found, done):
-                        episodes = [Episode(length, task) for length in lengths]
-                        with writer.unit(source, episodes) as unit:
+                        with writer.unit(source, [Episode(n, task) for n in lengths]) as unit:
                             unit.add_rows(columns)
                             unit.commit()
                         report.episodes += len(lengths)
@@ -202,9 +242,9 @@ class _Export:
         self, file: _Rollout, found: Found, done: int
     ) -> Iterator[tuple[dict[str, Any], dict[str, NDArray[Any]], list[int]]]:
         """Yield blocks of environments, cut into episodes: source, columns, lengths."""
-        plan = self.plan
-        for block, values, ended in self._blocks(file, plan.keys_read(), done):
-            for key, other in plan.shifted.items():
+        features = self.features
+        for block, values, ended in self._blocks(file, self._keys_read(), done):
+            for key, other in self.shifted.items():
                 if not _is_shifted(values[key], values[other], ended):
                     raise DataError(
                         f"{found.path}: {dotted(key)} is not always the next {dotted(other)}, as "
@@ -214,10 +254,10 @@ class _Export:
             cuts[:, -1] = True  # a row that does not end with an episode is cut at its end
             lengths = np.diff(np.flatnonzero(cuts), prepend=-1).tolist()
             columns = {
-                name: np.ascontiguousarray(values[key]).reshape(-1, *plan.features[name].shape)
-                for name, key in plan.columns.items()
+                name: np.ascontiguousarray(values[key]).reshape(-1, *features[name].shape)
+                for name, key in self.columns.items()
             }
-            if plan.makes_done:
+            if self.makes_done:
                 columns[DONE] = ended.reshape(-1, 1)
             source = {
                 "rollout": found.path.name,
@@ -231,15 +271,14 @@ class _Export:
 
     def _settle_shifted(self, file: _Rollout) -> None:
         """Leave out what is the next frame of another key, all through the first rollout."""
-        plan = self.plan
-        wanted = [*plan.shifted, *plan.shifted.values(), *plan.flags]
-        for _, values, ended in self._blocks(file, wanted, 0) if plan.shifted else ():
-            for key, other in list(plan.shifted.items()):
+        wanted = [*self.shifted, *self.shifted.values(), *self.flags]
+        for _, values, ended in self._blocks(file, wanted, 0) if self.shifted else ():
+            for key, other in list(self.shifted.items()):
                 if not _is_shifted(values[key], values[other], ended):
-                    del plan.shifted[key]
-        for key, other in plan.shifted.items():
-            plan.columns = {name: own for name, own in plan.columns.items() if own != key}
-            plan.left_out[dotted(key)] = (
+                    del self.shifted[key]
+        self.columns = {name: key for name, key in self.columns.items() if key not in self.shifted}
+        for key, other in self.shifted.items():
+            self.left_out[dotted(key)] = (
                 f"it is {dotted(other)} of the next frame; that after an episode's last is not kept"
             )
 
@@ -247,14 +286,16 @@ class _Export:
         self, file: _Rollout, keys: Sequence[Key], start: int
     ) -> Iterator[tuple[slice, dict[Key, NDArray[Any]], NDArray[np.bool_]]]:
         """Read blocks of environments that take little memory; yield which, what, and the ends."""
-        count = max(1, _BLOCK_BYTES // max(1, self.plan.frame_bytes * file.steps))
+        read = [self._leaves[key].feature for key in self._keys_read()]
+        frame_bytes = sum(math.prod(one.shape) * np.dtype(one.dtype).itemsize for one in read)
+        count = max(1, _BLOCK_BYTES // max(1, frame_bytes * file.steps))
         if count > _ROWS_OF_A_BLOCK:
             count -= count % _ROWS_OF_A_BLOCK
         while start < len(file.positions):
             stop = min(len(file.positions), start - start % count + count)
             values = file.arrays(keys, file.positions[start:stop])
             ended = np.zeros((stop - start, file.steps), np.bool_)
-            for key in self.plan.flags:
+            for key in self.flags:
                 ended |= values[key].reshape(ended.shape) != 0
             yield slice(start, stop), values, ended
             start = stop
@@ -331,8 +372,7 @@ def _json_of(envs: Any) -> Any:
     return list(envs) if isinstance(envs, tuple) else envs
 
 
-@dataclass(frozen=True)
-class Found:
+class Found(NamedTuple):
     """One rollout: its file, its number, and the process that saved it."""
 
     path: Path
@@ -377,8 +417,7 @@ def find_rollouts(path: Path, iterations: Iterable[int] | None) -> list[Found]:
     return sorted(found, key=lambda each: (each.iteration, each.rank))
 
 
-@dataclass(frozen=True)
-class Leaf:
+class Leaf(NamedTuple):
     """What one frame of a key is: its type, by the pack's name, and its shape."""
 
     dtype: str
@@ -400,77 +439,6 @@ class Leaf:
         if not math.prod(self.shape):
             return f"its frames are empty: {self}"
         return "" if self.feature.dtype in DTYPES else f"LeRobot has no {self.dtype}"
-
-
-@dataclass
-class Plan:
-    """What is written, and what is not.
-
-    Attributes:
-        columns: The key of each feature.
-        leaves: What a frame of each key is, of those that can be written.
-        flags: The keys that say where an episode ends; any of them does.
-        makes_done: `next.done` is written though there is no such key: any of the flags.
-        shifted: Keys left out since they are the next frame of another.
-        left_out: Keys that are not written, and why.
-    """
-
-    columns: dict[str, Key]
-    leaves: dict[Key, Leaf]
-    flags: list[Key]
-    makes_done: bool = False
-    shifted: dict[Key, Key] = field(default_factory=dict)
-    left_out: dict[str, str] = field(default_factory=dict)
-
-    @property
-    def features(self) -> dict[str, Feature]:
-        """The features of the dataset."""
-        found = {name: self.leaves[key].feature for name, key in self.columns.items()}
-        return found | ({DONE: Feature("bool", (1,))} if self.makes_done else {})
-
-    @property
-    def widened(self) -> dict[str, str]:
-        """Features that hold their numbers in a wider type, and in which they were."""
-        dtypes = {name: self.leaves[key].dtype for name, key in self.columns.items()}
-        return {name: dtype for name, dtype in dtypes.items() if dtype in _WIDENED}
-
-    @property
-    def frame_bytes(self) -> int:
-        """Bytes of one frame of everything that is read."""
-        features = [self.leaves[key].feature for key in self.keys_read()]
-        return sum(math.prod(one.shape) * np.dtype(one.dtype).itemsize for one in features)
-
-    def keys_read(self) -> list[Key]:
-        """Return every key that is read."""
-        keys = (*self.columns.values(), *self.flags, *self.shifted, *self.shifted.values())
-        return list(dict.fromkeys(keys))
-
-
-def make_plan(
-    leaves: Mapping[Key, Leaf], odd: Mapping[Key, str], asked: Sequence[str | Key] | None
-) -> Plan:
-    """Decide what is written."""
-    good = {key: leaf for key, leaf in leaves.items() if not leaf.problem}
-    bad = dict(odd) | {key: leaf.problem for key, leaf in leaves.items() if leaf.problem}
-    names = feature_names(good)
-    flags = [k for k, leaf in good.items() if k[-1] in FLAGS and math.prod(leaf.shape) == 1]
-    # What TorchRL's collectors store under "next" is the state after the step; the same names
-    # outside of it are then the state before.
-    flags = [key for key in flags if key[0] == "next"] or flags
-    chosen = names if asked is None else _asked(asked, names, bad)
-    plan = Plan({name: key for key, name in chosen.items()}, good, flags)
-    if asked is None:
-        plan.left_out = {dotted(key): why for key, why in bad.items()}
-        plan.shifted = {
-            key: key[1:]
-            for key in good
-            if key[0] == "next" and key[-1] not in _RESULTS and good.get(key[1:]) == good[key]
-        }
-    wants_done = asked is None or any(word in _DONE_WORDS for word in asked)
-    plan.makes_done = bool(flags) and DONE not in names.values() and wants_done
-    if not plan.columns and not plan.makes_done:
-        raise UsageError("the rollout has no key that a dataset can hold")
-    return plan
 
 
 def feature_names(keys: Iterable[Key]) -> dict[Key, str]:
@@ -585,25 +553,19 @@ class ExportReport:
         rate = self.episodes / self.seconds if self.seconds else 0.0
         before = f", {self.skipped_frames} were there already" if self.skipped_frames else ""
         cut = ", ".join(self.cut_by) or "nothing: the row of each environment is one episode"
-        lines = [
-            (
-                "dataset",
-                f"{self.out}: {self.total_episodes} episodes, {self.total_frames} frames at "
-                f"{self.fps} fps, {format_bytes(self.bytes)}",
-            ),
-            (
-                "rollouts",
-                f"{self.rollouts} read: {self.frames} frames in, {self.frames} frames out{before}",
-            ),
-            (
-                "episodes",
-                f"{self.episodes} in {self.seconds:.1f} s ({rate:.0f} per second), cut by {cut}",
-            ),
-            ("features", ", ".join(self.features)),
-        ]
-        lines += [
-            ("widened", f"{name}: {dtype} is float32 now, exactly")
-            for name, dtype in self.widened.items()
-        ]
-        lines += [("left out", f"{name}: {why}") for name, why in self.left_out.items()]
-        return aligned(lines)
+        totals = f"{self.total_episodes} episodes, {self.total_frames} frames at {self.fps} fps"
+        frames = f"{self.frames} frames in, {self.frames} frames out{before}"
+        took = f"{self.episodes} in {self.seconds:.1f} s ({rate:.0f} per second)"
+        return aligned(
+            [
+                ("dataset", f"{self.out}: {totals}, {format_bytes(self.bytes)}"),
+                ("rollouts", f"{self.rollouts} read: {frames}"),
+                ("episodes", f"{took}, cut by {cut}"),
+                ("features", ", ".join(self.features)),
+                *(
+                    ("widened", f"{n}: {d} is float32 now, exactly")
+                    for n, d in self.widened.items()
+                ),
+                *(("left out", f"{name}: {why}") for name, why in self.left_out.items()),
+            ]
+        )

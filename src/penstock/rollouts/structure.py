@@ -306,46 +306,30 @@ class Picked:
 
 @dataclass(frozen=True)
 class Selection:
-    """Which environments and steps of a batch are rebuilt; by default all.
-
-    Attributes:
-        axes: Of the batch.
-        envs: Which environments.
-        steps: Which steps.
-    """
+    """Which part of a batch is rebuilt: what is picked from each axis; by default everything."""
 
     axes: Axes
-    envs: Picked | None = None
-    steps: Picked | None = None
+    picked: Mapping[int, Picked]
+
+    def covers(self, shape: tuple[int, ...]) -> bool:
+        """Tell whether it takes a part of a tensor of this shape."""
+        return bool(self.picked) and self.axes.cover(shape)
 
     @property
-    def whole(self) -> bool:
-        """Whether it is everything."""
-        return self.envs is None and self.steps is None
-
-    def on(self, axis: int) -> Picked | None:
-        """Return what is picked from an axis."""
-        if axis == self.axes.env:
-            return self.envs
-        return self.steps if axis == self.axes.time else None
+    def dropped(self) -> set[int]:
+        """The axes that go away."""
+        return {axis for axis, picked in self.picked.items() if picked.drops}
 
     def shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
         """Return what a shape becomes."""
-        if self.whole or not self.axes.cover(shape):
+        if not self.covers(shape):
             return shape
-        leading = [(self.on(axis), size) for axis, size in enumerate(self.axes.batch)]
-        kept = [
-            size if picked is None else picked.positions.size
-            for picked, size in leading
-            if picked is None or not picked.drops
-        ]
-        return (*kept, *shape[len(self.axes.batch) :])
+        sizes = {axis: picked.positions.size for axis, picked in self.picked.items()}
+        return tuple(sizes.get(axis, n) for axis, n in enumerate(shape) if axis not in self.dropped)
 
     def names(self, shape: tuple[int, ...], names: list[Any]) -> list[Any]:
         """Return what the names of the axes of a batch size become."""
-        if not self.axes.cover(shape):
-            return names
-        dropped = {axis for axis in range(2) if (p := self.on(axis)) is not None and p.drops}
+        dropped = self.dropped if self.covers(shape) else ()
         return [name for axis, name in enumerate(names) if axis not in dropped]
 
     def narrow(self, rows: list[Any], shape: tuple[int, ...]) -> Any:
@@ -358,11 +342,10 @@ class Selection:
         return NonTensorStack.from_list(rows)
 
     def _picked(self, values: Any, axis: int) -> Any:
-        picked = self.on(axis)
-        if picked is None:
+        if axis not in self.picked:
             return values
-        found = [values[position] for position in picked.positions]
-        return found[0] if picked.drops else found
+        found = [values[position] for position in self.picked[axis].positions]
+        return found[0] if axis in self.dropped else found
 
 
 def put_together(

@@ -11,26 +11,14 @@ from typing import TYPE_CHECKING, Any
 from penstock.core.extras import installed
 from penstock.errors import MissingExtra
 
-__all__ = [
-    "MemoryMappedTensor",
-    "NonTensorData",
-    "NonTensorStack",
-    "TensorDict",
-    "TensorDictBase",
-    "is_tensor_collection",
-    "is_tensorclass",
-]
-
 if TYPE_CHECKING:
-    from tensordict import (
-        MemoryMappedTensor,
-        NonTensorData,
-        NonTensorStack,
-        TensorDict,
-        TensorDictBase,
-        is_tensor_collection,
-        is_tensorclass,
-    )
+    from tensordict import MemoryMappedTensor as MemoryMappedTensor
+    from tensordict import NonTensorData as NonTensorData
+    from tensordict import NonTensorStack as NonTensorStack
+    from tensordict import TensorDict as TensorDict
+    from tensordict import TensorDictBase as TensorDictBase
+    from tensordict import is_tensor_collection as is_tensor_collection
+    from tensordict import is_tensorclass as is_tensorclass
 else:
     try:
         import tensordict

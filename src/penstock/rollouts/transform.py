@@ -117,9 +117,7 @@ class CompressedLidarTransform(Transform):  # type: ignore[misc]
             tensordict.set(packed, value)
         return tensordict
 
-    def _compressed(
-        self, tensor: torch.Tensor, batch: tuple[int, ...], key: Name
-    ) -> NonTensorData | NonTensorStack:
+    def _compressed(self, tensor: torch.Tensor, batch: tuple[int, ...], key: Name) -> Any:
         check_storable(str(key), tensor)
         dtype = DTYPE_NAMES[tensor.dtype]
         words = Leaf("", (), dtype, tensor).words()
@@ -157,9 +155,7 @@ class CompressedLidarTransform(Transform):  # type: ignore[misc]
             raise UnsupportedValue(f"{key!r} is {flat.dtype}: epsilon is for float16, 32 and 64")
         return Quantize(self._epsilon, codec)
 
-    def _decompressed(
-        self, value: NonTensorData | NonTensorStack, batch: tuple[int, ...], key: Name
-    ) -> torch.Tensor:
+    def _decompressed(self, value: Any, batch: tuple[int, ...], key: Name) -> torch.Tensor:
         outer = max(0, len(batch) - _Blob(_first(value)).inner)
         blobs = _blobs(value, outer)
         if not blobs:

@@ -10,13 +10,13 @@ import torch
 from numpy.typing import NDArray
 
 from penstock.errors import UsageError
-from penstock.replay.episodes.schema import Settings, nested
-from penstock.replay.episodes.store import EpisodeStore
+from penstock.replay.episodes.schema import nested
+from penstock.replay.episodes.store import Addresses, EpisodeStore
 from penstock.replay.keys import KeyPath, known
+from penstock.replay.priority import importance_weights
 
 Ints = NDArray[np.int64]
 Bools = NDArray[np.bool_]
-Floats = NDArray[np.float64]
 Leaves = list[tuple[KeyPath, torch.Tensor]]
 
 
@@ -33,22 +33,32 @@ class Draw(NamedTuple):
     drawn: Ints
 
 
-class NStepTarget(NamedTuple):
-    """What lies n steps ahead of frames, each array of the frames' shape."""
+class NStep(NamedTuple):
+    """How far to sum rewards: so many steps, discounted; the numbers of the keys."""
 
-    steps: Ints
-    valid: Bools
-    taken: Ints
-    ended: Bools
-    alive: Bools
-    """[..., n]: which of the n steps count."""
+    steps: int
+    gamma: float
+    reward: int
+    done: int
+
+    @classmethod
+    def check(
+        cls, store: EpisodeStore, count: int, gamma: float, reward_path: KeyPath, done_path: KeyPath
+    ) -> NStep:
+        """Find the keys, and refuse those that cannot be summed."""
+        paths = [column.field.path for column in store.columns]
+        reward, done = known(reward_path, paths, "reward_key"), known(done_path, paths, "done_key")
+        reward_field, done_field = store.columns[reward].field, store.columns[done].field
+        if math.prod(done_field.shape) != 1:
+            raise UsageError(f"done_key is {done_field}; it must be one value per frame")
+        if reward_field.dtype.startswith("complex"):
+            raise UsageError(f"reward_key is {reward_field}; it must be a real number")
+        return cls(count, gamma, reward, done)
 
 
-def draw(
-    store: EpisodeStore, count: int, rng: np.random.Generator, sequence: int | None, pad: bool
-) -> Draw:
+def draw(store: EpisodeStore, count: int, sequence: int | None, pad: bool) -> Draw:
     """Draw frames or windows, all alike or by their priorities, and note that they were used."""
-    index = store.index
+    index, rng = store.index, store.rng
     least = sequence if sequence is not None and not pad else None  # frames that must follow
     if least is not None and least > (longest := int(index.lengths.max())):
         raise UsageError(
@@ -57,7 +67,7 @@ def draw(
         )
     if store.priorities is not None:
         good = None if least is None else index.lengths >= least
-        rows, drawn = store.priorities.draw(count, rng, store.priority_offsets, good)
+        rows, drawn = store.priorities.draw(count, rng, good)
     elif least is not None:
         sums = np.concatenate([[0], np.cumsum(np.maximum(index.lengths - least + 1, 0))])
         at = rng.integers(0, sums[-1], count)
@@ -65,7 +75,8 @@ def draw(
         drawn = at - sums[rows]
     else:
         rows, drawn = index.find(rng.integers(0, index.frames, count))
-    store.touch(rows)
+    store.clock += 1
+    store.used[rows] = store.clock
     if sequence is None:
         return Draw(rows, drawn, np.ones(count, np.bool_), drawn)
     lengths = index.lengths[rows]
@@ -76,108 +87,69 @@ def draw(
     return Draw(rows, np.minimum(steps, last), steps <= last, drawn)
 
 
-def look_ahead(steps: Ints, lengths: Ints, done: Bools) -> NStepTarget:
-    """Return what lies n steps ahead of each frame, or nearer where its episode ends.
+def read(store: EpisodeStore, rows: Ints, steps: Ints, n_step: NStep | None = None) -> Leaves:
+    """Gather every key of frames, and the frames after them."""
+    shape = rows.shape
+    rows, steps = rows.reshape(-1), steps.reshape(-1)
+    records, lengths = store.arena.addresses(store.locations[:, rows]), store.index.lengths[rows]
+    leaves: Leaves = []
+    after = steps + 1
+    if n_step is not None:
+        leaves, taken = _sum_rewards(store, records, steps, lengths, n_step, shape)
+        after = steps + taken
+    made = {path for path, _ in leaves}
+    following = store.settings.next_paths
+    if following:
+        leaves.append((("next", "valid"), torch.from_numpy((after < lengths).reshape(shape))))
+        after = np.concatenate([steps, np.minimum(after, lengths - 1)])
+    for number, column in enumerate(store.columns):
+        path, here = column.field.path, records[number]
+        if path in following:
+            # One call for both: they lie behind one another, and nothing is in both.
+            data = store.gather(number, np.tile(here, 2), after)
+            leaves.append((("next", *path), column.field.tensor(data[len(here) :], shape)))
+        elif path not in made:
+            data = store.gather(number, here, steps)
+        if path not in made:
+            leaves.append((path, column.field.tensor(data[: len(here)], shape)))
+    return leaves
 
-    `done` [..., n] says whether the episode is done after each of the n steps.
-    """
-    count = done.shape[-1]
-    inside = steps[..., np.newaxis] + np.arange(count) < lengths[..., np.newaxis]
-    before = np.zeros(done.shape, np.bool_)
-    np.logical_or.accumulate(done[..., :-1], axis=-1, out=before[..., 1:])
-    alive = inside & ~before
-    taken = alive.sum(axis=-1)
-    ahead = steps + taken
-    ended = np.logical_or.reduce(alive & done, axis=-1)
-    return NStepTarget(np.minimum(ahead, lengths - 1), ahead < lengths, taken, ended, alive)
 
+def _sum_rewards(
+    store: EpisodeStore,
+    records: Addresses,
+    steps: Ints,
+    lengths: Ints,
+    n_step: NStep,
+    shape: tuple[int, ...],
+) -> tuple[Leaves, Ints]:
+    """Sum the rewards of n steps, or fewer where the episode ends; return how many were taken."""
+    every = steps[:, np.newaxis] + np.arange(n_step.steps)
+    inside = every < lengths[:, np.newaxis]
+    every = np.minimum(every, lengths[:, np.newaxis] - 1)
 
-def discounted(rewards: Floats, alive: Bools, gamma: float) -> Floats:
-    """Sum rewards [..., n, *shape] over the steps that count, the k-th times gamma ** k."""
-    factors = alive * gamma ** np.arange(alive.shape[-1])
-    extra = rewards.ndim - alive.ndim
+    def several(number: int) -> torch.Tensor:
+        data = store.gather(number, np.repeat(records[number], n_step.steps), every.reshape(-1))
+        return store.columns[number].field.tensor(data, every.shape)
+
+    done = (several(n_step.done) != 0).numpy().reshape(every.shape)
+    alive = inside.copy()
+    alive[:, 1:] &= ~np.logical_or.accumulate(done[:, :-1], axis=1)
+    taken, ended = alive.sum(axis=1), (alive & done).any(axis=1)
+    rewards = several(n_step.reward)
+    wide = (*every.shape, *[1] * (rewards.ndim - 2))
     # Not a product with 0: what lies beyond the end of an episode may be infinite.
-    kept = np.where(alive.reshape(*alive.shape, *[1] * extra), rewards, 0.0)
-    total: Floats = (kept * factors.reshape(*factors.shape, *[1] * extra)).sum(axis=alive.ndim - 1)
-    return total
-
-
-def n_step_keys(store: EpisodeStore, reward_path: KeyPath, done_path: KeyPath) -> tuple[int, int]:
-    """Return the numbers of the keys that n steps need."""
-    paths = [column.field.path for column in store.columns]
-    reward = known(reward_path, paths, "reward_key")
-    done = known(done_path, paths, "done_key")
-    reward_field, done_field = store.columns[reward].field, store.columns[done].field
-    if math.prod(done_field.shape) != 1:
-        raise UsageError(f"done_key is {done_field}; it must be one value per frame")
-    if reward_field.dtype.startswith("complex"):
-        raise UsageError(f"reward_key is {reward_field}; it must be a real number")
-    return reward, done
-
-
-class Reader:
-    """Reads frames of a store, every key of them."""
-
-    def __init__(self, store: EpisodeStore, settings: Settings, rows: Ints, steps: Ints) -> None:
-        self._store = store
-        self._settings = settings
-        self._shape = rows.shape
-        rows = rows.reshape(-1)
-        self._steps = steps.reshape(-1)
-        self._records = store.addresses(rows)
-        self._lengths = store.index.lengths[rows]
-        self._ahead: NStepTarget | None = None
-        self._made: Leaves = []
-
-    def look_ahead(self, count: int, gamma: float, keys: tuple[int, int]) -> None:
-        """Sum the rewards of n steps; what is next is then n steps ahead."""
-        reward, done = keys
-        steps, lengths = self._steps, self._lengths
-        every = np.minimum(steps[:, np.newaxis] + np.arange(count), lengths[:, np.newaxis] - 1)
-        dones = self._several(done, every)
-        ahead = look_ahead(steps, lengths, (dones != 0).numpy().reshape(-1, count))
-        rewards = self._several(reward, every)
-        summed = torch.from_numpy(discounted(rewards.double().numpy(), ahead.alive, gamma))
-        kind = rewards.dtype if rewards.is_floating_point() else torch.float32
-        field = self._store.columns[reward].field
-        factor = np.where(ahead.ended, 0.0, gamma**ahead.taken).astype(np.float32)
-        self._made = [
-            (field.path, summed.to(kind).view(*self._shape, *field.shape)),
-            (("discount",), torch.from_numpy(factor.reshape(self._shape))),
-        ]
-        self._ahead = ahead
-
-    def read(self) -> Leaves:
-        """Gather every key, and the next frames."""
-        leaves = list(self._made)
-        made = {path for path, _ in leaves}
-        store, shape = self._store, self._shape
-        after = self._after() if self._settings.next_paths else None
-        if after is not None:
-            leaves.append((("next", "valid"), torch.from_numpy(after.valid.reshape(shape))))
-            both_steps = np.concatenate([self._steps, after.steps])
-        for number, column in enumerate(store.columns):
-            path, records = column.field.path, self._records[number]
-            if after is not None and path in self._settings.next_paths:
-                # One call for both: they lie behind one another, and nothing is in both.
-                data = store.gather(number, np.tile(records, 2), both_steps)
-                here, there = data[: len(records)], data[len(records) :]
-                leaves.append((("next", *path), column.field.tensor(there, shape)))
-            elif path not in made:
-                here = store.gather(number, records, self._steps)
-            if path not in made:
-                leaves.append((path, column.field.tensor(here, shape)))
-        return leaves
-
-    def _after(self) -> NStepTarget:
-        nothing_done = np.zeros((len(self._steps), 1), np.bool_)
-        return self._ahead or look_ahead(self._steps, self._lengths, nothing_done)
-
-    def _several(self, number: int, steps: Ints) -> torch.Tensor:
-        """Gather several frames [n, count] of one key for each frame."""
-        records = np.repeat(self._records[number], steps.shape[1])
-        data = self._store.gather(number, records, steps.reshape(-1))
-        return self._store.columns[number].field.tensor(data, steps.shape)
+    kept = np.where(alive.reshape(wide), rewards.double().numpy(), 0.0)
+    factors = np.broadcast_to(n_step.gamma ** np.arange(n_step.steps), every.shape)
+    summed = torch.from_numpy((kept * factors.reshape(wide)).sum(axis=1))
+    kind = rewards.dtype if rewards.is_floating_point() else torch.float32
+    field = store.columns[n_step.reward].field
+    discount = np.where(ended, 0.0, n_step.gamma**taken).astype(np.float32)
+    leaves = [
+        (field.path, summed.to(kind).view(*shape, *field.shape)),
+        (("discount",), torch.from_numpy(discount.reshape(shape))),
+    ]
+    return leaves, taken
 
 
 def finished(
@@ -199,9 +171,10 @@ def finished(
 def with_priorities(store: EpisodeStore, drawn: Draw, beta: float) -> Leaves:
     """Return the ids of a batch's frames, -1 for padding, and the weights of its draws."""
     assert store.priorities is not None
+    tree = store.priorities.tree
     first = drawn.rows.reshape(len(drawn.drawn), -1)[:, 0]
-    entries = store.priority_offsets[first] + drawn.drawn
-    weight = store.priorities.weights(entries, beta).astype(np.float32)
+    entries = store.priorities.offsets[first] + drawn.drawn
+    weight = importance_weights(tree.get(entries), tree.min, beta).astype(np.float32)
     ids = np.where(drawn.inside, store.index.starts[drawn.rows] + drawn.steps, -1)
     spread = np.repeat(weight, ids.size // len(weight)).reshape(ids.shape)
     return [(("index",), torch.from_numpy(ids)), (("weight",), torch.from_numpy(spread))]

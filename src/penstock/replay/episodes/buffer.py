@@ -6,7 +6,6 @@ import math
 import os
 import threading
 from collections.abc import Iterable, Mapping
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -16,10 +15,11 @@ from typing_extensions import Self
 
 from penstock.core.memory import whole_number
 from penstock.errors import UsageError
-from penstock.replay.episodes import batches, persist
-from penstock.replay.episodes.schema import Settings, is_tensordict, read_episode, whole_numbers
-from penstock.replay.episodes.store import Column, EpisodeStore, RecordWriter
+from penstock.replay.episodes import batches
+from penstock.replay.episodes.schema import Settings, is_tensordict, read_episode
+from penstock.replay.episodes.store import HOLDER, Column, EpisodeStore, RecordWriter, load
 from penstock.replay.keys import Codecs, Key, as_key, as_path
+from penstock.replay.priority import whole_numbers
 from penstock.replay.segments import Saved, save_blocks
 
 if TYPE_CHECKING:
@@ -82,9 +82,7 @@ class DictReplayBuffer:
         settings = Settings.check(
             max_size, max_bytes, keys, codecs, default, eviction, next_keys, priority, spill_dir
         )
-        store = EpisodeStore(settings, spill_dir)
-        state = persist.BufferState(settings, np.random.default_rng(seed), store)
-        self._begin(state, torch.device(device))
+        self._begin(EpisodeStore(settings, spill_dir, np.random.default_rng(seed)), device)
 
     @classmethod
     def from_lerobot(
@@ -127,10 +125,10 @@ class DictReplayBuffer:
         return buffer
 
     def _begin(
-        self, state: persist.BufferState, device: torch.device, saved: Saved | None = None
+        self, store: EpisodeStore, device: str | torch.device, saved: Saved | None = None
     ) -> None:
-        self._state = state
-        self._device = device
+        self._store = store
+        self._device = torch.device(device)
         self._lock = threading.RLock()
         self._saving = threading.Lock()
         self._saved = saved
@@ -138,38 +136,38 @@ class DictReplayBuffer:
     def __len__(self) -> int:
         """Count the frames."""
         with self._lock:
-            return self._state.store.index.frames
+            return self._store.index.frames
 
     @property
     def episodes(self) -> list[int]:
         """Ids of the episodes held, oldest first."""
         with self._lock:
-            ids: list[int] = self._state.store.index.ids.tolist()
+            ids: list[int] = self._store.index.ids.tolist()
             return ids
 
     @property
     def nbytes(self) -> int:
         """Memory held: episodes, tables, and what was freed and not yet reused."""
         with self._lock:
-            return self._state.store.nbytes
+            return self._store.nbytes
 
     @property
     def stored_bytes(self) -> int:
         """Bytes of the episodes as they are stored: what `max_bytes` limits."""
         with self._lock:
-            return self._state.store.arena.live_bytes
+            return self._store.arena.live_bytes
 
     @property
     def spilled_bytes(self) -> int:
         """Bytes that lie in `spill_dir`."""
         with self._lock:
-            return self._state.store.arena.spilled_bytes
+            return self._store.arena.spilled_bytes
 
     @property
     def codecs(self) -> dict[Key, str]:
         """The codec of each key; empty before the first episode."""
         with self._lock:
-            columns = self._state.store.columns
+            columns = self._store.columns
         return {as_key(column.field.path): column.codec.id for column in columns}
 
     def add(self, episode: Any) -> int:
@@ -188,7 +186,7 @@ class DictReplayBuffer:
                 unchanged.
         """
         with self._lock:
-            if not self._state.store.columns:  # the codecs are not settled: nobody may come between
+            if not self._store.columns:  # the codecs are not settled: nobody may come between
                 return self._add(episode)
         return self._add(episode)
 
@@ -213,7 +211,7 @@ class DictReplayBuffer:
     def remove(self, episode_id: int) -> None:
         """Forget one episode."""
         with self._lock:
-            store = self._state.store
+            store = self._store
             row = store.index.row_of(whole_number("episode_id", episode_id, 0))
             if row is None:
                 raise UsageError(f"episode {episode_id} is not held; see the property episodes")
@@ -263,26 +261,23 @@ class DictReplayBuffer:
         if sequence is not None:
             sequence = whole_number("sequence", sequence)
         steps_ahead = whole_number("n_step", n_step)
-        settings = self._state.settings
         if not 0 <= gamma <= 1:
             raise UsageError(f"gamma is {gamma}; give a number from 0 to 1")
         if not 0 <= beta < math.inf:
             raise UsageError(f"beta is {beta}; give a number from 0, usually up to 1")
         if pad and sequence is None:
             raise UsageError("pad=True is about windows; give their length as sequence")
-        if pad:
-            settings.check_free("mask")
-        if steps_ahead > 1:
-            settings.check_free("discount")
+        for asked, made in ((pad, "mask"), (steps_ahead > 1, "discount")):
+            if asked:
+                self._store.settings.check_free(made)
         with self._lock:
             store = self._filled()
+            ahead = None
             if steps_ahead > 1:
-                keys = batches.n_step_keys(store, as_path(reward_key), as_path(done_key))
-            drawn = batches.draw(store, count, self._state.rng, sequence, pad)
-            reader = batches.Reader(store, settings, drawn.rows, drawn.steps)
-            if steps_ahead > 1:
-                reader.look_ahead(steps_ahead, gamma, keys)
-            leaves = reader.read()
+                keys = as_path(reward_key), as_path(done_key)
+                ahead = batches.NStep.check(store, steps_ahead, gamma, *keys)
+            drawn = batches.draw(store, count, sequence, pad)
+            leaves = batches.read(store, drawn.rows, drawn.steps, ahead)
             if pad:
                 leaves.append((("mask",), torch.from_numpy(drawn.inside)))
             if store.priorities is not None:
@@ -294,7 +289,7 @@ class DictReplayBuffer:
         count = whole_number("batch_size", batch_size)
         with self._lock:
             store = self._filled()
-            drawn = batches.draw(store, count, self._state.rng, None, False)
+            drawn = batches.draw(store, count, None, False)
             return store.index.starts[drawn.rows] + drawn.steps
 
     def get(self, indices: ArrayLike) -> Any:
@@ -308,13 +303,13 @@ class DictReplayBuffer:
             rows, steps, alive = store.index.locate(ids)
             if not alive.all():
                 raise UsageError(f"frame {ids[~alive][0]} is not held")
-            leaves = batches.Reader(store, self._state.settings, rows, steps).read()
+            leaves = batches.read(store, rows, steps)
         return batches.finished(leaves, ids.shape, self._device, store.as_tensordict)
 
     def _filled(self) -> EpisodeStore:
-        if not len(self._state.store.index):
+        if not len(self._store.index):
             raise UsageError("the buffer is empty; add an episode first")
-        return self._state.store
+        return self._store
 
     def update_priority(self, index: ArrayLike, priority: ArrayLike) -> None:
         """Set the priorities of frames; those forgotten meanwhile, and padding, are passed over.
@@ -327,7 +322,7 @@ class DictReplayBuffer:
             UsageError: The buffer has no priorities, or one is negative or not finite; nothing is
                 changed.
         """
-        if self._state.settings.alpha is None:
+        if self._store.priorities is None:
             raise UsageError("this buffer has no priorities; make it with priority=0.6")
         ids = whole_numbers("a frame", index).reshape(-1)
         given = priority.detach().cpu() if isinstance(priority, torch.Tensor) else priority
@@ -337,12 +332,7 @@ class DictReplayBuffer:
         if values.size != ids.size:
             raise UsageError(f"{values.size} priorities for {ids.size} frames")
         with self._lock:
-            store = self._state.store
-            assert store.priorities is not None
-            store.priorities.raised(values)  # also those of forgotten frames must make sense
-            rows, steps, alive = store.index.locate(ids)
-            entries = store.priority_offsets[rows[alive]] + steps[alive]
-            store.priorities.update(entries, values[alive])
+            self._store.priorities.update(ids, values)
 
     def save(self, folder: str | os.PathLike[str]) -> None:
         """Save everything, so that `load` gives an equal buffer with the same next draws.
@@ -358,7 +348,7 @@ class DictReplayBuffer:
             UsageError: The folder holds something else.
         """
         with self._saving:
-            self._saved = save_blocks(self._state, self._lock, folder, persist.HOLDER, self._saved)
+            self._saved = save_blocks(self._store, self._lock, folder, HOLDER, self._saved)
 
     @classmethod
     def load(
@@ -379,9 +369,9 @@ class DictReplayBuffer:
             CorruptFile: The folder is damaged.
             UnknownFormat: It holds no saved buffer.
         """
-        state, saved = persist.load(Path(folder), spill_dir)
+        store, saved = load(folder, spill_dir)
         buffer = cls.__new__(cls)
-        buffer._begin(state, torch.device(device), saved)
+        buffer._begin(store, device, saved)
         return buffer
 
 
@@ -418,13 +408,13 @@ class EpisodeInParts:
         self._encode(part, copied=True)
 
     def _encode(self, part: Any, *, copied: bool) -> None:
-        state = self._buffer._state
-        fields, arrays, length = read_episode(part, state.settings.paths)
+        store = self._buffer._store
+        fields, arrays, length = read_episode(part, store.settings.paths)
         if not self._columns:
             with self._buffer._lock:
-                self._columns = state.store.columns
+                self._columns = store.columns
                 if not self._columns:  # the first episode decides about the codecs
-                    self._columns = list(map(Column.choose, fields, arrays, state.settings.codecs))
+                    self._columns = list(map(Column.choose, fields, arrays, store.settings.codecs))
                     self._as_tensordict = is_tensordict(part)
             self._writers = [RecordWriter(column) for column in self._columns]
         for column, field in zip(self._columns, fields, strict=True):
@@ -436,7 +426,7 @@ class EpisodeInParts:
         for writer, array in zip(self._writers, arrays, strict=True):
             writer.add(array, copied=copied)
         self._length += length
-        state.store.check_fits(self._length, self._writers)
+        store.check_fits(self._length, self._writers)
 
     def __enter__(self) -> Self:
         return self
@@ -450,7 +440,7 @@ class EpisodeInParts:
         if not self._columns:
             raise UsageError("the episode has no frames; extend it by at least one")
         with self._buffer._lock:
-            store = self._buffer._state.store
+            store = self._buffer._store
             first = not store.columns
             mine, theirs = ([one.config() for one in c] for c in (self._columns, store.columns))
             if not first and mine != theirs:

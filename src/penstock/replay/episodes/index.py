@@ -14,7 +14,7 @@ from numpy.typing import ArrayLike, NDArray
 
 from penstock.core.memory import whole_number
 from penstock.errors import UsageError
-from penstock.replay.episodes.schema import whole_numbers
+from penstock.replay.priority import whole_numbers
 
 Ints = NDArray[np.int64]
 

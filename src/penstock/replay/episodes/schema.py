@@ -112,14 +112,6 @@ class Settings:
         return settings
 
 
-def whole_numbers(what: str, values: Any) -> NDArray[np.int64]:
-    """Return an array, a tensor or a list of whole numbers as an array."""
-    array = np.asarray(values.cpu() if isinstance(values, torch.Tensor) else values)
-    if array.size and array.dtype.kind not in "iu":
-        raise UsageError(f"{what} is given as {array.dtype}; use whole numbers")
-    return array.astype(np.int64, copy=False)
-
-
 def is_tensordict(value: Any) -> bool:
     """Tell whether a value is a TensorDict, without importing tensordict for it."""
     module = sys.modules.get("tensordict")

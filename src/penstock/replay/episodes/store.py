@@ -4,6 +4,10 @@ A record is one key of one episode, one piece of bytes. Of a plain key it is its
 the other; of a compressed one a table of uint32 offsets from the start of the record, one more than
 there are frames, and then the frames, each compressed by itself.
 
+In a folder, a segment holds the records of some episodes, key by key, as they lie in memory:
+nothing is compressed again. The manifest says which episodes live, where their records are, and all
+that decides the next draws.
+
 Not thread-safe: the buffer that owns it holds a lock.
 """
 
@@ -12,12 +16,16 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict
+from pathlib import Path
 from typing import Any
 
 import numpy as np
-from numpy.typing import ArrayLike, NDArray
+from numpy.typing import NDArray
 
+from penstock.core import tree
 from penstock.core.memory import format_bytes
+from penstock.core.pack import Item
 from penstock.core.reuse import ReusedMemory
 from penstock.errors import CorruptFile, UsageError
 from penstock.replay.arena import Arena
@@ -25,7 +33,8 @@ from penstock.replay.episodes.index import EpisodeIndex
 from penstock.replay.episodes.schema import Settings
 from penstock.replay.frames import FrameCodec, Lz4Frames, RawFrames, choose_codec, frame_codec
 from penstock.replay.keys import Field, show
-from penstock.replay.priority import SumTree, checked_priorities, importance_weights
+from penstock.replay.priority import SumTree, checked_priorities
+from penstock.replay.segments import Block, LogReader, Place, Saved
 
 Bytes = NDArray[np.uint8]
 Ints = NDArray[np.int64]
@@ -33,6 +42,9 @@ Addresses = NDArray[np.uint64]
 Bools = NDArray[np.bool_]
 Floats = NDArray[np.float64]
 
+HOLDER = "dict"
+_VERSION = 1
+_NONSENSE = (LookupError, ValueError, TypeError, AttributeError, OverflowError, UsageError)
 _LARGEST_RECORD = 2**32 - 1
 _ENTRY = np.dtype("<u4")
 _PAIRS = RawFrames(2 * _ENTRY.itemsize)
@@ -105,11 +117,9 @@ class Column:
         """Return a record that comes from a file as it is kept in memory."""
         if self._old is not None:
             return self.encode(self._split(record, length, self._old))
-        if self.plain:
-            good = record.size == length * self.field.size
-        else:
-            good = _offsets(record, length, self.field.size) is not None
-        if not good:
+        if not self.plain:
+            _offsets(record, length, self.field)
+        elif record.size != length * self.field.size:
             raise CorruptFile(f"a record of {show(self.field.path)} makes no sense")
         return record
 
@@ -119,9 +129,7 @@ class Column:
         if per_unit < 1:
             raise CorruptFile(f"the key {dict(config)!r} makes no sense")
         units, unit_bytes = -(-length // per_unit), per_unit * self.field.size
-        table = _offsets(record, units, unit_bytes)
-        if table is None:
-            raise CorruptFile(f"a record of {show(self.field.path)} makes no sense")
+        table = _offsets(record, units, self.field, per_unit)
         out = np.empty((units, unit_bytes), np.uint8)
         start = record.__array_interface__["data"][0]
         codec = frame_codec({**config["codec"], "size": unit_bytes})
@@ -186,15 +194,17 @@ def _table(lengths: Ints) -> Bytes:
     return table.astype(_ENTRY).view(np.uint8)
 
 
-def _offsets(record: Bytes, units: int, unit_bytes: int) -> Ints | None:
-    """Return the table of a record, if nothing in it leads outside."""
+def _offsets(record: Bytes, units: int, field: Field, per_unit: int = 1) -> Ints:
+    """Return the table of a record, and refuse one in which something leads outside."""
     head = _ENTRY.itemsize * (units + 1)
-    if record.size < head:
-        return None
-    table: Ints = record[:head].view(_ENTRY).astype(np.int64)
+    table = np.zeros(1, np.int64)
+    if record.size >= head:
+        table = record[:head].view(_ENTRY).astype(np.int64)
     sizes = np.diff(table)
-    inside = bool(table[0] == head and table[-1] == record.size)
-    return table if inside and (sizes > 0).all() and (sizes <= unit_bytes).all() else None
+    whole = table[0] == head and table[-1] == record.size
+    if not whole or not ((sizes > 0) & (sizes <= per_unit * field.size)).all():
+        raise CorruptFile(f"a record of {show(field.path)} makes no sense")
+    return table
 
 
 def _moved(addresses: Addresses, by: Ints) -> Addresses:
@@ -209,118 +219,104 @@ class FramePriorities:
     front: the tree has twice the entries needed, so that this costs little per frame.
     """
 
-    def __init__(self, alpha: float) -> None:
-        self.alpha = float(alpha)
-        self.largest = 1.0
-        self.cursor = 0
+    def __init__(self, alpha: float, index: EpisodeIndex) -> None:
+        self.alpha, self.largest, self.cursor = alpha, 1.0, 0
         self.tree = SumTree(_FIRST_CAPACITY)
+        self._index = index
 
-    def add(self, length: int, index: EpisodeIndex, offsets: Ints) -> int:
-        """Make room for an episode, and return its offset; `offsets` change if all move."""
+    @property
+    def offsets(self) -> Ints:
+        """Where the priorities of each episode start, by row."""
+        return self._index.column(_OFFSET)
+
+    def add(self, length: int) -> int:
+        """Make room for an episode, and return its offset."""
         if self.cursor + length > self.tree.capacity:
-            self._move(length, index, offsets)
-        start = self.cursor
-        self.tree.set(np.arange(start, start + length), self.largest)
+            frames, values = self._index.frames, self.held()
+            self.tree = SumTree(max(_FIRST_CAPACITY, 2 * (frames + length)))
+            self.tree.set(np.arange(frames), values)
+            self.offsets[:] = self._index.positions
+            self.cursor = frames
         self.cursor += length
-        return start
+        self.tree.set(np.arange(self.cursor - length, self.cursor), self.largest)
+        return self.cursor - length
 
     def remove(self, offset: int, length: int) -> None:
         """Forget the priorities of an episode."""
         self.tree.set(np.arange(offset, offset + length), 0.0)
 
-    def update(self, entries: Ints, priorities: ArrayLike) -> None:
-        """Set the priorities of frames, given by their entries."""
-        raised = self.raised(priorities)
-        self.tree.set(entries, raised)
-        if raised.size:
-            self.largest = max(self.largest, float(raised.max()))
+    def update(self, ids: Ints, priorities: Floats) -> None:
+        """Set the priorities of frames; those that are gone are passed over, if they make sense."""
+        raised = (checked_priorities(priorities) + _EPSILON) ** self.alpha
+        rows, steps, alive = self._index.locate(ids)
+        raised = raised[alive]
+        self.tree.set(self.offsets[rows[alive]] + steps[alive], raised)
+        self.largest = float(raised.max(initial=self.largest))
 
-    def raised(self, priorities: ArrayLike) -> Floats:
-        """Return priorities as the tree holds them."""
-        return np.asarray((checked_priorities(priorities) + _EPSILON) ** self.alpha)
-
-    def draw(
-        self, count: int, rng: np.random.Generator, offsets: Ints, good: Bools | None
-    ) -> tuple[Ints, Ints]:
+    def draw(self, count: int, rng: np.random.Generator, good: Bools | None) -> tuple[Ints, Ints]:
         """Draw frames, of the rows that are `good` (None: all); return their rows and steps."""
         drawn = self.tree.sample(count, rng)
-        rows = offsets.searchsorted(drawn, side="right") - 1
-        if good is not None:
+        rows = self.offsets.searchsorted(drawn, side="right") - 1
+        if good is not None and not good[rows].all():
+            # From some episodes only, by a running sum over all entries: exact, but linear.
             bad = np.flatnonzero(~good[rows])
-            if bad.size:
-                drawn[bad] = self._draw_among(bad.size, rng, offsets, good)
-                rows = offsets.searchsorted(drawn, side="right") - 1
-        return rows, drawn - offsets[rows]
+            mass = self.tree.get(np.arange(self.cursor))
+            owner = self.offsets.searchsorted(np.arange(self.cursor), side="right") - 1
+            mass[(owner < 0) | ~good[owner]] = 0
+            sums = np.cumsum(mass)
+            again = sums.searchsorted(rng.random(bad.size) * sums[-1], side="right")
+            drawn[bad] = np.minimum(again, np.flatnonzero(mass)[-1])
+            rows = self.offsets.searchsorted(drawn, side="right") - 1
+        return rows, drawn - self.offsets[rows]
 
-    def weights(self, entries: Ints, beta: float) -> Floats:
-        """Return the importance weights of entries."""
-        return importance_weights(self.tree.get(entries), self.tree.min, beta)
-
-    def _draw_among(self, count: int, rng: np.random.Generator, offsets: Ints, good: Bools) -> Ints:
-        """Draw from some episodes only, by a running sum over all entries: exact, but linear."""
-        mass = self.tree.get(np.arange(self.cursor))
-        owner = np.searchsorted(offsets, np.arange(self.cursor), side="right") - 1
-        mass[(owner < 0) | ~good[owner]] = 0
-        sums = np.cumsum(mass)
-        drawn = np.searchsorted(sums, rng.random(count) * sums[-1], side="right")
-        kept: Ints = np.minimum(drawn, np.flatnonzero(mass)[-1])
-        return kept
-
-    def _move(self, length: int, index: EpisodeIndex, offsets: Ints) -> None:
-        frames = index.frames
-        values = self.held(index, offsets)
-        self.tree = SumTree(max(_FIRST_CAPACITY, 2 * (frames + length)))
-        self.tree.set(np.arange(frames), values)
-        offsets[:] = index.positions
-        self.cursor = frames
-
-    def held(self, index: EpisodeIndex, offsets: Ints) -> Floats:
+    def held(self) -> Floats:
         """Return the entries of all frames held, by position."""
-        return self.tree.get(_entries(index, offsets))
+        return self.tree.get(self._entries())
 
-    def restore(
-        self, layout: dict[str, Any], index: EpisodeIndex, offsets: Ints, values: Floats
-    ) -> None:
+    def restore(self, layout: dict[str, Any], values: Floats) -> None:
         """Lay the tree out as it was, so that it draws the same."""
         capacity, cursor = int(layout["capacity"]), int(layout["cursor"])
         largest = float(layout["largest"])
-        ends = offsets + index.lengths
-        apart = (ends[:-1] <= offsets[1:]).all() and (not len(offsets) or offsets[0] >= 0)
-        last = int(ends[-1]) if len(ends) else 0
-        if not (apart and last <= cursor <= capacity and 0 < largest < math.inf):
+        offsets, ends = self.offsets, self.offsets + self._index.lengths
+        apart = (ends[:-1] <= offsets[1:]).all() and (offsets[:1] >= 0).all()
+        inside = ends[-1:].sum() <= cursor <= capacity
+        if not (apart and inside and 0 < largest < math.inf):
             raise UsageError("the layout of the priorities makes no sense")
-        self.tree = SumTree(capacity)
-        self.cursor, self.largest = cursor, largest
-        self.tree.set(_entries(index, offsets), values)
+        self.tree, self.cursor, self.largest = SumTree(capacity), cursor, largest
+        self.tree.set(self._entries(), values)
 
-
-def _entries(index: EpisodeIndex, offsets: Ints) -> Ints:
-    return np.repeat(offsets - index.positions, index.lengths) + np.arange(index.frames)
+    def _entries(self) -> Ints:
+        index = self._index
+        return np.repeat(self.offsets - index.positions, index.lengths) + np.arange(index.frames)
 
 
 class EpisodeStore:
-    """Whole episodes, each key of each in one record.
+    """Whole episodes, each key of each in one record; and all that decides the next draws.
 
     Attributes:
         columns: How each key is stored; empty until the first episode is there.
         as_tensordict: Whether that was a TensorDict.
     """
 
-    def __init__(self, settings: Settings, spill_dir: str | os.PathLike[str] | None) -> None:
-        max_bytes = settings.max_bytes
+    def __init__(
+        self,
+        settings: Settings,
+        spill_dir: str | os.PathLike[str] | None,
+        rng: np.random.Generator,
+    ) -> None:
+        self.settings, self.rng = settings, rng
         self.columns: list[Column] = []
         self.as_tensordict = False
         self._memory = ReusedMemory()
-        self._max_frames = settings.max_size
-        self._max_bytes = max_bytes if spill_dir is None else None
-        self._lru = settings.eviction == "lru"
-        chunk = min(_CHUNK_BYTES, max(_LEAST_CHUNK_BYTES, (max_bytes or _CHUNK_BYTES << 5) >> 5))
+        limit = settings.max_bytes
+        self._max_bytes = limit if spill_dir is None else None
+        chunk = min(_CHUNK_BYTES, max(_LEAST_CHUNK_BYTES, (limit or _CHUNK_BYTES << 5) >> 5))
         self._chunk_bytes = chunk
-        memory_bytes = max_bytes if spill_dir is not None else None
-        self.arena = Arena(chunk, memory_bytes=memory_bytes, spill_dir=spill_dir)
+        self.arena = Arena(chunk, None if spill_dir is None else limit, spill_dir)
         self._keys = len(settings.paths)
         self.index = EpisodeIndex(_FIRST + 2 * self._keys)
-        self.priorities = FramePriorities(settings.alpha) if settings.alpha is not None else None
+        alpha = settings.alpha
+        self.priorities = None if alpha is None else FramePriorities(alpha, self.index)
         self.clock = 0
 
     @property
@@ -335,34 +331,32 @@ class EpisodeStore:
         return self.index.column(_USED)
 
     @property
-    def priority_offsets(self) -> Ints:
-        """Where the priorities of each episode start, by row."""
-        return self.index.column(_OFFSET)
+    def locations(self) -> Ints:
+        """Where the records lie, [keys, rows]."""
+        return self.index.columns(_FIRST, _FIRST + self._keys)
+
+    @property
+    def sizes(self) -> Ints:
+        """Bytes of the records, [keys, rows]."""
+        return self.index.columns(_FIRST + self._keys, _FIRST + 2 * self._keys)
 
     def check_fits(self, length: int, records: Iterable[RecordWriter]) -> None:
         """Refuse an episode that could not be held even alone."""
-        if self._max_frames is not None and length > self._max_frames:
-            raise UsageError(
-                f"an episode of {length} frames does not fit max_size={self._max_frames}; "
-                "cut it, or make the buffer larger"
-            )
+        problem = ""
         total = sum(record.size for record in records)
-        if self._max_bytes is not None and total > self._max_bytes:
-            raise UsageError(
-                f"an episode of {format_bytes(total)} does not fit max_bytes={self._max_bytes}; "
-                "cut it, or make the buffer larger"
-            )
+        if self.settings.max_size is not None and length > self.settings.max_size:
+            problem = f"{length} frames does not fit max_size={self.settings.max_size}"
+        elif self._max_bytes is not None and total > self._max_bytes:
+            problem = f"{format_bytes(total)} does not fit max_bytes={self._max_bytes}"
+        if problem:
+            raise UsageError(f"an episode of {problem}; cut it, or make the buffer larger")
 
     def put(self, length: int, records: Sequence[RecordWriter]) -> int:
         """Store an episode that was checked, forgetting others to make room; return its id."""
-        for gone in self.index.ids[self._victims(length, records)].tolist():
-            row = self.index.row_of(gone)
-            assert row is not None
-            self.remove(row)
-        offset = 0
-        if self.priorities is not None:
-            offset = self.priorities.add(length, self.index, self.priority_offsets)
         sizes = [record.size for record in records]
+        for gone in self.index.ids[self._victims(length, sum(sizes))].tolist():
+            self.remove(self.index.row_of(gone))
+        offset = self.priorities.add(length) if self.priorities else 0
         locations: list[int] = []
         try:
             for record in records:
@@ -375,77 +369,174 @@ class EpisodeStore:
             raise
         self.clock += 1
         episode_id = self.index.append(length, [self.clock, offset, *locations, *sizes])
-        while (excess := self._excess()) is not None:
-            self.remove(excess)
+        # Dead bytes may take too much memory: then more must go, but not what was just added.
+        while self._max_bytes is not None and len(self.index) > 1:
+            slack = self._max_bytes // _SLACK + _SPARE_CHUNKS * self._chunk_bytes
+            if self.arena.nbytes <= self._max_bytes + slack:
+                break
+            self.remove(self._order(len(self.index) - 1)[0])
         return episode_id
 
-    def _victims(self, length: int, records: Sequence[RecordWriter]) -> Ints:
-        """Return the rows that must go before an episode can come, in the order of their going."""
-        frames, nbytes = self.index.frames + length, self.arena.live_bytes
-        nbytes += sum(record.size for record in records)
+    def _order(self, count: int) -> list[int]:
+        """Return the first so many rows, in the order of their going."""
+        lru = self.settings.eviction == "lru"
+        rows = np.argsort(self.used[:count], kind="stable") if lru else np.arange(count)
+        return list(map(int, rows))
+
+    def _victims(self, length: int, nbytes: int) -> list[int]:
+        """Return the rows that must go before an episode can come."""
+        frames, nbytes = self.index.frames + length, self.arena.live_bytes + nbytes
+        most_frames, most_bytes = self.settings.max_size, self._max_bytes
         rows: list[int] = []
-        order = np.argsort(self.used, kind="stable") if self._lru else range(len(self.index))
-        for row in order:
-            few = self._max_frames is None or frames <= self._max_frames
-            if few and (self._max_bytes is None or nbytes <= self._max_bytes):
+        for row in self._order(len(self.index)):
+            few = most_frames is None or frames <= most_frames
+            if few and (most_bytes is None or nbytes <= most_bytes):
                 break
-            rows.append(int(row))
+            rows.append(row)
             frames -= int(self.index.lengths[row])
-            nbytes -= int(self._sizes()[:, row].sum())
-        return np.array(rows, np.int64)
+            nbytes -= int(self.sizes[:, row].sum())
+        return rows
 
-    def _excess(self) -> int | None:
-        """Return the row that must go since dead bytes take too much memory; None if none must."""
-        over = self._max_bytes is not None and (
-            self.arena.nbytes
-            > self._max_bytes + self._max_bytes // _SLACK + _SPARE_CHUNKS * self._chunk_bytes
-        )
-        if not over or len(self.index) < 2:
-            return None
-        # The newest one stays: it is what the caller just added.
-        return int(np.argmin(self.used[:-1])) if self._lru else 0
-
-    def remove(self, row: int) -> None:
+    def remove(self, row: int | None) -> None:
         """Forget an episode."""
+        assert row is not None
         if self.priorities is not None:
-            self.priorities.remove(int(self.priority_offsets[row]), int(self.index.lengths[row]))
-        locations, sizes = self._locations()[:, row].copy(), self._sizes()[:, row].copy()
+            offset = int(self.priorities.offsets[row])
+            self.priorities.remove(offset, int(self.index.lengths[row]))
+        locations, sizes = self.locations[:, row].copy(), self.sizes[:, row].copy()
         self.index.remove(row)
         self.arena.free(locations, sizes)
         dead = self.arena.nbytes + self.arena.spilled_bytes - self.arena.live_bytes
         if dead > max(2 * self._chunk_bytes, self.arena.live_bytes // _SLACK):
-            table = self._locations()
-            moved = self.arena.compact(table.reshape(-1), self._sizes().reshape(-1))
+            table = self.locations
+            moved = self.arena.compact(table.reshape(-1), self.sizes.reshape(-1))
             if moved is not None:
                 table[:] = moved.reshape(table.shape)
 
-    def touch(self, rows: Ints) -> None:
-        """Note that episodes were used."""
-        self.clock += 1
-        self.used[rows] = self.clock
-
-    def addresses(self, rows: Ints) -> NDArray[np.uint64]:
-        """Return where the records of episodes lie, [keys, rows]; valid until a change."""
-        return self.arena.addresses(self._locations()[:, rows])
-
-    def gather(self, column: int, records: NDArray[np.uint64], steps: Ints) -> Bytes:
+    def gather(self, column: int, records: Addresses, steps: Ints) -> Bytes:
         """Return frames [n, size] of one key, in memory that is used again."""
         out = self._memory.array((len(steps), self.columns[column].field.size), np.uint8)
         if len(steps):
             self.columns[column].gather(records, steps, out)
         return out
 
-    def record_bytes(self) -> Ints:
-        """Return the bytes of each episode, by row."""
-        return np.asarray(self._sizes().sum(axis=0))
+    def blocks(self, some: Sequence[int] | None = None) -> dict[int, Block]:
+        """Return the episodes by their ids; they never change."""
+        ids, sizes = self.index.ids, self.sizes.sum(axis=0)
+        if some is not None:
+            held = np.isin(ids, some)
+            ids, sizes = ids[held], sizes[held]
+        return dict(zip(ids.tolist(), map(Block, sizes.tolist()), strict=True))
 
-    def records(self, column: int, rows: Ints) -> tuple[Bytes, Ints]:
-        """Copy records out, one behind the other; return them and their sizes."""
-        sizes = self._sizes()[column][rows]
-        return self.arena.gather(self._locations()[column][rows], sizes), sizes
+    def copy(self, blocks: Sequence[int]) -> list[Item]:
+        """Return the records of episodes."""
+        rows = np.searchsorted(self.index.ids, np.array(blocks, np.int64))
+        items = [Item("ids", self.index.ids[rows]), Item("lengths", self.index.lengths[rows])]
+        for number in range(len(self.columns)):
+            sizes = self.sizes[number][rows]
+            data = self.arena.gather(self.locations[number][rows], sizes)
+            items += [Item(f"sizes.{number}", sizes), Item(f"records.{number}", data)]
+        return items
 
-    def _locations(self) -> Ints:
-        return self.index.columns(_FIRST, _FIRST + self._keys)
+    def state(self, blocks: Mapping[int, Block]) -> tuple[dict[str, Any], dict[str, NDArray[Any]]]:
+        """Return what is not in the episodes."""
+        index, priorities = self.index, self.priorities
+        state: dict[str, Any] = {
+            "version": _VERSION,
+            "settings": asdict(self.settings),
+            "rng": tree.flatten(self.rng.bit_generator.state, lambda path, value: None),
+            "tensordict": self.as_tensordict,
+            "columns": [column.config() for column in self.columns] or None,
+            "clock": self.clock,
+            "next": [index.next_id, index.next_frame],
+        }
+        tables: dict[str, NDArray[Any]] = {
+            "ids": index.ids.copy(),
+            "starts": index.starts.copy(),
+            "lengths": index.lengths.copy(),
+            "used": self.used.copy(),
+            "leaves": np.zeros_like(index.ids),
+        }
+        if priorities is not None:
+            state["priorities"] = {
+                "capacity": priorities.tree.capacity,
+                "cursor": priorities.cursor,
+                "largest": priorities.largest,
+            }
+            tables["leaves"] = priorities.offsets.copy()
+            tables["priorities"] = priorities.held()
+        return state, tables
 
-    def _sizes(self) -> Ints:
-        return self.index.columns(_FIRST + self._keys, _FIRST + 2 * self._keys)
+
+def load(
+    folder: str | os.PathLike[str], spill_dir: str | os.PathLike[str] | None
+) -> tuple[EpisodeStore, Saved]:
+    """Return what was saved, every byte verified."""
+    with LogReader(Path(folder), HOLDER) as log:
+        try:
+            return _load(log, spill_dir)
+        except _NONSENSE as error:
+            raise CorruptFile(f"{folder} is damaged: its state makes no sense ({error})") from error
+
+
+def _load(log: LogReader, spill_dir: str | os.PathLike[str] | None) -> tuple[EpisodeStore, Saved]:
+    state = log.state
+    _need(log, state["version"] == _VERSION, "its version is not of this penstock; upgrade it")
+    rng = np.random.default_rng()
+    rng.bit_generator.state = tree.unflatten(state["rng"], _refuse)
+    saved = Saved(log.folder.resolve(), log.digest)
+    store = EpisodeStore(Settings.from_json(state["settings"]), spill_dir, rng)
+    if state["columns"] is None:
+        return store, saved
+    columns = [Column.from_config(config) for config in state["columns"]]
+    paths = tuple(column.field.path for column in columns)
+    _need(log, paths == store.settings.paths, "its keys contradict each other")
+    store.columns, store.as_tensordict = columns, state["tensordict"] is True
+    names = ("ids", "starts", "lengths", "used", "leaves", "segment", "place")
+    ids, starts, lengths, used, offsets, segments, places = log.ints(*names)
+    if len(ids):  # as they come from an index
+        good = max(lengths.max(), starts.max()) < 2**62
+        good = good and (np.diff(ids) > 0).all() and (np.diff(starts) >= lengths[:-1]).all()
+        good = good and min(ids[0], starts[0], lengths.min() - 1) >= 0
+        good = good and ids[-1] < state["next"][0] and starts[-1] + lengths[-1] <= state["next"][1]
+        _need(log, good, "its list of episodes makes no sense")
+    extra = np.zeros((_FIRST + 2 * len(columns), len(ids)), np.int64)
+    extra[_USED], extra[_OFFSET] = used, offsets
+    for number, name in enumerate(log.segments):
+        rows = np.flatnonzero(segments == number)
+        at = places[rows]
+        with log.open_segment(name) as segment:
+            held, steps = segment.read("ids"), segment.read("lengths")
+            good = at.size and at.min() >= 0 and at.max() < len(held)
+            good = good and np.array_equal(held[at], ids[rows])
+            _need(log, good and np.array_equal(steps[at], lengths[rows]), f"{name} has others")
+            total = 0
+            for k, column in enumerate(columns):
+                sizes, data = segment.read(f"sizes.{k}"), segment.read(f"records.{k}")
+                good = sizes.shape == held.shape and (sizes >= 1).all() and sizes.sum() == data.size
+                _need(log, good, f"the records of {name} make no sense")
+                total += data.size
+                ends = np.cumsum(sizes)
+                for row, place in zip(rows.tolist(), at.tolist(), strict=True):
+                    record = data[ends[place] - sizes[place] : ends[place]]
+                    record = column.from_file(record, int(steps[place]))
+                    extra[_FIRST + k, row] = store.arena.put([record], record.size)
+                    extra[_FIRST + len(columns) + k, row] = record.size
+        if not any(column.is_old for column in columns):  # those are written anew, as they are now
+            saved.sizes[name] = total
+            saved.places.update({int(held[k]): Place(name, k) for k in at.tolist()})
+    rows_of_index = (ids.tolist(), starts.tolist(), lengths.tolist(), extra.T.tolist())
+    store.index.restore(list(zip(*rows_of_index, strict=True)), state["next"])
+    store.clock = int(state["clock"])
+    if store.priorities is not None:
+        store.priorities.restore(state["priorities"], log.item("priorities"))
+    return store, saved
+
+
+def _need(log: LogReader, condition: Any, problem: str) -> None:
+    if not condition:
+        raise CorruptFile(f"{log.folder} is damaged: {problem}")
+
+
+def _refuse(record: dict[str, Any]) -> Any:
+    raise CorruptFile(f"{record!r} makes no sense")

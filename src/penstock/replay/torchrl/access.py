@@ -75,41 +75,31 @@ def place(
     dims = dims or (-(-max_size // max(1, int(np.prod(rest)))), *rest)
     if isinstance(cursor, torch.Tensor) and cursor.dtype in _INTEGERS and cursor.ndim == 1:
         cursor = torch.where(cursor < 0, cursor + dims[0], cursor).long()
-        kept = _last_of_each(cursor.cpu().numpy())
-        if kept is not None and len(data) == len(cursor):
-            cursor, data = cursor[kept], data[torch.from_numpy(kept)]
         rows = cursor.cpu().numpy()
+        found, at = np.unique(rows[::-1], return_index=True)
+        if found.size < rows.size and len(data) == len(cursor):  # of those named twice, the last
+            kept = np.sort(rows.size - 1 - at)
+            cursor, data, rows = cursor[kept], data[torch.from_numpy(kept)], rows[kept]
     elif single:
         rows = np.asarray(cursor + dims[0] if cursor < 0 else cursor, np.int64)
     else:
+        rows = None
         slots = slots_at(dims, cursor)
         if np.unique(slots).size != slots.size:
             raise UsageError("an index names a slot twice; which value should it get?")
-        return _fits(slots, data), cursor, data
-    if rows.size and (int(rows.min()) < 0 or int(rows.max()) >= dims[0]):
-        bad = rows.min() if rows.min() < 0 else rows.max()
-        raise UsageError(f"slot {int(bad)} is not one of {dims[0]}")
-    inner = np.arange(int(np.prod(dims[1:])), dtype=np.int64).reshape(dims[1:])
-    as_outer = (..., *[None] * inner.ndim)
-    return _fits(np.asarray(rows[as_outer] * inner.size + inner), data), cursor, data
-
-
-def _fits(slots: Slots, data: TensorDictBase) -> Slots:
+    if rows is not None:
+        bad = rows[(rows < 0) | (rows >= dims[0])]
+        if bad.size:
+            raise UsageError(f"slot {int(bad.flat[0])} is not one of {dims[0]}")
+        inner = np.arange(int(np.prod(dims[1:])), dtype=np.int64).reshape(dims[1:])
+        outer = rows.reshape((*rows.shape, *[1] * inner.ndim))
+        slots = np.asarray(outer * inner.size + inner)
     if tuple(data.batch_size[: slots.ndim]) != slots.shape:
         raise UsageError(
             f"data of batch size {list(data.batch_size)} does not fill {list(slots.shape)} slots; "
             "give one item per slot"
         )
-    return slots
-
-
-def _last_of_each(rows: Slots) -> Slots | None:
-    """Return which items to keep when places are named twice: the last ones; None for all."""
-    found, at = np.unique(rows[::-1], return_index=True)
-    if found.size == rows.size:
-        return None
-    kept: Slots = np.sort(rows.size - 1 - at)
-    return kept
+    return slots, cursor, data
 
 
 def is_view(index: Any) -> bool:
@@ -202,7 +192,7 @@ class StorageSlice(TensorDict):  # type: ignore[misc]
         try:
             slots = torch.from_numpy(self._slots)[index].numpy()
         except IndexError:  # it goes into the items: they are written anew as a whole
-            whole = self._owner.get(path).view(-1, *self._owner.shape_of(path))[self._slots]
+            whole = self._owner.get(path).flatten(0, self._owner.ndim - 1)[self._slots]
             whole[index] = value
             return self.set_(key, whole)
         copy = self.get(path, None)

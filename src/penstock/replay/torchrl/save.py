@@ -21,10 +21,10 @@ from torchrl.data.replay_buffers.checkpointers import StorageCheckpointerBase
 
 from penstock.core.pack import DTYPES, Item
 from penstock.errors import CorruptFile, DataError, UsageError
+from penstock.replay.arena import CompressedColumns, Encoded
 from penstock.replay.frames import FrameCodec, frame_codec
 from penstock.replay.keys import Field
 from penstock.replay.segments import Block, LogReader, Place, Saved, SegmentLog, save_blocks
-from penstock.replay.torchrl.slots import CompressedColumns, Encoded
 from penstock.replay.torchrl.structure import Form, KeyTree, as_rows
 from penstock.tensors import flat_words, tensor_over
 
@@ -63,11 +63,6 @@ class SlotTracker:
         self.clock += 1
         self.written[slots] = True
         self.versions[slots // BLOCK] = self.clock
-
-    def touch_all(self) -> None:
-        """Note that what was saved is of no use any more: the next save writes everything."""
-        self.clock += 1
-        self.versions[:] = self.clock
 
 
 class SegmentCheckpointer(StorageCheckpointerBase):  # type: ignore[misc]
@@ -140,7 +135,13 @@ class _Content:
 
 def _load(storage: CompressedStorage, log: LogReader) -> None:
     try:
-        block, segment, place = _tables(log)
+        if "home" in log.names:  # files of before: per block, the number of its segment, or -1
+            home = log.item("home").astype(np.int64)
+            block = np.flatnonzero(home >= 0)
+            segment, place = home[block], np.zeros_like(block)
+            _need((segment < len(log.segments)).all(), "its table of blocks")
+        else:
+            block, segment, place = log.ints("block", "segment", "place")
         sizes: dict[str, int] = {}
         install(storage, log.state, _read_parts(log, block, segment, sizes))
     except DataError as error:
@@ -154,21 +155,6 @@ def _load(storage: CompressedStorage, log: LogReader) -> None:
         if k in blocks
     }
     storage._saved = Saved(log.folder.resolve(), log.digest, places, sizes)
-
-
-def _tables(log: LogReader) -> tuple[Ints, Ints, Ints]:
-    """Return which block lies in which segment, and where in there."""
-    if "home" in log.names:  # files of before: per block, the number of its segment, or -1
-        home = log.item("home").astype(np.int64)
-        block = np.flatnonzero(home >= 0)
-        segment, place = home[block], np.zeros(block.size, np.int64)
-    else:
-        block, segment, place = (log.item(name) for name in ("block", "segment", "place"))
-    good = block.ndim == 1 and block.shape == segment.shape == place.shape
-    good = good and all(table.dtype == np.int64 for table in (block, segment, place))
-    good = good and bool(((segment >= 0) & (segment < len(log.segments))).all())
-    _need(good, "its table of blocks")
-    return block, segment, place
 
 
 def _read_parts(
@@ -348,8 +334,9 @@ def install(storage: CompressedStorage, state: Any, parts: Iterable[Part]) -> No
     storage.__dict__["_total_shape_value"] = torch.Size(dims)
     storage._len = length
     storage._set_last_cursor(cursor)
-    storage._adopt(tree, columns, tracker)
+    storage._tree, storage._columns, storage._tracker = tree, columns, tracker
     storage._first_paths = first
+    storage._refresh()
 
 
 def _fill(

@@ -28,6 +28,7 @@ with needs_torchrl("CompressedStorage"):
     from torch.utils._pytree import tree_map
     from torchrl.data import LazyTensorStorage, TensorStorage
 
+from penstock.replay.arena import CompressedColumns, Encoded
 from penstock.replay.frames import FrameCodec, choose_codec
 from penstock.replay.keys import Codecs, KeyPath, check_codecs, codecs_of
 from penstock.replay.segments import Saved
@@ -47,7 +48,6 @@ from penstock.replay.torchrl.save import (
     export_state,
     import_state,
 )
-from penstock.replay.torchrl.slots import CompressedColumns, Encoded
 from penstock.replay.torchrl.structure import (
     Form,
     KeyTree,
@@ -149,10 +149,6 @@ class CompressedStorage(LazyTensorStorage):  # type: ignore[misc]
         device = "auto" if self.device is None else self.device
         return {"codecs": self._codecs, "ndim": self.ndim, "device": device, **self._spill}
 
-    def shape_of(self, path: KeyPath) -> tuple[int, ...]:
-        """Return the shape of a key in one slot."""
-        return self._tree.keys[self._tree.number[path]].shape
-
     def set(self, cursor: Any, data: Any, *, set_cursor: bool = True) -> None:
         """Write slots; called by the buffer's writer.
 
@@ -169,7 +165,11 @@ class CompressedStorage(LazyTensorStorage):  # type: ignore[misc]
             data = stack_items(data)
         with self._lock:
             form = self._form if self.initialized else Form.of(data)
-            data = form.wrap(data, self._lead(cursor))
+            lead = int(self.ndim) - isinstance(cursor, int | np.integer)
+            mask = getattr(cursor, "dtype", None) in (torch.bool, np.bool_)
+            if self._dims and (mask or isinstance(cursor, tuple)):
+                lead = slots_at(self._dims, cursor).ndim
+            data = form.wrap(data, lead)
             slots, cursor, data = place(cursor, data, self.ndim, self.max_size, self._dims)
             lead = slots.ndim
             leaves = dict(leaves_of(data))
@@ -192,8 +192,10 @@ class CompressedStorage(LazyTensorStorage):  # type: ignore[misc]
             first = not self.initialized
             super().set(cursor, plain, set_cursor=set_cursor)
             if first:
-                self._form = form
-                self._adopt(tree, columns, SlotTracker(self._capacity, self._tracker.clock))
+                self._form, self._tree, self._columns = form, tree, columns
+                self._tracker = SlotTracker(self._capacity, self._tracker.clock)
+                self._first_paths = frozenset(tree.number) - _ADDED_BY_TORCHRL
+                self._refresh()
             self._tracker.touch(flat)
 
     def get(self, index: Any) -> Any:
@@ -227,14 +229,6 @@ class CompressedStorage(LazyTensorStorage):  # type: ignore[misc]
             return TensorSlice.over(data, content)
         return data
 
-    def _lead(self, cursor: Any) -> int:
-        """Return how many dimensions of data are slots, if it is written at a cursor."""
-        if isinstance(cursor, int | np.integer):
-            return int(self.ndim) - 1
-        if isinstance(cursor, tuple) or getattr(cursor, "dtype", None) in (torch.bool, np.bool_):
-            return slots_at(self._dims, cursor).ndim if self._dims else int(self.ndim)
-        return int(self.ndim)
-
     def write_keys(
         self, slots: Slots, changes: Mapping[KeyPath, Any], write_plain: Callable[[], object]
     ) -> None:
@@ -260,14 +254,6 @@ class CompressedStorage(LazyTensorStorage):  # type: ignore[misc]
             if flat.size:
                 self._columns.store(flat, encoded)
                 self._tracker.touch(flat)
-
-    def _slice(self, content: Any, index: Any, slots: Slots | None = None) -> Any:
-        """Let what an index gives write through to the storage, where TorchRL's own would."""
-        if not isinstance(content, TensorDictBase) or not is_view(index):
-            return content
-        if slots is None:
-            slots = slots_at((self._len_along_dim0, *self._dims[1:]), index)
-        return StorageSlice.over(content, self, slots)
 
     def flatten(self) -> Any:
         """Return a storage of one dimension with the same content, decoded."""
@@ -358,12 +344,6 @@ class CompressedStorage(LazyTensorStorage):  # type: ignore[misc]
         columns = CompressedColumns(capacity, codecs, **self._spill)
         return KeyTree(keys, extras, list(codecs)), columns
 
-    def _adopt(self, tree: KeyTree, columns: CompressedColumns, tracker: SlotTracker) -> None:
-        """Take over a structure, when `_storage` holds its plain keys."""
-        self._tree, self._columns, self._tracker = tree, columns, tracker
-        self._first_paths = frozenset(tree.number) - _ADDED_BY_TORCHRL
-        self._refresh()
-
     def _refresh(self) -> None:
         """Note what the fast path needs: flat views of the plain keys, dimensions, names."""
         self._dims = tuple(self._total_shape)
@@ -421,7 +401,7 @@ class CompressedStorage(LazyTensorStorage):  # type: ignore[misc]
         for field, room in zip(added, rooms, strict=True):
             self._storage.set(field.path, room)
         self._tree = grown
-        self._tracker.touch_all()
+        self._tracker.touch(np.flatnonzero(self._tracker.written))  # all is saved again
         self._refresh()
 
     def _fast_slots(self, index: Any) -> Slots | None:
@@ -432,12 +412,8 @@ class CompressedStorage(LazyTensorStorage):  # type: ignore[misc]
         length = self._len if self.ndim == 1 else self._len_along_dim0
         slots: Slots | None = None
         for part, limit in zip(parts, (length, *self._dims[1:]), strict=True):
-            if (
-                type(part) is not torch.Tensor
-                or part.dtype is not torch.int64
-                or part.ndim != 1
-                or not part.numel()
-            ):
+            good = type(part) is torch.Tensor and part.dtype is torch.int64
+            if not good or part.ndim != 1 or not part.numel():
                 return None
             numbers = part.cpu().numpy()
             if int(numbers.view(np.uint64).max()) >= limit:  # negative ones are huge, seen so
@@ -448,11 +424,9 @@ class CompressedStorage(LazyTensorStorage):  # type: ignore[misc]
         return slots
 
     def _gather(self, slots: Slots, big: list[int]) -> TensorDict:
-        index = torch.from_numpy(slots)
         device = self._storage.device
         on_cpu = device is None or device.type == "cpu"
-        if not on_cpu:
-            index = index.to(device)
+        index = torch.from_numpy(slots) if on_cpu else torch.from_numpy(slots).to(device)
         count = slots.size
         tensors: dict[int, torch.Tensor] = {}
         for k, leaf, row_bytes in self._flat:
@@ -476,15 +450,15 @@ class CompressedStorage(LazyTensorStorage):  # type: ignore[misc]
 
     def _get_any(self, index: Any, big: list[int]) -> Any:
         """Let a TensorDict of slot numbers say what an index means, however odd it is."""
-        plain = super().get(index)
+        content = super().get(index)
         if not self._tree.big:
-            return plain
-        if not big:
-            return self._slice(plain, index)
+            return content
         slots = slots_at((self._len_along_dim0, *self._dims[1:]), index)
-        tensors = {k: plain.get(self._tree.keys[k].path) for k in self._tree.plain}
-        for k in big:
-            tensors[k] = self._decode(k, slots)
-        names = plain.names if self._names is not None else None
-        content = self._tree.assemble(tensors, slots.shape, plain.device, names)
-        return self._slice(content, index, slots)
+        if big:
+            tensors = {k: content.get(self._tree.keys[k].path) for k in self._tree.plain}
+            tensors |= {k: self._decode(k, slots) for k in big}
+            names = content.names if self._names is not None else None
+            content = self._tree.assemble(tensors, slots.shape, content.device, names)
+        # It writes through to the storage, where TorchRL's own would.
+        view = isinstance(content, TensorDictBase) and is_view(index)
+        return StorageSlice.over(content, self, slots) if view else content
