@@ -142,7 +142,7 @@ class Snapshot:
                 staged.version = staged.live._version
             for staged in self._now:
                 if staged.clone is not None:
-                    staged.clone = _cloned(staged.live)
+                    staged.clone = staged.live.clone()
         else:
             name = self.name_of(written[0])
             raise SnapshotDiscarded(
@@ -182,8 +182,6 @@ class Snapshot:
 
     def values(self, staged: StagedTensor) -> NDArray[Any]:
         """Return the copy of a tensor, in its shape, as pack words."""
-        if isinstance(staged.clone, np.ndarray):
-            return staged.clone
         copy: NDArray[Any] = (
             self._memory[staged.offset : staged.offset + staged.nbytes]
             if staged.clone is None
@@ -242,7 +240,7 @@ class Snapshot:
         if staged is None:
             staged = StagedTensor("ndarray", value, value.dtype.name, value.nbytes)
             self._known[id(value)] = staged
-            self._stage(staged)
+            self._place(staged, self._now)
         return staged
 
     def _tensor(self, value: torch.Tensor) -> StagedTensor:
@@ -262,7 +260,7 @@ class Snapshot:
         staged = StagedTensor("tensor", value, dtype, nbytes)
         if not nbytes:
             _check("", value)
-            self._place(staged)
+            staged.clone = value.clone()
             return staged
         self._known[key] = staged
         try:
@@ -276,28 +274,25 @@ class Snapshot:
             staged.address, staged.storage = address, value.untyped_storage()
             if not staged.in_place():
                 raise UnsupportedValue("a tensor whose memory was given up")
-            owner = self._owned.get(address) if nbytes > _SMALL_BYTES else None
+            if nbytes <= _SMALL_BYTES and self.cloned_bytes < _MOST_CLONED_BYTES:
+                # Now, while it is in the cache; into memory that the allocator has at hand.
+                staged.clone = value.clone()
+                self.cloned_bytes += nbytes
+                self._now.append(staged)
+                return staged
+            owner = self._owned.get(address)
             if owner is not None and tensor_bytes(owner) == nbytes and staged.version is not None:
                 staged.owner = owner
-                self._place(staged)
-                self.lazy.append(staged)
+                self._place(staged, self.lazy)
                 return staged
-        self._stage(staged)
+        self._place(staged, self._now)
         return staged
 
-    def _stage(self, staged: StagedTensor) -> None:
-        """Copy a small tensor now, while it is in the cache; give a large one its place."""
-        small = staged.nbytes <= min(_SMALL_BYTES, _MOST_CLONED_BYTES - self.cloned_bytes)
-        if small and (staged.storage is not None or staged.kind == "ndarray"):
-            staged.clone = _cloned(staged.live)
-            self.cloned_bytes += staged.nbytes
-        else:
-            self._place(staged)
-        self._now.append(staged)
-
-    def _place(self, staged: StagedTensor) -> None:
+    def _place(self, staged: StagedTensor, those: list[StagedTensor]) -> None:
+        """Give a tensor a place in the staging memory."""
         staged.offset = self.size_bytes
         self.size_bytes += staged.nbytes + -staged.nbytes % _ALIGNMENT
+        those.append(staged)
 
 
 class DeviceClones:
@@ -352,11 +347,6 @@ def chunks(to: int, start: int, nbytes: int) -> Iterator[Chunk]:
     """Cut a copy into pieces that threads can share."""
     for at in range(0, nbytes, CHUNK_BYTES):
         yield to + at, start + at, min(CHUNK_BYTES, nbytes - at)
-
-
-def _cloned(live: Any) -> Any:
-    """Copy a tensor or array into memory that the allocator has at hand."""
-    return live.clone() if isinstance(live, torch.Tensor) else live.copy()
 
 
 def address_of(memory: NDArray[Any]) -> int:
