@@ -110,10 +110,10 @@ class ChunkTable(Sequence[Chunk]):
         """How the chunks are stored."""
         return {_COMPRESSIONS[code] for code in np.unique(self._chunks["f3"])}
 
-    def chunks_of(self, keys: Collection[int]) -> Iterator[int]:
-        """Yield the numbers of the chunks with messages of some connections."""
+    def chunks_of(self, keys: Collection[int]) -> list[int]:
+        """Return the numbers of the chunks with messages of some connections, rising."""
         found = np.isin(self._slots["key"], list(keys)) & (self._slots["count"] > 0)
-        yield from map(int, np.unique(self._slots["chunk"][found]))
+        return list(map(int, np.unique(self._slots["chunk"][found])))
 
     def slots_of(self, number: int) -> dict[int, int]:
         """Return how many messages of each connection a chunk holds."""
@@ -143,6 +143,7 @@ class ChunkTable(Sequence[Chunk]):
             raise BadRecord("a chunk holds fewer messages than the index promises")
         self._loaded[number] = True
 
-    def places(self, number: int) -> Iterator[Rows]:
-        """Yield the places of a loaded chunk's messages."""
-        return self.rows.blocks(*self._first_row[number : number + 2].tolist())
+    def places(self, numbers: Sequence[int]) -> Iterator[Rows]:
+        """Yield the places of the messages of loaded chunks, those of neighbours together."""
+        for run in np.split(numbers, np.flatnonzero(np.diff(numbers) != 1) + 1):
+            yield from self.rows.blocks(*self._first_row[[run[0], run[-1] + 1]].tolist())

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import tempfile
 import time
+from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -195,7 +196,7 @@ class _Reading:
     def __init__(self, bag: Bag, plan: Plan, job: Job, advance: Advance) -> None:
         self.bag, self.plan, self.job = bag, plan, job
         self._advance = advance
-        self._starts = np.array([first for first, _ in plan.episodes])
+        self._starts = [first for first, _ in plan.episodes]
         self._queue_bytes = queue_bytes(job.memory_bytes)
         self.lanes = [Lanes("convert", self._queue_bytes)]
         self.previews: dict[str, bytes] = {}
@@ -230,14 +231,16 @@ class _Reading:
         spools = self._spools(cameras)
         with self.lanes[0] as lanes:
             for name, camera in cameras.items():
-                if name not in spools:
+                if name not in spools and not camera.copies:
                     lanes.open(name, camera.work)
             for message in self.bag.read(topics, _wanted([rows, *cameras.values()])):
                 check_stop()
                 read_bytes += len(message.data)
                 for camera in by_topic.get(message.topic, ()):
                     for shown in camera.shown(message):
-                        if camera.name in spools:
+                        if camera.copies:
+                            camera.work(shown)
+                        elif camera.name in spools:
                             spools[camera.name].put(shown)
                         else:
                             lanes.put(camera.name, shown, len(shown[0]))
@@ -282,7 +285,7 @@ class _Reading:
 
     def episode_of(self, frame: int) -> int:
         """Return the number of the episode that a frame is in."""
-        return int(np.searchsorted(self._starts, frame, side="right")) - 1
+        return bisect_right(self._starts, frame) - 1
 
 
 class _Camera:
@@ -296,6 +299,8 @@ class _Camera:
         codec = mapping.codec_of(self.plan.camera)
         _, height, width = reading.job.features[name].picture_size
         self.needs_bytes = encoder_bytes(codec, width, height)
+        # To copy a JPEG takes less than to hand it to a thread; the reader does it.
+        self.copies = codec == "copy" and self.plan.video is None
         kind = Pictures if self.plan.video is None else VideoPictures
         self._pictures = kind(
             reading.bag, self.plan, codec, (width, height), mapping.bad_pictures, self._sink
@@ -341,7 +346,8 @@ class _Camera:
             yield self._take(message.data)
 
     def _take(self, data: bytes | memoryview) -> Shown:
-        data = bytes(data)  # a view keeps its whole chunk, and only its own bytes are counted
+        if not self.copies:
+            data = bytes(data)  # a view keeps its whole chunk, and only its own bytes are counted
         first, after = self._spans[self._next].tolist()
         self._next += 1
         return data, first, after

@@ -164,6 +164,7 @@ class VideoWriter:
         self.frames = 0
         self._settings = settings
         self._fps = fps
+        self._tick = Fraction(1, fps * TICKS)
         self._size = (width, height)
         self._reformatter = Reformatter()
         self._jpeg: JpegSize | None = None
@@ -213,7 +214,7 @@ class VideoWriter:
         """
         packet = av.Packet(data)
         packet.stream = self._stream
-        packet.time_base = Fraction(1, self._fps * TICKS)
+        packet.time_base = self._tick
         packet.pts, packet.dts = frame * TICKS, turn * TICKS
         packet.duration = TICKS
         packet.is_keyframe = is_key
@@ -258,11 +259,10 @@ class VideoWriter:
 
     def _open_stream(self) -> Any:
         width, height = self._size
-        base = Fraction(1, self._fps * TICKS)
         if self._settings.codec == "copy":
             copied = self._settings.copied
             stream: Any = add_copy_stream(self._container, copied, self._fps, width, height)
-            stream.time_base = base
+            stream.time_base = self._tick
             return stream
         encoder = _ENCODERS[self._settings.codec]
         if encoder.name == "libsvtav1":
@@ -272,7 +272,7 @@ class VideoWriter:
             encoder.name, rate=self._fps, options=self._options(encoder)
         )
         stream.width, stream.height, stream.pix_fmt = width, height, encoder.pix_fmt
-        stream.time_base = base
+        stream.time_base = self._tick
         context = stream.codec_context
         context.time_base = Fraction(1, self._fps)
         context.thread_count = 1
