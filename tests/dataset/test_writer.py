@@ -225,6 +225,21 @@ def test_units_of_many_episodes_are_split_at_the_size_limits(
     check_v3(out, 9)
 
 
+def test_a_long_episode_is_written_in_bounded_row_groups(tmp_path: Path) -> None:
+    """A row group is in memory as a whole, several times: an hour must not take more than that."""
+    numbers = {"action": Feature("float32", (2,))}
+    with DatasetWriter(tmp_path / "out", numbers, 30) as writer:
+        with writer.unit({"bag": "long"}, [Episode(10_000, "drive")]) as unit:
+            unit.add_rows({"action": np.arange(20_000, dtype=np.float32).reshape(-1, 2)})
+            unit.commit()
+        writer.build()
+    [path] = (tmp_path / "out").glob("data/*/*.parquet")
+    found = pq.ParquetFile(path).metadata
+    rows = [found.row_group(k).num_rows for k in range(found.num_row_groups)]
+    assert sum(rows) == 10_000 and max(rows) <= 4096
+    assert len(Dataset(tmp_path / "out").episode(0).columns(["action"])["action"]) == 10_000
+
+
 def test_what_is_full_is_linked_and_not_written_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -47,7 +47,7 @@ class ChunkTable(Sequence[Chunk]):
     def __init__(self, path: Path, limits: Limits, scratch: Path | None) -> None:
         self._path, self._limits = path, limits
         self._made_chunks, self._made_slots = bytearray(), bytearray()
-        self.rows = RowStore(limits.index_bytes, scratch)
+        self.rows = RowStore(scratch)
         self._chunks, self._slots = np.empty(0, _CHUNK), np.empty(0, _SLOT)
         self._first_slot = self._first_row = np.zeros(1, np.int64)
         self._loaded = np.zeros(0, bool)

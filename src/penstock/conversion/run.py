@@ -302,7 +302,7 @@ class _UnitMaker:
                         if isinstance(outcome, PenstockError):
                             write_failure_note(job.units, key, job.record.source, str(outcome))
                         elif len(outcomes) > _DETAILED:
-                            outcome = replace(outcome, previews={}, skew_ms={}, memory=[])
+                            outcome = replace(outcome, previews={}, skew_ms={})
                         finished(key)
                         outcomes[job.bag] = outcome
                         meter.finished(sizes[job.bag], failed)
