@@ -235,10 +235,10 @@ def _read(bag: Bag, plan: Plan, job: Job, unit: UnitWriter, advance: Advance) ->
             if message.topic in number_topics:
                 for count, columns in rows.take(message):
                     unit.add_rows(columns)
-                    give_back_unused()
                     frames += 0 if counted else count
             if time.monotonic() - told_s > _REPORT_EVERY_S:
                 advance(read_bytes, frames)
+                give_back_unused()
                 read_bytes = frames = 0
                 told_s = time.monotonic()
         for _, columns in rows.finish():

@@ -30,7 +30,6 @@ from penstock.media.av_versions import (
     BITEXACT,
     Reformatter,
     add_copy_stream,
-    pixel_format,
 )
 from penstock.media.depth import DepthCoding
 from penstock.media.headers import JpegSize, check_pixels, jpeg_size
@@ -369,34 +368,6 @@ def _limited_range(frame: av.VideoFrame) -> av.VideoFrame:
         height, width = min(len(old), len(new)), min(old.shape[1], new.shape[1])
         new[:height, :width] = rows[:height, :width]
     return narrowed
-
-
-@dataclass(frozen=True)
-class VideoFacts:
-    """What the header of a video says."""
-
-    frames: int
-    fps: Fraction
-    width: int
-    height: int
-    codec: str
-    pix_fmt: str | None
-
-
-def probe(path: Path | str) -> VideoFacts:
-    """Read the header of a video, decoding nothing."""
-    with open_video(path) as (container, stream):
-        frames = stream.frames or sum(packet.size > 0 for packet in container.demux(stream))
-        rate = stream.average_rate or stream.base_rate or Fraction(0)
-        context = stream.codec_context
-        return VideoFacts(
-            frames,
-            rate,
-            context.width,
-            context.height,
-            context.codec.canonical_name,
-            pixel_format(context),
-        )
 
 
 def read_video(
