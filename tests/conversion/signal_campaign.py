@@ -103,6 +103,8 @@ def campaign(folder: Path, signals: int, seed: int) -> dict:
             wrong.append(f"{where}: exit {code}: {said[-300:]}")
         elif code == 128 + number and len(said.splitlines()) != 1:
             wrong.append(f"{where}: said {said[-300:]!r}")
+        elif code == 0 and content(out) != whole:  # it may only have been faster than the signal
+            wrong.append(f"{where}: exit 0, and the dataset is not whole")
         if took_s > LONGEST_S:
             wrong.append(f"{where}: took {took_s:.1f} s")
         if code_of(start(words_of(bags, out, 1, "--resume"), log)) != 0:

@@ -201,6 +201,7 @@ def _open_unit(job: Job, plan: Plan) -> UnitWriter:
 
 def _read(bag: Bag, plan: Plan, job: Job, unit: UnitWriter, advance: Advance) -> dict[str, bytes]:
     """Read the bag once, and bring everything into the unit; return a preview of each camera."""
+    give_back_unused()  # what planning took
     rows = Rows(bag, plan, job.mapping)
     cameras: dict[str, Pictures] = {}
     by_topic: dict[str, list[Pictures]] = {}
