@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import ctypes
 import threading
 import time
 from collections.abc import Mapping
-from contextlib import suppress
 from typing import Final
 
-import pyarrow as pa
 from typing_extensions import Self
 
 from penstock.conversion.mapping import Mapping as Recipe
@@ -24,17 +21,6 @@ _PER_PIXEL: Final = {"h264": 24, "grey8": 24, "depth12": 40, "av1": 64, "png": 1
 _QUEUE_BYTES: Final = 16 * 2**20  # hundreds of pictures: more would only be more memory
 _LEAST_QUEUE_BYTES: Final = 4 * 2**20
 _MAX_SAMPLES: Final = 2000
-
-
-def give_back_unused() -> None:
-    """Give memory back to the system that was freed and is kept: it grows with the recording.
-
-    Arrow keeps some of its own, and so does glibc: tables of muxers that grow side by side leave
-    holes of every size behind them.
-    """
-    pa.default_memory_pool().release_unused()
-    with suppress(OSError, AttributeError):  # no glibc
-        ctypes.CDLL(None).malloc_trim(0)
 
 
 def encoder_bytes(codec: str, width: int, height: int) -> int:

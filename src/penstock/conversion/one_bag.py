@@ -25,7 +25,7 @@ from penstock.conversion.features import Joints, describe
 from penstock.conversion.lanes import Lanes, Spool
 from penstock.conversion.mapping import Codec
 from penstock.conversion.mapping import Mapping as Recipe
-from penstock.conversion.memory import BASE_BYTES, MemoryWatch, give_back_unused, queue_bytes
+from penstock.conversion.memory import BASE_BYTES, MemoryWatch, queue_bytes
 from penstock.conversion.pictures import Pictures, VideoPictures
 from penstock.conversion.plan import Plan, plan_bag
 from penstock.conversion.rows import Rows
@@ -33,6 +33,7 @@ from penstock.core.files import make_folder
 from penstock.core.interrupt import check_stop
 from penstock.core.objects import ObjectPath
 from penstock.dataset.layout import Feature
+from penstock.dataset.tables import give_back_unused
 from penstock.dataset.unit import Episode, UnitRecord, UnitWriter
 from penstock.errors import DataError, PenstockError
 from penstock.media.encodings import CODECS
