@@ -22,7 +22,7 @@ def chunks_with(path, topics):
     """The bytes of the chunks, and their index records, that hold messages of some topics."""
     with open_bag(path) as bag:
         keys = [key for own in bag._keys(topics).values() for key in own]
-        numbers = list(bag._chunks.chunks_of(keys))
+        numbers = bag._chunks.chunks_of(keys)
         return sum(bag._chunks[n].stop - bag._chunks[n].pos for n in numbers)
 
 

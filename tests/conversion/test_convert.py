@@ -6,13 +6,17 @@ import os
 import shutil
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 
 import penstock
+from penstock.bags import open_bag
+from penstock.bags.source import Source
 from penstock.cli import main
+from penstock.conversion.guess import guess_mapping
 from penstock.conversion.recordings import fingerprint
 from penstock.dataset.reader import Dataset
 from penstock.dataset.writer import DatasetWriter
@@ -410,3 +414,19 @@ def test_bags_that_a_setting_leaves_out_are_counted(samples, tmp_path):
     assert (report.unused, len(report.bags)) == (2, 1)
     assert "2 bags, by the setting rosbag.num_used" in report.text()
     assert report.to_json()["unused"] == 2
+
+
+def test_the_header_clock_reads_a_compressed_bag_once(samples, tmp_path, monkeypatch):
+    """Its stamps lie in the messages: finding out about the features must not read them, too."""
+    take = samples("take.mcap", kind="mcap", compression="zstd", seconds=12).path
+    real, count = Source.read, [0]
+
+    def counted(self, pos, size_bytes, what="a record"):
+        count[0] += size_bytes
+        return real(self, pos, size_bytes, what)
+
+    with open_bag(take) as bag:
+        mapping = replace(guess_mapping(bag), clock="header")
+    monkeypatch.setattr(Source, "read", counted)
+    penstock.convert(take, tmp_path / "out", mapping, codec="copy", progress="quiet")
+    assert count[0] <= 1.4 * take.stat().st_size

@@ -3,9 +3,7 @@ import time
 
 import pytest
 
-from harness import interrupt_often
 from penstock.conversion.lanes import Lanes
-from penstock.errors import UsageError
 
 
 def test_every_item_is_worked_on_in_order_by_its_own_lane():
@@ -47,31 +45,6 @@ def test_an_item_larger_than_the_limit_passes_alone():
     assert seen == [1, 2]
 
 
-def test_a_larger_limit_lets_whoever_waits_go_on():
-    gate, put = threading.Event(), threading.Event()
-    with Lanes("test", 10) as lanes:
-        lanes.open("a", lambda item: gate.wait(60))
-        lanes.put("a", 1, 8)
-
-        def more():
-            lanes.put("a", 2, 8)
-            put.set()
-
-        thread = threading.Thread(target=more)
-        thread.start()
-        assert not put.wait(0.05)
-        lanes.resize(16)
-        assert put.wait(60)
-        thread.join()
-        gate.set()
-    assert lanes.used_bytes == 0
-
-
-def test_a_limit_that_holds_nothing_is_refused():
-    with pytest.raises(UsageError, match="holds nothing"):
-        Lanes("test", 0)
-
-
 def test_the_error_of_a_lane_reaches_the_next_put_once_and_ends_all_threads():
     def fail(item):
         raise OSError("disk")
@@ -110,26 +83,3 @@ def test_an_error_of_the_block_leaves_what_waits_undone():
         threading.Timer(0.05, gate.set).start()
         raise KeyboardInterrupt
     assert len(seen) <= 1
-
-
-def test_two_lanes_of_one_name_are_refused():
-    with Lanes("test", 10) as lanes:
-        lanes.open("a", lambda item: None)
-        with pytest.raises(UsageError, match="'a' already"):
-            lanes.open("a", lambda item: None)
-
-
-def test_an_interrupt_at_any_moment_ends_the_lanes():
-    done = interrupt_often(
-        """
-from penstock.conversion.lanes import Lanes
-
-def work():
-    with Lanes("x", 100) as lanes:
-        for lane in "ab":
-            lanes.open(lane, lambda item: None)
-        for item in range(300):
-            lanes.put("ab"[item % 2], item, 40)
-"""
-    )
-    assert done.returncode == 0, done.stderr

@@ -1,8 +1,7 @@
-"""The watch over the memory of a conversion, and what may wait in its lanes."""
+"""The watch over the memory of a conversion."""
 
 from __future__ import annotations
 
-import itertools
 import threading
 import time
 from collections.abc import Callable
@@ -10,7 +9,6 @@ from collections.abc import Callable
 import pytest
 
 from penstock.conversion import memory
-from penstock.conversion.lanes import Lanes
 from penstock.conversion.memory import MemoryWatch
 
 
@@ -39,30 +37,6 @@ def test_watch_stops_at_once() -> None:
         pass
     assert time.monotonic() - start_s < 20
     assert watch.peak_bytes > 0
-
-
-def test_watch_halves_and_grows_what_may_wait(monkeypatch: pytest.MonkeyPatch) -> None:
-    rss = 95
-    monkeypatch.setattr(memory, "rss_bytes", lambda tree: rss)
-    lanes: list[Lanes] = []
-    with MemoryWatch(limit_bytes=100, lanes=lanes, interval_s=0.001):
-        late = Lanes("late", 1600)
-        lanes.append(late)
-        seen = []
-        real_resize = late.resize
-        monkeypatch.setattr(late, "resize", lambda n: (seen.append(n), real_resize(n)))
-        wait_until(lambda: late.limit_bytes == 100)
-        time.sleep(0.01)
-        assert late.limit_bytes == 100  # 1/16 is the floor
-        rss = 80
-        time.sleep(0.01)
-        assert late.limit_bytes == 100  # between the marks nothing changes
-        rss = 60
-        wait_until(lambda: late.limit_bytes == 1600)
-        growth = [b / a for a, b in itertools.pairwise(seen) if b > a]
-        assert all(step < 1.27 for step in growth)
-        rss = 95
-        wait_until(lambda: late.limit_bytes == 100)
 
 
 def test_watch_thins_its_samples(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,7 +12,7 @@ import numpy as np
 from penstock.dataset.layout import Feature, FileLimits, Version
 from penstock.dataset.unit import Episode, Unit, UnitRecord, UnitWriter, make_key
 from penstock.dataset.writer import DatasetWriter
-from penstock.media.video import VideoSettings
+from penstock.media.video import VideoSettings, open_video
 
 WIDTH, HEIGHT, FPS = 64, 48, 10
 CAMERA = "observation.images.head"
@@ -53,6 +53,12 @@ def jpeg(pixels: np.ndarray, pix_fmt: str = "yuvj420p", quality: int = 2) -> byt
     frame = frame.reformat(format=pix_fmt, dst_colorspace="ITU601", dst_color_range="JPEG")
     frame.pts = 0
     return b"".join(bytes(packet) for packet in [*encoder.encode(frame), *encoder.encode(None)])
+
+
+def header_of(path: Path) -> tuple[int, Fraction, str]:
+    """Return the frames, the rate and the codec that the header of a video states."""
+    with open_video(path) as (_, stream):
+        return stream.frames, stream.average_rate, stream.codec_context.codec.canonical_name
 
 
 def rows(episode: int, frames: int) -> dict[str, np.ndarray]:

@@ -22,11 +22,11 @@ from penstock.dataset.check import check
 from penstock.dataset.layout import Feature, FileLimits
 from penstock.dataset.metadata import read_tasks
 from penstock.dataset.reader import Dataset
-from penstock.dataset.unit import Episode
+from penstock.dataset.unit import Episode, write_failure_note
 from penstock.dataset.writer import DatasetWriter
 from penstock.errors import CorruptFile, LockHeld, SaverClosed, StorageError, UsageError
 from penstock.media.images import ImageDecoder, to_rgb
-from penstock.media.video import VideoSettings, probe, read_video
+from penstock.media.video import VideoSettings, read_video
 
 s = SimpleNamespace(**runpy.run_path(str(Path(__file__).with_name("staging.py"))))
 LENGTHS = [s.length_of(number) for number in range(20)]
@@ -154,7 +154,7 @@ def test_v2_1(tmp_path: Path) -> None:
         assert table.num_rows == LENGTHS[number]
         assert set(table["episode_index"].to_pylist()) == {number}
         video = out / layout.V21.video_path(s.CAMERA, number // 3, number)
-        assert probe(video).frames == LENGTHS[number]
+        assert s.header_of(video)[0] == LENGTHS[number]
     assert check(out).findings == []
 
 
@@ -223,6 +223,21 @@ def test_units_of_many_episodes_are_split_at_the_size_limits(
         s.commit(writer, 8)
         writer.build()
     check_v3(out, 9)
+
+
+def test_a_long_episode_is_written_in_bounded_row_groups(tmp_path: Path) -> None:
+    """A row group is in memory as a whole, several times: an hour must not take more than that."""
+    numbers = {"action": Feature("float32", (2,))}
+    with DatasetWriter(tmp_path / "out", numbers, 30) as writer:
+        with writer.unit({"bag": "long"}, [Episode(10_000, "drive")]) as unit:
+            unit.add_rows({"action": np.arange(20_000, dtype=np.float32).reshape(-1, 2)})
+            unit.commit()
+        writer.build()
+    [path] = (tmp_path / "out").glob("data/*/*.parquet")
+    found = pq.ParquetFile(path).metadata
+    rows = [found.row_group(k).num_rows for k in range(found.num_row_groups)]
+    assert sum(rows) == 10_000 and max(rows) <= 4096
+    assert len(Dataset(tmp_path / "out").episode(0).columns(["action"])["action"]) == 10_000
 
 
 def test_what_is_full_is_linked_and_not_written_again(
@@ -416,21 +431,21 @@ def test_units_that_do_not_fit_are_refused(tmp_path: Path) -> None:
 def test_failures_are_remembered_until_the_unit_is_there(tmp_path: Path) -> None:
     out = tmp_path / "d"
     with s.open_writer(out) as writer:
-        writer.failed("abc", {"bag": "x.bag"}, "too short")
+        write_failure_note(writer.units, "abc", {"bag": "x.bag"}, "too short")
         key = s.worker(writer.units, 0, 0).record.key
         writer.build()
-        writer.failed(key, {"number": 0}, "a slower worker did not know")
+        write_failure_note(writer.units, key, {"number": 0}, "a slower worker did not know")
     with s.open_writer(out, "resume") as writer:
         assert writer.failures == [{"source": {"bag": "x.bag"}, "reason": "too short"}]
         assert writer.committed == [{"number": 0}]
-        writer.failed(s.make_key({"number": 1}), {"number": 1}, "torn")
+        write_failure_note(writer.units, s.make_key({"number": 1}), {"number": 1}, "torn")
         assert len(writer.failures) == 2
         s.worker(writer.units, 1, 1)
         assert len(writer.failures) == 1
         writer.build()
         assert writer.failures == [{"source": {"bag": "x.bag"}, "reason": "too short"}]
         with pytest.raises(UsageError):
-            writer.failed("../x", {}, "a path")
+            write_failure_note(writer.units, "../x", {}, "a path")
 
 
 def test_positions(tmp_path: Path) -> None:

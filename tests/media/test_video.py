@@ -17,7 +17,7 @@ from penstock.errors import CorruptFile, DataError, StorageError, UsageError
 from penstock.media.depth import DepthCoding
 from penstock.media.images import ImageDecoder, to_rgb
 from penstock.media.remux import Clip, coding, join
-from penstock.media.video import VideoSettings, VideoWriter, probe, read_video
+from penstock.media.video import VideoSettings, VideoWriter, read_video
 
 s = SimpleNamespace(**runpy.run_path(str(Path(__file__).parents[1] / "dataset" / "staging.py")))
 W, H, FRAMES = 128, 96, 23
@@ -64,8 +64,7 @@ def test_every_frame_is_found_by_its_number(
 ) -> None:
     path = tmp_path / "a.mp4"
     info = write(path, codec)
-    facts = probe(path)
-    assert (facts.frames, facts.fps, facts.codec) == (FRAMES, 30, name)
+    assert s.header_of(path) == (FRAMES, 30, name)
     assert (info["video.codec"], info["video.pix_fmt"], info["video.fps"]) == (name, pix_fmt, 30)
     assert [s.number_of(frame) for frame in read_video(path)] == list(range(FRAMES))
     for start in range(FRAMES):
@@ -98,7 +97,7 @@ def test_joining_copies_packets_exactly(tmp_path: Path, codec: str) -> None:
     assert len({coding(path) for path in paths}) == 1
     clips = [Clip(path, 0, length) for path, length in zip(paths, lengths, strict=True)]
     join(clips, tmp_path / "all.mp4", 10)
-    assert (probe(tmp_path / "all.mp4").frames, probe(tmp_path / "all.mp4").fps) == (18, 10)
+    assert s.header_of(tmp_path / "all.mp4")[:2] == (18, 10)
     parts = [frame for path in paths for frame in read_video(path)]
     whole = list(read_video(tmp_path / "all.mp4"))
     assert all(np.array_equal(a, b) for a, b in zip(parts, whole, strict=True))
@@ -235,14 +234,14 @@ def test_damaged_videos_are_corrupt_files(tmp_path: Path) -> None:
         with pytest.raises(CorruptFile):
             list(read_video(path, 0, FRAMES))
     with pytest.raises(CorruptFile):
-        probe(tmp_path / "missing.mp4")
+        coding(tmp_path / "missing.mp4")
     middle = data.index(b"mdat") + 2000
     path.write_bytes(data[:middle] + bytes(600) + data[middle + 600 :])
     with pytest.raises(CorruptFile):
         list(read_video(path, 0, FRAMES))
 
 
-@pytest.mark.parametrize("read", [probe, coding, lambda path: list(read_video(path))])
+@pytest.mark.parametrize("read", [coding, lambda path: list(read_video(path))])
 def test_a_video_of_no_known_codec_is_a_corrupt_file(tmp_path: Path, read) -> None:
     path = tmp_path / "a.mp4"
     write(path, "h264", frames=3)

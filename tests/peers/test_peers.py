@@ -112,7 +112,7 @@ def test_we_read_what_lerobot_merged(tmp_path, mode) -> None:
 
 def write(writer: DatasetWriter, source: Dataset, codec: str) -> None:
     """Write all episodes of a dataset once more, with our writer, in two builds."""
-    features = writer.features
+    features = writer.plan.spec.features
     for episode in source.episodes:
         settings = {
             # A better quality than usual: the pictures may have gone through a codec already.

@@ -146,11 +146,10 @@ class ChunkedBag(Bag):
         keys = self._keys([topic])[topic]
         at = 0
         with self._named():
-            for number in self._chunks.chunks_of(keys):
-                for rows in self._rows(number):
-                    times = rows["t_ns"][among(rows["key"], keys)]
-                    found[at : at + len(times)] = times
-                    at += len(times)
+            for rows in self._rows(self._chunks.chunks_of(keys)):
+                times = rows["t_ns"][among(rows["key"], keys)]
+                found[at : at + len(times)] = times
+                at += len(times)
         return found
 
     def close(self) -> None:
@@ -163,7 +162,7 @@ class ChunkedBag(Bag):
         keys = self._keys(selection.topics)
         with self._named():
             for chosen, stream in self._streams(self._chosen(selection, keys)):
-                for rows in self._rows(chosen.number):
+                for rows in self._rows([chosen.number]):
                     places, ordinals = chosen.selection.pick(rows["key"], keys)
                     yield from self._cut(stream, rows[places], ordinals)
                 stream.finish()
@@ -244,7 +243,7 @@ class ChunkedBag(Bag):
         parse, most = self._head_parser(), self._HEAD_BYTES
         with self._named():
             for chosen in self._chosen(selection, keys):
-                for rows in self._rows(chosen.number):
+                for rows in self._rows([chosen.number]):
                     places, ordinals = chosen.selection.pick(rows["key"], keys)
                     for (key, t_ns, offset), ordinal in zip(
                         rows[places].tolist(), ordinals.tolist(), strict=True
@@ -262,10 +261,11 @@ class ChunkedBag(Bag):
                             head = inflate_message(self.path, head, self.limits)
                         yield Message(topic, ordinal, t_ns, head)
 
-    def _rows(self, number: int) -> Iterator[Rows]:
-        """Yield the places of the messages in a chunk, by their offsets."""
-        self._load(number)
-        return self._chunks.places(number)
+    def _rows(self, numbers: Sequence[int]) -> Iterator[Rows]:
+        """Yield the places of the messages in some chunks, by their offsets."""
+        for number in numbers:
+            self._load(number)
+        return self._chunks.places(numbers) if numbers else iter(())
 
     def _load(self, number: int) -> None:
         """Find the places of the messages in a chunk, by its index or, if that is large, in it."""
@@ -390,7 +390,7 @@ class ChunkedBag(Bag):
             return
         if not total:
             raise DataError(f"{self.path}: nothing could be salvaged ({reason})")
-        chunks = sum(1 for _ in self._chunks.chunks_of(known))
+        chunks = len(self._chunks.chunks_of(known))
         self.salvage = SalvageReport(reason, total, chunks, scanner.damaged, scanner.skipped_bytes)
 
     @abstractmethod

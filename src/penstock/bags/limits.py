@@ -17,8 +17,8 @@ class Limits:
         record_bytes: One message or record.
         piece_bytes: What is held of a chunk: a larger one is decompressed piece by piece, and the
             wanted messages are cut out of it as they pass.
-        index_bytes: The tables of chunks and messages. The places of the messages are held where
-            they fit into it, and otherwise read again from the file.
+        index_bytes: The tables of chunks, and the index of one chunk; the places of the messages
+            of a chunk with a larger one are found in the chunk itself.
         window_bytes: What a zstd chunk may refer back to.
         ratio: Decompressed by compressed size, for chunks above `ratio_from_bytes`. Depth
             pictures of one value compress very hard: raise it for such recordings.

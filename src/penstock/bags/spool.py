@@ -24,6 +24,7 @@ ROW: Final = np.dtype([("key", "<u4"), ("t_ns", "<i8"), ("place", "<i8")])
 _PACK_ROW: Final = Struct("<Iqq").pack
 _BLOCK_ROWS: Final = 1 << 16
 _BLOCK_BYTES: Final = 1 << 20
+_ROWS_BYTES: Final = 2 << 20  # of rows in memory: more would grow with the recording
 _HEAD: Final = Struct("<IQ")  # of a block of messages: how many there are, and their bytes
 
 Rows = NDArray[Any]  # of ROW
@@ -42,13 +43,12 @@ class RowStore:
     """The places of messages in file order: in memory, beyond a limit in a temporary file.
 
     Args:
-        limit_bytes: What may be in memory.
         folder: Of the temporary file; None for the system's.
     """
 
-    def __init__(self, limit_bytes: int, folder: Path | None) -> None:
+    def __init__(self, folder: Path | None) -> None:
         self._file = tempfile.SpooledTemporaryFile(  # noqa: SIM115 - closed with the bag
-            limit_bytes, dir=None if folder is None else str(folder)
+            _ROWS_BYTES, dir=None if folder is None else str(folder)
         )
         self._folder = folder
         self._lock = threading.Lock()

@@ -47,7 +47,7 @@ class SqliteBag(Bag):
         self.size_bytes = path.stat().st_size
         self.compression = "none"
         self.start_ns = self.end_ns = 0
-        self._rows = RowStore(limits.index_bytes, scratch)
+        self._rows = RowStore(scratch)
         self._bytes_read = 0
         self._names: dict[int, str] = {}
         self._counts: dict[int, int] = {}

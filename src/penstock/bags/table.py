@@ -47,7 +47,7 @@ class ChunkTable(Sequence[Chunk]):
     def __init__(self, path: Path, limits: Limits, scratch: Path | None) -> None:
         self._path, self._limits = path, limits
         self._made_chunks, self._made_slots = bytearray(), bytearray()
-        self.rows = RowStore(limits.index_bytes, scratch)
+        self.rows = RowStore(scratch)
         self._chunks, self._slots = np.empty(0, _CHUNK), np.empty(0, _SLOT)
         self._first_slot = self._first_row = np.zeros(1, np.int64)
         self._loaded = np.zeros(0, bool)
@@ -110,10 +110,10 @@ class ChunkTable(Sequence[Chunk]):
         """How the chunks are stored."""
         return {_COMPRESSIONS[code] for code in np.unique(self._chunks["f3"])}
 
-    def chunks_of(self, keys: Collection[int]) -> Iterator[int]:
-        """Yield the numbers of the chunks with messages of some connections."""
+    def chunks_of(self, keys: Collection[int]) -> list[int]:
+        """Return the numbers of the chunks with messages of some connections, rising."""
         found = np.isin(self._slots["key"], list(keys)) & (self._slots["count"] > 0)
-        yield from map(int, np.unique(self._slots["chunk"][found]))
+        return list(map(int, np.unique(self._slots["chunk"][found])))
 
     def slots_of(self, number: int) -> dict[int, int]:
         """Return how many messages of each connection a chunk holds."""
@@ -143,6 +143,7 @@ class ChunkTable(Sequence[Chunk]):
             raise BadRecord("a chunk holds fewer messages than the index promises")
         self._loaded[number] = True
 
-    def places(self, number: int) -> Iterator[Rows]:
-        """Yield the places of a loaded chunk's messages."""
-        return self.rows.blocks(*self._first_row[number : number + 2].tolist())
+    def places(self, numbers: Sequence[int]) -> Iterator[Rows]:
+        """Yield the places of the messages of loaded chunks, those of neighbours together."""
+        for run in np.split(numbers, np.flatnonzero(np.diff(numbers) != 1) + 1):
+            yield from self.rows.blocks(*self._first_row[[run[0], run[-1] + 1]].tolist())

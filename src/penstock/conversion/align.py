@@ -179,14 +179,14 @@ class Match:
 
     Attributes:
         before: Ordinal of the message to take, or of the earlier of two; MISSING if there is none.
-        after: Ordinal of the later of two; equal to `before` where one is enough.
-        weight: Share of the later message in the value.
+        after: Ordinal of the later of two; the same array as `before` where one is enough.
+        weight: Share of the later message in the value; None where one is enough.
         skew_ns: Stamp of the message minus time of the frame (of the nearer one, for two).
     """
 
     before: Times
     after: Times
-    weight: NDArray[np.float64]
+    weight: NDArray[np.float64] | None
     skew_ns: Times = field(repr=False)
 
     @property
@@ -196,7 +196,10 @@ class Match:
 
     def take(self, keep: NDArray[np.bool_] | NDArray[np.int64]) -> Match:
         """Return the match of some of the frames."""
-        return Match(self.before[keep], self.after[keep], self.weight[keep], self.skew_ns[keep])
+        before, skew_ns = self.before[keep], self.skew_ns[keep]
+        if self.weight is None:
+            return Match(before, before, None, skew_ns)
+        return Match(before, self.after[keep], self.weight[keep], skew_ns)
 
 
 def match(topic: Ordered, frames: Times, how: Align, tolerance_ns: float) -> Match:
@@ -213,7 +216,7 @@ def match(topic: Ordered, frames: Times, how: Align, tolerance_ns: float) -> Mat
     count = len(topic.times)
     if count == 0:
         none = np.full(len(frames), MISSING, np.int64)
-        return Match(none, none.copy(), np.zeros(len(frames)), np.zeros(len(frames), np.int64))
+        return Match(none, none, None, np.zeros(len(frames), np.int64))
     # The first message that is later than the frame, and the last one that is not.
     right = np.searchsorted(topic.times, frames, side="right")
     left = right - 1
@@ -245,7 +248,7 @@ def match(topic: Ordered, frames: Times, how: Align, tolerance_ns: float) -> Mat
 def _one(topic: Ordered, place: Times, found: NDArray[np.bool_], frames: Times) -> Match:
     ordinals = np.where(found, topic.ordinals[place], MISSING)
     skew = np.where(found, topic.times[place] - frames, 0)
-    return Match(ordinals, ordinals.copy(), np.zeros(len(frames)), skew)
+    return Match(ordinals, ordinals, None, skew)
 
 
 def gaps(times: Times, longer_than_ns: float) -> NDArray[np.int64]:

@@ -63,13 +63,14 @@ class Rate:
 
 def rate_of(bag: Bag, topic: str) -> Rate:
     """Measure a topic from the index."""
-    ordered = in_order(bag.times(topic))
+    times = bag.times(topic)
+    ordered = in_order(times)
     if len(ordered.times) < 2:
         return Rate(0.0, 0.0, 0.0, ordered.duplicates + ordered.disordered)
     steps = ordered.times[1:] - ordered.times[:-1]
     span_s = float(ordered.times[-1] - ordered.times[0]) / SECOND_NS
     return Rate(
-        (len(bag.times(topic)) - 1) / span_s,
+        (len(times) - 1) / span_s,
         SECOND_NS / ordered.period_ns,
         float(steps.max()) / SECOND_NS,
         ordered.duplicates + ordered.disordered,

@@ -15,16 +15,14 @@ from __future__ import annotations
 
 import struct
 import threading
-from collections import deque
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from queue import SimpleQueue
 from typing import Any
 
 from typing_extensions import Self
 
 from penstock.core.files import storage_error
-from penstock.core.threads import POLL_S, start
-from penstock.errors import UsageError
 
 
 class Lanes:
@@ -41,29 +39,21 @@ class Lanes:
     """
 
     def __init__(self, name: str, limit_bytes: int) -> None:
-        if limit_bytes <= 0:
-            raise UsageError(f"{name}: a limit of {limit_bytes} bytes holds nothing: give more")
-        self.name = name
-        self.limit_bytes = limit_bytes
+        self.name, self.limit_bytes = name, limit_bytes
         self.used_bytes = self.peak_bytes = 0
-        self._lock = threading.RLock()
-        self._changed = threading.Condition(self._lock)  # see core/threads.py
-        self._room = threading.Lock()  # opened when there may be room
-        self._items: dict[str, deque[tuple[Any, int]]] = {}
-        self._threads: list[threading.Thread] = []
-        self._ending = self._stopped = False
+        self._room = threading.Condition()
+        self._lanes: dict[str, tuple[threading.Thread, SimpleQueue[tuple[Any, int] | None]]] = {}
+        self._stopped = False
         self._error: BaseException | None = None
 
     def open(self, lane: str, work: Callable[[Any], None]) -> None:
         """Start a lane: a thread that calls `work` for every item put into it."""
-        if lane in self._items:
-            raise UsageError(f"{self.name} has a lane {lane!r} already: choose another name")
-        self._items[lane] = deque()
+        items: SimpleQueue[tuple[Any, int] | None] = SimpleQueue()
         thread = threading.Thread(
-            target=self._run, args=(lane, work), name=f"{self.name}-{lane}", daemon=False
+            target=self._run, args=(items, work), name=f"{self.name}-{lane}", daemon=False
         )
-        self._threads.append(thread)
-        start(thread)
+        thread.start()
+        self._lanes[lane] = thread, items
 
     def put(self, lane: str, item: Any, size_bytes: int) -> None:
         """Hand an item over; waits while the lanes hold too much.
@@ -71,95 +61,47 @@ class Lanes:
         Raises:
             BaseException: What a lane failed with; nothing is worked on after that.
         """
-        size_bytes = max(size_bytes, 1)
-        while not self._stopped:
-            with self._lock:
-                if not self.used_bytes or self.used_bytes + size_bytes <= self.limit_bytes:
-                    self.used_bytes += size_bytes
-                    self.peak_bytes = max(self.peak_bytes, self.used_bytes)
-                    self._items[lane].append((item, size_bytes))
-                    self._changed.notify_all()
-                    return
-            self._room.acquire(timeout=POLL_S)  # in C: an interrupt leaves nothing half done
-        self._raise()
-
-    def resize(self, limit_bytes: int) -> None:
-        """Change the limit; what is held already stays held."""
-        with self._lock:
-            self.limit_bytes = limit_bytes
-            self._wake_reader()
-
-    def close(self) -> None:
-        """Wait until every item has been worked on, and end the threads."""
-        with self._lock:
-            self._ending = True
-            self._changed.notify_all()
-        try:
-            for thread in self._threads:
-                thread.join()
-        except BaseException:  # an interrupt: whoever cleans up now must find no thread at work
-            self.cancel()
-            raise
-        self._raise()
-
-    def cancel(self) -> None:
-        """End the threads; what waits is not worked on."""
-        self._stop(None)
-        for thread in self._threads:
-            if thread.ident is not None:  # an interrupt may come before its start
-                thread.join()
+        with self._room:
+            while self.used_bytes and self.used_bytes + size_bytes > self.limit_bytes:
+                self._room.wait()
+            self.used_bytes += size_bytes
+            self.peak_bytes = max(self.peak_bytes, self.used_bytes)
+        self._lanes[lane][1].put((item, size_bytes))
+        if self._error is not None:
+            raise self._error
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, exc_type: object, exc: BaseException | None, trace: object) -> None:
-        if exc is None:
-            self.close()
-        else:
-            self.cancel()
+        """Wait until every item has been worked on; after an error, what waits is left undone."""
+        self._stopped = self._stopped or exc is not None
+        for thread, items in self._lanes.values():
+            items.put(None)
+            thread.join()
+        if self._error is not None and exc is None:
+            raise self._error
 
-    def _run(self, lane: str, work: Callable[[Any], None]) -> None:
+    def _run(self, items: SimpleQueue[tuple[Any, int] | None], work: Callable[[Any], None]) -> None:
+        while self._work_on_one(items.get(), work):
+            pass
+
+    def _work_on_one(self, entry: tuple[Any, int] | None, work: Callable[[Any], None]) -> bool:
+        """Work on an item; one call each, so that none stays alive in a waiting thread."""
+        if entry is None:
+            return False
+        item, size_bytes = entry
         try:
-            while self._work_on_one(lane, work):
-                pass
+            if not self._stopped:
+                work(item)
         except BaseException as error:
-            self._stop(error)
-
-    def _work_on_one(self, lane: str, work: Callable[[Any], None]) -> bool:
-        """Work on the next item; one call each, so that no item stays alive in a waiting thread."""
-        items = self._items[lane]
-        with self._lock:
-            while not items and not self._ending and not self._stopped:
-                self._changed.wait(POLL_S)
-            if self._stopped or not items:
-                return False
-            item, size_bytes = items.popleft()
-        try:
-            work(item)
-        finally:
-            with self._lock:
-                self.used_bytes -= size_bytes
-                self._wake_reader()
-        return True
-
-    def _wake_reader(self) -> None:
-        if self._room.locked():
-            self._room.release()
-
-    def _stop(self, error: BaseException | None) -> None:
-        with self._lock:
-            if self._error is None:
-                self._error = error
+            self._error = self._error or error
             self._stopped = True
-            self._changed.notify_all()
-            self._wake_reader()
-
-    def _raise(self) -> None:
-        error, self._error = self._error, None
-        if error is not None:
-            raise error
-        if self._stopped:
-            raise UsageError(f"{self.name} was stopped: make new lanes")
+        finally:
+            with self._room:
+                self.used_bytes -= size_bytes
+                self._room.notify()
+        return True
 
 
 class Spool:

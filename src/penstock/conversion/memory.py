@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Final
 
 from typing_extensions import Self
 
-from penstock.conversion.lanes import Lanes
 from penstock.conversion.mapping import Mapping as Recipe
 from penstock.core.memory import format_bytes, highest_rss_bytes, rss_bytes
-from penstock.core.threads import start
 from penstock.dataset.layout import Feature
 from penstock.errors import UsageError
 
@@ -65,14 +63,9 @@ def fitting_workers(
 
 
 class MemoryWatch:
-    """Samples the memory of this process and its children, and keeps lanes below a limit.
-
-    With a limit, what may wait in the lanes is halved at each sample above 90 % of it (never below
-    1/16 of the first value) and grows by 25 % at each sample below 70 %.
+    """Samples the memory of this process and its children.
 
     Args:
-        limit_bytes: Resident memory to stay below; None only measures.
-        lanes: What to adapt. The sequence is read at each sample: lanes may be added later.
         interval_s: Time between two samples.
 
     Attributes:
@@ -80,14 +73,9 @@ class MemoryWatch:
         samples: Seconds from the start, and bytes.
     """
 
-    def __init__(
-        self, limit_bytes: int | None = None, lanes: Sequence[Lanes] = (), interval_s: float = 0.2
-    ) -> None:
+    def __init__(self, interval_s: float = 0.2) -> None:
         self.peak_bytes = 0
         self.samples: list[tuple[float, int]] = []
-        self._limit_bytes = limit_bytes
-        self._lanes = lanes
-        self._first_limits: dict[Lanes, int] = {}
         self._interval_s = interval_s
         self._taken, self._stride = 0, 1
         self._closing = threading.Event()
@@ -98,7 +86,7 @@ class MemoryWatch:
         self._start_s = time.perf_counter()
         self._highest_before = highest_rss_bytes()
         self._sample()  # so that even the shortest block has a peak
-        start(self._thread)
+        self._thread.start()
         return self
 
     def __exit__(self, exc_type: object, exc: BaseException | None, traceback: object) -> None:
@@ -126,13 +114,3 @@ class MemoryWatch:
         if len(self.samples) > _MAX_SAMPLES:
             self.samples = self.samples[::2]
             self._stride *= 2
-        for lanes in tuple(self._lanes) if self._limit_bytes else ():
-            self._adapt(lanes, rss / (self._limit_bytes or 1))
-
-    def _adapt(self, lanes: Lanes, share: float) -> None:
-        now_bytes = lanes.limit_bytes
-        first_bytes = self._first_limits.setdefault(lanes, now_bytes)
-        if share > 0.9:
-            lanes.resize(max(now_bytes // 2, first_bytes // 16, 1))
-        elif share < 0.7 and now_bytes < first_bytes:
-            lanes.resize(min(now_bytes + now_bytes // 4 + 1, first_bytes))

@@ -11,28 +11,29 @@ from __future__ import annotations
 
 import tempfile
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from penstock.bags import Bag, Limits, Message, open_bag
+from penstock.bags import Bag, Limits, open_bag
 from penstock.conversion.account import Account
 from penstock.conversion.align import Times
 from penstock.conversion.features import Joints, describe
 from penstock.conversion.lanes import Lanes, Spool
 from penstock.conversion.mapping import Codec
 from penstock.conversion.mapping import Mapping as Recipe
-from penstock.conversion.memory import BASE_BYTES, MemoryWatch, encoder_bytes, queue_bytes
-from penstock.conversion.pictures import Pictures, Shown, VideoPictures
+from penstock.conversion.memory import BASE_BYTES, MemoryWatch, queue_bytes
+from penstock.conversion.pictures import Pictures, VideoPictures
 from penstock.conversion.plan import Plan, plan_bag
 from penstock.conversion.rows import Rows
 from penstock.core.files import make_folder
 from penstock.core.interrupt import check_stop
 from penstock.core.objects import ObjectPath
 from penstock.dataset.layout import Feature
+from penstock.dataset.tables import give_back_unused
 from penstock.dataset.unit import Episode, UnitRecord, UnitWriter
 from penstock.errors import DataError, PenstockError
 from penstock.media.encodings import CODECS
@@ -88,7 +89,6 @@ class Converted:
         wall_s: Time it took.
         cpu_s: Processor time of all threads.
         peak_bytes: Largest resident memory while it ran.
-        memory: Resident memory over time.
     """
 
     bag: Path
@@ -103,7 +103,6 @@ class Converted:
     wall_s: float
     cpu_s: float
     peak_bytes: int
-    memory: list[tuple[float, int]]
 
     def to_json(self) -> dict[str, Any]:
         """Return it as JSON values, without the pictures."""
@@ -136,9 +135,9 @@ def convert_bag(job: Job, advance: Advance) -> Converted:
     with open_bag(job.bag, salvage=job.salvage, limits=limits, scratch=scratch) as bag:
         plan = plan_bag(bag, job.mapping, job.most_frames)
         _check_features(bag, job.features, describe(bag, job.mapping, plan, job.joints))
-        reading = _Reading(bag, plan, job, advance)
-        with MemoryWatch(job.memory_bytes, reading.lanes) as watch:
-            reading.run()
+        with MemoryWatch() as watch, _open_unit(job, plan) as unit:
+            previews = _read(bag, plan, job, unit, advance)
+            unit.commit()
     return Converted(
         job.bag,
         job.record.source.get("size_bytes", 0),
@@ -151,11 +150,10 @@ def convert_bag(job: Job, advance: Advance) -> Converted:
         },
         plan.timeline,
         None if bag.salvage is None else str(bag.salvage),
-        reading.previews,
+        previews,
         time.perf_counter() - start_s,
         time.process_time() - start_cpu_s,
         watch.peak_bytes,
-        watch.samples,
     )
 
 
@@ -189,195 +187,92 @@ def _check_features(bag: Bag, wanted: Mapping[str, Feature], found: Mapping[str,
                 )
 
 
-class _Reading:
-    """The reading pass over one bag."""
+def _open_unit(job: Job, plan: Plan) -> UnitWriter:
+    episodes = [
+        Episode(after - first, task, int(plan.times[first]), int(plan.times[after - 1]))
+        for (first, after), task in zip(plan.episodes, plan.tasks, strict=True)
+    ]
+    videos = {
+        name: _video_settings(job.mapping.codec_of(camera.camera), camera.video)
+        for name, camera in plan.cameras.items()
+    }
+    record = replace(job.record, episodes=episodes)
+    return UnitWriter(job.units, record, job.features, job.mapping.fps, videos)
 
-    def __init__(self, bag: Bag, plan: Plan, job: Job, advance: Advance) -> None:
-        self.bag, self.plan, self.job = bag, plan, job
-        self._advance = advance
-        self._starts = np.array([first for first, _ in plan.episodes])
-        self._queue_bytes = queue_bytes(job.memory_bytes)
-        self.lanes = [Lanes("convert", self._queue_bytes)]
-        self.previews: dict[str, bytes] = {}
 
-    def run(self) -> None:
-        times, mapping = self.plan.times, self.job.mapping
-        episodes = [
-            Episode(after - first, task, int(times[first]), int(times[after - 1]))
-            for (first, after), task in zip(self.plan.episodes, self.plan.tasks, strict=True)
-        ]
-        videos = {
-            name: _video_settings(mapping.codec_of(camera.camera), camera.video)
-            for name, camera in self.plan.cameras.items()
-        }
-        record = replace(self.job.record, episodes=episodes)
-        features = self.job.features
-        with UnitWriter(self.job.units, record, features, mapping.fps, videos) as self.unit:
-            self._read()
-            self.unit.commit()
-
-    def _read(self) -> None:
-        rows = Rows(self.bag, self.plan, self.job.mapping)
-        cameras = {name: _Camera(self, name) for name in self.plan.cameras}
-        by_topic: dict[str, list[_Camera]] = {}
-        for camera in cameras.values():
-            by_topic.setdefault(camera.plan.topic, []).append(camera)
-        counted = next(iter(cameras.values()), None)  # its frames show how far we are
-        number_topics = frozenset(rows.topics)
-        topics = list(dict.fromkeys([*by_topic, *number_topics]))
-        read_bytes = frames = 0
-        told_s = time.monotonic()
-        spools = self._spools(cameras)
-        with self.lanes[0] as lanes:
-            for name, camera in cameras.items():
-                if name not in spools:
-                    lanes.open(name, camera.work)
-            for message in self.bag.read(topics, _wanted([rows, *cameras.values()])):
-                check_stop()
-                read_bytes += len(message.data)
-                for camera in by_topic.get(message.topic, ()):
-                    for shown in camera.shown(message):
-                        if camera.name in spools:
-                            spools[camera.name].put(shown)
-                        else:
-                            lanes.put(camera.name, shown, len(shown[0]))
-                        frames += shown[2] - shown[1] if camera is counted else 0
-                if message.topic in number_topics:
-                    for count, columns in rows.take(message):
-                        self.unit.add_rows(columns)
-                        frames += 0 if counted else count
-                if time.monotonic() - told_s > _REPORT_EVERY_S:
-                    self._advance(read_bytes, frames)
-                    read_bytes = frames = 0
-                    told_s = time.monotonic()
-            for _, columns in rows.finish():
-                self.unit.add_rows(columns)
-        for name, spool in spools.items():
-            self._work_off(cameras[name], spool)
-        for camera in cameras.values():
-            camera.finish()
-        self._advance(read_bytes, frames)
-
-    def _spools(self, cameras: Mapping[str, _Camera]) -> dict[str, Spool]:
-        """Return files for the pictures of the cameras whose encoders do not fit into memory.
-
-        The bag is read once all the same: these cameras are encoded one after the other, later.
-        """
-        free = self.job.memory_bytes - BASE_BYTES - self._queue_bytes
-        found = {}
-        for number, (name, camera) in enumerate(cameras.items()):
-            free -= camera.needs_bytes
-            if number and free < 0:
-                found[name] = Spool(self.unit.folder / f"{name}.spool")
-        return found
-
-    def _work_off(self, camera: _Camera, spool: Spool) -> None:
-        with Lanes("convert", self._queue_bytes) as lanes:
-            self.lanes.append(lanes)
-            lanes.open(camera.name, camera.work)
+def _read(bag: Bag, plan: Plan, job: Job, unit: UnitWriter, advance: Advance) -> dict[str, bytes]:
+    """Read the bag once, and bring everything into the unit; return a preview of each camera."""
+    give_back_unused()  # what planning took
+    rows = Rows(bag, plan, job.mapping)
+    cameras: dict[str, Pictures] = {}
+    by_topic: dict[str, list[Pictures]] = {}
+    for name, own in plan.cameras.items():
+        kind = Pictures if own.video is None else VideoPictures
+        size = job.features[name].picture_size
+        cameras[name] = kind(name, bag, plan, job.mapping, (size[2], size[1]), unit)
+        by_topic.setdefault(own.topic, []).append(cameras[name])
+    counted = next(iter(cameras.values()), None)  # its frames show how far we are
+    number_topics = frozenset(rows.topics)
+    topics = list(dict.fromkeys([*by_topic, *number_topics]))
+    read_bytes = frames = 0
+    told_s = time.monotonic()
+    limit_bytes = queue_bytes(job.memory_bytes)
+    spools = _spools(cameras, unit.folder, job.memory_bytes - BASE_BYTES - limit_bytes)
+    with Lanes("convert", limit_bytes) as lanes:
+        for name, camera in cameras.items():
+            if name not in spools and not camera.copies:
+                lanes.open(name, camera.work)
+        for message in bag.read(topics, _wanted([rows, *cameras.values()])):
+            check_stop()
+            read_bytes += len(message.data)
+            for camera in by_topic.get(message.topic, ()):
+                for shown in camera.shown(message):
+                    if camera.copies:
+                        camera.work(shown)
+                    elif camera.name in spools:
+                        spools[camera.name].put(shown)
+                    else:
+                        lanes.put(camera.name, shown, len(shown[0]))
+                    frames += shown[2] - shown[1] if camera is counted else 0
+            if message.topic in number_topics:
+                for count, columns in rows.take(message):
+                    unit.add_rows(columns)
+                    frames += 0 if counted else count
+            if time.monotonic() - told_s > _REPORT_EVERY_S:
+                advance(read_bytes, frames)
+                give_back_unused()
+                read_bytes = frames = 0
+                told_s = time.monotonic()
+        for _, columns in rows.finish():
+            unit.add_rows(columns)
+    for name, spool in spools.items():
+        with Lanes("convert", limit_bytes) as lanes:
+            lanes.open(name, cameras[name].work)
             for shown in spool.take():
                 check_stop()
-                lanes.put(camera.name, shown, len(shown[0]))
-                self._advance(0, 0)
-
-    def episode_of(self, frame: int) -> int:
-        """Return the number of the episode that a frame is in."""
-        return int(np.searchsorted(self._starts, frame, side="right")) - 1
-
-
-class _Camera:
-    """One camera's lane: which messages it wants, and where its pictures go."""
-
-    def __init__(self, reading: _Reading, name: str) -> None:
-        self.name = name
-        self.plan = reading.plan.cameras[name]
-        self._reading = reading
-        mapping = reading.job.mapping
-        codec = mapping.codec_of(self.plan.camera)
-        _, height, width = reading.job.features[name].picture_size
-        self.needs_bytes = encoder_bytes(codec, width, height)
-        kind = Pictures if self.plan.video is None else VideoPictures
-        self._pictures = kind(
-            reading.bag, self.plan, codec, (width, height), mapping.bad_pictures, self._sink
-        )
-        # The frames change their picture here; the ordinals rise, but for pictures that were
-        # written late into the file: those that come before their turn wait.
-        changes = np.flatnonzero(np.diff(self.plan.ordinals)) + 1
-        edges = np.concatenate(([0], changes, [len(self.plan.ordinals)]))
-        self._spans = np.stack([edges[:-1], edges[1:]], axis=1)
-        self._wanted = self.plan.ordinals[edges[:-1]]
-        if self.plan.video is not None:  # a packet needs those before it, shown or not
-            start, shown, spans = self.plan.video.ordinal, self._wanted, self._spans
-            self._wanted = np.arange(start, shown.max() + 1)
-            self._spans = np.zeros((len(self._wanted), 2), np.int64)
-            self._spans[shown - start] = spans
-        self._turns: dict[int, int] | None = None
-        if np.any(np.diff(self._wanted) < 0):
-            self._turns = {ordinal: turn for turn, ordinal in enumerate(self._wanted.tolist())}
-        self._early: dict[int, Any] = {}
-        self._next = 0
-        self._worked = 0
-        self._open = -1
-        self._video: Any = None
-
-    @property
-    def wanted(self) -> dict[str, Times]:
-        """The messages that some frame shows."""
-        return {self.plan.topic: np.unique(self._wanted)}
-
-    def shown(self, message: Message) -> Iterator[Shown]:
-        """Yield the pictures whose turn a message makes, with their frames.
-
-        Called for every message of the topic, in file order.
-        """
-        if self._turns is not None:
-            turn = self._turns.get(message.ordinal)
-            if turn is None:
-                return
-            self._early[turn] = bytes(message.data)
-            while self._next in self._early:
-                yield self._take(self._early.pop(self._next))
-        elif self._next < len(self._wanted) and message.ordinal == self._wanted[self._next]:
-            yield self._take(message.data)
-
-    def _take(self, data: bytes | memoryview) -> Shown:
-        data = bytes(data)  # a view keeps its whole chunk, and only its own bytes are counted
-        first, after = self._spans[self._next].tolist()
-        self._next += 1
-        return data, first, after
-
-    def work(self, item: Shown) -> None:
-        """Show one picture; runs in the lane's thread."""
-        self._pictures.show(item)
-        self._worked += 1
-        if self._worked == len(self._wanted):
-            self._pictures.flush()
-            self._close()
-
-    def finish(self) -> None:
-        """Check that every frame got its picture."""
-        self._pictures.finish()
-        self._reading.plan.account.notes.update(self._pictures.notes)
-        if self._pictures.preview is not None:
-            self._reading.previews[self.name] = self._pictures.preview
-        if self._next < len(self._wanted):
-            raise DataError(f"{self._reading.bag.path}: pictures of {self.plan.topic} are missing")
-
-    def _sink(self, frame: int) -> Any:
-        number = self._reading.episode_of(frame)
-        if number != self._open:
-            self._close()
-            self._open = number
-            self._video = self._reading.unit.video(self.name, number)
-        return self._video
-
-    def _close(self) -> None:
-        if self._video is not None:
-            self._reading.unit.finish_video(self.name, self._open)
-            self._video = None
+                lanes.put(name, shown, len(shown[0]))
+                advance(0, 0)
+    for camera in cameras.values():
+        camera.finish()
+    advance(read_bytes, frames)
+    give_back_unused()
+    return {name: it.preview for name, it in cameras.items() if it.preview is not None}
 
 
-def _wanted(users: Iterable[Rows | _Camera]) -> dict[str, Times]:
+def _spools(cameras: Mapping[str, Pictures], folder: Path, free_bytes: int) -> dict[str, Spool]:
+    """Return files for the pictures of the cameras whose encoders do not fit into memory.
+
+    The bag is read once all the same: these cameras are encoded one after the other, later.
+    """
+    found = {}
+    for number, (name, camera) in enumerate(cameras.items()):
+        free_bytes -= camera.needs_bytes
+        if number and free_bytes < 0:
+            found[name] = Spool(folder / f"{name}.spool")
+    return found
+
+
+def _wanted(users: Iterable[Rows | Pictures]) -> dict[str, Times]:
     """Return the messages of each topic that somebody wants."""
     found: dict[str, Times] = {}
     for user in users:

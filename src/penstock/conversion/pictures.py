@@ -6,18 +6,24 @@ recorded JPEG into the video as it is. Packets of a video build on each other: a
 
 from __future__ import annotations
 
-from collections import Counter, deque
-from collections.abc import Callable
+from bisect import bisect_right
+from collections import deque
+from collections.abc import Iterator
 from heapq import heappop, heappush
 from typing import Any, Final
 
-from penstock.bags import Bag, ImageMessage
-from penstock.conversion.mapping import BadPictures, Codec
-from penstock.conversion.plan import CameraPlan
+import numpy as np
+
+from penstock.bags import Bag, ImageMessage, Message
+from penstock.conversion.align import Times
+from penstock.conversion.mapping import Mapping
+from penstock.conversion.memory import encoder_bytes
+from penstock.conversion.plan import Plan
+from penstock.dataset.unit import UnitWriter
 from penstock.errors import DataError
 from penstock.media.headers import jpeg_body
 from penstock.media.images import ImageDecoder, grey_from_depth, thumbnail
-from penstock.media.packets import PacketDecoder, is_key
+from penstock.media.packets import KeyFrame, PacketDecoder, is_key
 
 # What a lane hands over: the bytes of a message, and the frames that show it.
 Shown = tuple[bytes | memoryview, int, int]
@@ -25,44 +31,117 @@ _MOST_REORDERED: Final = 16  # pictures that a decoder keeps back at most
 
 
 class Pictures:
-    """Works on the pictures of one camera, in the order of the frames.
+    """The pictures of one camera: from its messages to the videos of its episodes.
 
     Args:
+        name: The feature.
         bag: Its decoder parses the messages.
         plan: Which picture each frame shows.
-        codec: How the pictures are stored.
+        mapping: How the pictures are stored, and what one that cannot be decoded does.
         size: Width and height of the feature.
-        bad: What a picture that cannot be decoded does.
-        sink: Returns the video of the episode that a frame is in.
+        unit: Where the videos go.
 
     Attributes:
-        notes: What happened, counted.
         preview: A small JPEG of a picture of the recording; None if there was none.
+        needs_bytes: The memory that its encoder takes, about.
+        copies: JPEGs are copied: that takes less than to hand them to a thread.
     """
 
     def __init__(
         self,
+        name: str,
         bag: Bag,
-        plan: CameraPlan,
-        codec: Codec,
+        plan: Plan,
+        mapping: Mapping,
         size: tuple[int, int],
-        bad: BadPictures,
-        sink: Callable[[int], Any],
+        unit: UnitWriter,
     ) -> None:
-        self._where = f"{bag.path}: {plan.topic}"
-        self._decoder = bag.decoder(plan.topic)
-        self._plan = plan
-        self._codec = codec
-        self._size = size
-        self._bad = bad
-        self._sink = sink
+        self.name = name
+        self._plan = plan.cameras[name]
+        self._where = f"{bag.path}: {self._plan.topic}"
+        self._decoder = bag.decoder(self._plan.topic)
+        self._codec = mapping.codec_of(self._plan.camera)
+        self._size, self._bad, self._unit = size, mapping.bad_pictures, unit
+        self._notes = plan.account.notes
+        self.needs_bytes = encoder_bytes(self._codec, *size)
+        self.copies = self._codec == "copy" and self._plan.video is None
         self._images = ImageDecoder()
         self._last: Any = None  # the last good picture, as it went into the video
         self._waiting: list[int] = []  # frames before the first good picture
-        self.notes: Counter[str] = Counter()
         self.preview: bytes | None = None
+        # The frames change their picture here; the ordinals rise, but for pictures that were
+        # written late into the file: those that come before their turn wait.
+        changes = np.flatnonzero(np.diff(self._plan.ordinals)) + 1
+        edges = np.concatenate(([0], changes, [len(self._plan.ordinals)]))
+        self._turns, self._spans = self._messages(edges)
+        self._out_of_order: dict[int, int] | None = None
+        if np.any(np.diff(self._turns) < 0):
+            self._out_of_order = {ordinal: n for n, ordinal in enumerate(self._turns.tolist())}
+        self._early_messages: dict[int, bytes] = {}
+        self._next = self._worked = 0
+        self._starts = [first for first, _ in plan.episodes]
+        self._open: int | None = None  # the episode whose video is open
+        self._video: Any = None
 
-    def show(self, shown: Shown) -> None:
+    def _messages(self, edges: Times) -> tuple[Times, Times]:
+        """Return the messages in the order of the frames, and which frames show each."""
+        return self._plan.ordinals[edges[:-1]], np.stack([edges[:-1], edges[1:]], axis=1)
+
+    @property
+    def wanted(self) -> dict[str, Times]:
+        """The messages that some frame shows."""
+        return {self._plan.topic: np.unique(self._turns)}
+
+    def shown(self, message: Message) -> Iterator[Shown]:
+        """Yield the pictures whose turn a message makes, with their frames.
+
+        Called for every message of the topic, in file order.
+        """
+        if self._out_of_order is not None:
+            turn = self._out_of_order.get(message.ordinal)
+            if turn is not None:
+                self._early_messages[turn] = bytes(message.data)
+            while self._next in self._early_messages:
+                yield self._take(self._early_messages.pop(self._next))
+        elif self._next < len(self._turns) and message.ordinal == self._turns[self._next]:
+            yield self._take(message.data)
+
+    def _take(self, data: bytes | memoryview) -> Shown:
+        if not self.copies:
+            data = bytes(data)  # a view keeps its whole chunk, and only its own bytes are counted
+        first, after = self._spans[self._next].tolist()
+        self._next += 1
+        return data, first, after
+
+    def work(self, item: Shown) -> None:
+        """Bring one picture into its video; one thread calls it, for one after the other."""
+        self._show(item)
+        self._worked += 1
+        if self._worked == len(self._turns):
+            self._flush()
+            self._close()
+
+    def finish(self) -> None:
+        """Check that every frame has its picture."""
+        if self._waiting:
+            raise DataError(f"{self._where}: none of its pictures can be decoded")
+        if self._next < len(self._turns):
+            raise DataError(f"{self._where}: pictures are missing")
+
+    def _sink(self, frame: int) -> Any:
+        """Return the video of the episode that a frame is in."""
+        number = bisect_right(self._starts, frame) - 1
+        if number != self._open:
+            self._close()
+            self._open, self._video = number, self._unit.video(self.name, number)
+        return self._video
+
+    def _close(self) -> None:
+        if self._open is not None:
+            self._unit.finish_video(self.name, self._open)
+            self._open = None
+
+    def _show(self, shown: Shown) -> None:
         """Put one picture into the frames that show it."""
         data, first, after = shown
         try:
@@ -78,7 +157,7 @@ class Pictures:
         """Show the last good picture where there is none."""
         if self._bad == "fail":
             raise DataError(f"{self._where}: frame {first}: {error}") from error
-        self.notes[f"{self._plan.topic}: pictures that cannot be decoded (held)"] += 1
+        self._notes[f"{self._plan.topic}: pictures that cannot be decoded (held)"] += 1
         if self._last is None:
             self._waiting += range(first, after)
         else:
@@ -90,13 +169,8 @@ class Pictures:
         self._waiting.clear()
         self._last = picture
 
-    def flush(self) -> None:
+    def _flush(self) -> None:
         """Every message has passed: bring what waits into its frames."""
-
-    def finish(self) -> None:
-        """Check that every frame has its picture."""
-        if self._waiting:
-            raise DataError(f"{self._where}: none of its pictures can be decoded")
 
     def _write(self, frame: int, picture: Any) -> None:
         sink = self._sink(frame)
@@ -152,11 +226,10 @@ class VideoPictures(Pictures):
     that shows which frame each of them is, and that none is missing.
     """
 
-    def __init__(self, bag: Bag, plan: CameraPlan, *words: Any) -> None:
-        super().__init__(bag, plan, *words)
-        assert plan.video is not None
-        self._video_codec = plan.video.codec
-        self._packets = PacketDecoder(plan.video.codec)
+    def __init__(self, name: str, bag: Bag, plan: Plan, *words: Any) -> None:
+        super().__init__(name, bag, plan, *words)
+        self._video_codec = self._key.codec
+        self._packets = PacketDecoder(self._key.codec)
         self._number = 0  # of the next packet
         self._frames: dict[int, tuple[int, int]] = {}  # of packets without a picture as yet
         self._ready: dict[int, tuple[int, int, Any]] = {}  # by first frame: after, packet, picture
@@ -168,7 +241,21 @@ class VideoPictures(Pictures):
         self._first_frame = self._copied = 0  # of the episode: its first frame, packets written
         self._delay: int | None = None  # from a packet to its picture, in packets
 
-    def show(self, shown: Shown) -> None:
+    @property
+    def _key(self) -> KeyFrame:
+        assert self._plan.video is not None
+        return self._plan.video
+
+    def _messages(self, edges: Times) -> tuple[Times, Times]:
+        """Return every packet from the first key frame on: one needs those before it."""
+        shown, spans = super()._messages(edges)
+        start = self._key.ordinal
+        every = np.arange(start, shown.max() + 1)
+        frames = np.zeros((len(every), 2), np.int64)
+        frames[shown - start] = spans
+        return every, frames
+
+    def _show(self, shown: Shown) -> None:
         """Take a packet; put the pictures that it completes into their frames."""
         data, first, after = shown
         number, self._number = self._number, self._number + 1
@@ -181,17 +268,17 @@ class VideoPictures(Pictures):
         except DataError as error:
             self._settle(number, number, error)
             return
-        self._take(pictures)
+        self._collect(pictures)
 
-    def flush(self) -> None:
+    def _flush(self) -> None:
         """Bring the pictures that the decoder has kept into their frames."""
-        self._take(self._packets.flush())
+        self._collect(self._packets.flush())
         while self._early:
             self._settle(heappop(self._numbers), *self._early.popleft())
         for number in list(self._frames):
             self._settle(number, number, DataError("its packet gives no picture"))
 
-    def _take(self, pictures: list[tuple[int, Any]]) -> None:
+    def _collect(self, pictures: list[tuple[int, Any]]) -> None:
         for packet, picture in pictures:
             number = packet
             # Pictures come in the order in which they are shown. Where the stamps rise in the

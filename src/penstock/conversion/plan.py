@@ -164,7 +164,7 @@ class _Planner:
             for source, topic in self._topics[name]:
                 if isinstance(source, Camera) and topic == timeline:
                     count = len(frames.picks)
-                    own = Match(frames.picks, frames.picks, np.zeros(count), np.zeros(count, int))
+                    own = Match(frames.picks, frames.picks, None, np.zeros(count, np.int64))
                     self._matches[_key(feature, source, topic)] = own
                 elif isinstance(source, Camera) or source.flag_gaps is None:
                     self._find(name, feature, source, topic, frames)
@@ -325,7 +325,8 @@ def _hold(found: Match, nothing: Mask) -> None:
     before = np.maximum.accumulate(places)
     held = nothing & found.found[before]
     for array in (found.before, found.after, found.weight, found.skew_ns):
-        array[held] = array[before[held]]
+        if array is not None:
+            array[held] = array[before[held]]
 
 
 def _earlier(found: Match, ordered: Ordered, lag: int) -> Match:
@@ -333,9 +334,9 @@ def _earlier(found: Match, ordered: Ordered, lag: int) -> Match:
     order = np.argsort(ordered.ordinals)
     places = order[np.searchsorted(ordered.ordinals[order], found.before)]
     before = ordered.ordinals[np.maximum(places - lag, 0)]
-    return Match(before, before, found.weight, found.skew_ns)
+    return Match(before, before, None, found.skew_ns)
 
 
 def _nothing(keep: Mask) -> Match:
     none = np.full(len(keep), MISSING, np.int64)
-    return Match(none, none, np.zeros(len(keep)), np.zeros(len(keep), np.int64))
+    return Match(none, none, None, np.zeros(len(keep), np.int64))

@@ -242,4 +242,4 @@ def _convert(job: Job, version: str, totals: Any) -> Outcome:
     thin = {
         name: values[:: -(-len(values) // _SKEWS) or 1] for name, values in outcome.skew_ms.items()
     }
-    return replace(outcome, skew_ms=thin, memory=[])
+    return replace(outcome, skew_ms=thin)

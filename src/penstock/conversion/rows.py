@@ -253,6 +253,7 @@ class Rows:
             later = self._selected(
                 topic.rows(match.after[first:after], source.field), source, topic
             )
+            assert match.weight is not None
             weight = match.weight[first:after, None]
             blend = _slerp if feature.align == "slerp" else _lerp
             values = blend(values, later, weight)

@@ -11,12 +11,13 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, Final
 
-from penstock.bags import open_bag
+from penstock.bags import Bag, open_bag
 from penstock.conversion.claims import Claims
 from penstock.conversion.features import Joints, describe
 from penstock.conversion.mapping import Mapping
 from penstock.conversion.memory import MemoryWatch, fitting_workers
 from penstock.conversion.one_bag import Job, Outcome
+from penstock.conversion.plan import Plan as PlannedBag
 from penstock.conversion.plan import plan_bag
 from penstock.conversion.ray_engine import RayCluster
 from penstock.conversion.recordings import Recording, fingerprint, look_at, size_of
@@ -201,7 +202,7 @@ def _features(request: Request, joints: Joints) -> dict[str, Feature]:
     for path in request.bags:
         try:
             with open_bag(path, salvage=request.salvage, limits=request.limits) as bag:
-                plan = plan_bag(bag, request.mapping)
+                plan = _index_plan(bag, request.mapping)
                 features = describe(bag, request.mapping, plan, joints)
                 joints |= plan.joints
                 return features
@@ -209,6 +210,16 @@ def _features(request: Request, joints: Joints) -> dict[str, Feature]:
             first = first or error
     assert first is not None
     raise first
+
+
+def _index_plan(bag: Bag, mapping: Mapping) -> PlannedBag:
+    """Plan a bag for its features, which its header stamps do not change: these are read once."""
+    if mapping.clock == "header":
+        with suppress(DataError):
+            plan = plan_bag(bag, replace(mapping, clock="bag"))
+            plan.episodes.clear()  # by the other clock, they tell nothing
+            return plan
+    return plan_bag(bag, mapping)
 
 
 def _named_as_before(request: Request, features: dict[str, Feature]) -> dict[str, Feature]:
@@ -302,7 +313,7 @@ class _UnitMaker:
                         if isinstance(outcome, PenstockError):
                             write_failure_note(job.units, key, job.record.source, str(outcome))
                         elif len(outcomes) > _DETAILED:
-                            outcome = replace(outcome, previews={}, skew_ms={}, memory=[])
+                            outcome = replace(outcome, previews={}, skew_ms={})
                         finished(key)
                         outcomes[job.bag] = outcome
                         meter.finished(sizes[job.bag], failed)

@@ -39,16 +39,21 @@ def as_object(path: object) -> ObjectPath | None:
     return path if isinstance(path, ObjectPath) else None
 
 
-@lru_cache(maxsize=16)
 def _file_system(scheme: str, bucket: str) -> Any:
+    """Return the connection to a bucket, as the environment says now."""
+    environment = os.environ
+    endpoint = environment.get("AWS_ENDPOINT_URL_S3") or environment.get("AWS_ENDPOINT_URL")
+    region = environment.get("AWS_REGION") or environment.get("AWS_DEFAULT_REGION")
+    return _connect(scheme, bucket, endpoint, region)
+
+
+@lru_cache(maxsize=16)
+def _connect(scheme: str, bucket: str, endpoint: str | None, region: str | None) -> Any:
     """Connect once for each bucket and process."""
     from pyarrow import fs
 
     if scheme == "gs":
         return fs.GcsFileSystem()
-    environment = os.environ
-    endpoint = environment.get("AWS_ENDPOINT_URL_S3") or environment.get("AWS_ENDPOINT_URL")
-    region = environment.get("AWS_REGION") or environment.get("AWS_DEFAULT_REGION")
     if region is None and endpoint is None:
         region = fs.resolve_s3_region(bucket)
     return fs.S3FileSystem(

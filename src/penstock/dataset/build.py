@@ -77,8 +77,8 @@ MB = 1 << 20
 # Whoever reads one episode decodes its row group: small ones, of whole episodes; long episodes
 # have some of their own, which are bounded because they are held in memory.
 _GROUP_ROWS = 512
-_MOST_ROWS = 50_000
-_MOST_BYTES = 64 << 20
+_MOST_ROWS = 4096
+_MOST_BYTES = 16 << 20  # the writer takes several times that
 _PICTURE_ROWS = 128
 _RECORDS_AT_ONCE = 256
 _NUMBERED = re.compile(r"(?:file-|episode_)\d+\.(?:parquet|mp4)")

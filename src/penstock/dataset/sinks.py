@@ -52,7 +52,6 @@ class PictureSink(ABC):
         self._next_sample = 0
         self._decoder = ImageDecoder()
         self._reformatter = Reformatter()
-        self._last: Picture | bytes | None = None
 
     def add_frame(self, frame: Picture) -> None:
         """Add a decoded picture, HxWx3 RGB of uint8, or HxW depth in mm of uint16."""
@@ -62,16 +61,6 @@ class PictureSink(ABC):
     def add_jpeg(self, data: bytes) -> None:
         """Add a picture that is a JPEG."""
         self.add_frame(self._decoder.jpeg(data))
-
-    def repeat(self, count: int) -> None:
-        """Add the last frame again, so many times."""
-        if self._last is None:
-            raise UsageError("there is no frame to repeat yet")
-        for _ in range(count):
-            if isinstance(self._last, bytes):
-                self.add_jpeg(self._last)
-            else:
-                self.add_frame(self._last)
 
     @abstractmethod
     def close(self) -> None:
@@ -90,7 +79,6 @@ class PictureSink(ABC):
         if place < len(self._sampled) and self.frames == self._sampled[place]:
             self._next_sample += 1
             self.stats.add(self._sample(picture))
-        self._last = picture
         self.frames += 1
 
     def _sample(self, picture: Picture | bytes) -> NDArray[Any]:
@@ -163,7 +151,6 @@ class VideoSink(PictureSink):
         """Finish the video and make it durable."""
         if self.info is None:
             self.info = self._writer.close()
-            self._last = None
 
     def abandon(self) -> None:
         """Remove the video."""
@@ -197,7 +184,6 @@ class PngSink(PictureSink):
         self._flush()
         self._stack.close()
         self.info = {"video.is_depth_map": True} if self.stats.depth else {}
-        self._last = None
 
     def abandon(self) -> None:
         """Remove the file."""

@@ -5,8 +5,9 @@ Whatever pyarrow raises in reading leaves here as a DataError that names the fil
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -229,6 +230,17 @@ def new_parquet(
             if isinstance(error, OSError):
                 raise
             raise DataError(f"cannot write {path}: {error}") from error
+
+
+def give_back_unused() -> None:
+    """Give memory back to the system that was freed and is kept: it grows with the recording.
+
+    Arrow keeps some of its own, and so does glibc: tables of muxers that grow side by side leave
+    holes of every size behind them.
+    """
+    pa.default_memory_pool().release_unused()
+    with suppress(OSError, AttributeError):  # no glibc
+        ctypes.CDLL(None).malloc_trim(0)
 
 
 def write_table(path: Path, table: pa.Table) -> None:

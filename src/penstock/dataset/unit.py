@@ -66,6 +66,7 @@ MALFORMED = (ValueError, LookupError, TypeError, AttributeError, RecursionError,
 _REMOVE = "remove its folder, and make the unit again"
 # Episodes that fit together into so many rows are summed together; longer ones piece by piece.
 _PIECE_ROWS = 4096
+_DIGEST_BYTES = 1 << 18
 RECORD = "unit.json"
 ROWS = "rows.parquet"
 EPISODES = "episodes.parquet"
@@ -693,10 +694,11 @@ def write_failure_note(
 def file_digest(path: Path) -> Digest:
     """Return the size and the CRC-32 of a file."""
     crc = size = 0
+    buffer = memoryview(bytearray(_DIGEST_BYTES))
     with open(path, "rb", buffering=0) as file:
-        while chunk := file.read(1 << 20):
-            crc = isal_zlib.crc32(chunk, crc)
-            size += len(chunk)
+        while count := file.readinto(buffer):
+            crc = isal_zlib.crc32(buffer[:count], crc)
+            size += count
     return size, crc
 
 

@@ -66,7 +66,6 @@ from penstock.dataset.unit import (
     make_key,
     move_units,
     remove_unit,
-    write_failure_note,
 )
 from penstock.errors import PenstockError, SaverClosed, StorageError, UsageError
 from penstock.media.video import VideoSettings
@@ -237,7 +236,7 @@ class DatasetWriter:
 
     @property
     def failures(self) -> list[dict[str, Any]]:
-        """What `failed` noted and no other try has mended: source and reason."""
+        """The notes of failures that no other try has mended: source and reason."""
         found = []
         mended = {failure_name(record.key) for record in self.records}  # brings the notes, too
         for path in sorted((self.root / UNITS).glob(failure_name("*"))):
@@ -258,11 +257,6 @@ class DatasetWriter:
         """Frames that are built or committed."""
         base = self._built.base.frames if self._built else self._base_totals()[1]
         return base + sum(record.frames for record in self.records)
-
-    @property
-    def features(self) -> dict[str, Feature]:
-        """The features of the dataset, without the automatic ones."""
-        return dict(self.plan.spec.features)
 
     def position_of(self, fingerprints: Sequence[str]) -> dict[str, int]:
         """Give recordings their places in the dataset: those that have one keep it.
@@ -303,11 +297,6 @@ class DatasetWriter:
         self._last = UnitWriter(self.units, record, spec.features, spec.fps, videos)
         self._next = position + 1
         return self._last
-
-    def failed(self, key: str, source: Mapping[str, Any], reason: str) -> None:
-        """Note, durably, that something could not become a unit."""
-        self._check_open()
-        write_failure_note(self.units, key, source, reason)
 
     def build(self) -> bool:
         """Put all that is committed into the LeRobot files.

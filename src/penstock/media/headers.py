@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import struct
+from functools import lru_cache
 from typing import NamedTuple
 
 from penstock.errors import DataError, LimitExceeded
@@ -47,12 +48,13 @@ def jpeg_size(data: Buffer) -> JpegSize:
             break
         length = view[at + 2] << 8 | view[at + 3]
         if 0xC0 <= marker <= 0xCF and marker not in (0xC4, 0xC8, 0xCC):
-            return _frame_header(view[at + 4 : at + 2 + length])
+            return _frame_header(bytes(view[at + 4 : at + 2 + length]))
         at += 2 + length
     raise DataError("the JPEG is damaged: it has no frame header")
 
 
-def _frame_header(segment: memoryview) -> JpegSize:
+@lru_cache(maxsize=32)  # the pictures of a camera have the same
+def _frame_header(segment: bytes) -> JpegSize:
     if len(segment) < 6:
         raise DataError("the JPEG is damaged: its frame header is cut")
     _, height, width, components = struct.unpack_from(">BHHB", segment)

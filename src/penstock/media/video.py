@@ -30,7 +30,6 @@ from penstock.media.av_versions import (
     BITEXACT,
     Reformatter,
     add_copy_stream,
-    pixel_format,
 )
 from penstock.media.depth import DepthCoding
 from penstock.media.headers import JpegSize, check_pixels, jpeg_size
@@ -164,6 +163,7 @@ class VideoWriter:
         self.frames = 0
         self._settings = settings
         self._fps = fps
+        self._tick = Fraction(1, fps * TICKS)
         self._size = (width, height)
         self._reformatter = Reformatter()
         self._jpeg: JpegSize | None = None
@@ -213,7 +213,7 @@ class VideoWriter:
         """
         packet = av.Packet(data)
         packet.stream = self._stream
-        packet.time_base = Fraction(1, self._fps * TICKS)
+        packet.time_base = self._tick
         packet.pts, packet.dts = frame * TICKS, turn * TICKS
         packet.duration = TICKS
         packet.is_keyframe = is_key
@@ -258,11 +258,10 @@ class VideoWriter:
 
     def _open_stream(self) -> Any:
         width, height = self._size
-        base = Fraction(1, self._fps * TICKS)
         if self._settings.codec == "copy":
             copied = self._settings.copied
             stream: Any = add_copy_stream(self._container, copied, self._fps, width, height)
-            stream.time_base = base
+            stream.time_base = self._tick
             return stream
         encoder = _ENCODERS[self._settings.codec]
         if encoder.name == "libsvtav1":
@@ -272,7 +271,7 @@ class VideoWriter:
             encoder.name, rate=self._fps, options=self._options(encoder)
         )
         stream.width, stream.height, stream.pix_fmt = width, height, encoder.pix_fmt
-        stream.time_base = base
+        stream.time_base = self._tick
         context = stream.codec_context
         context.time_base = Fraction(1, self._fps)
         context.thread_count = 1
@@ -369,34 +368,6 @@ def _limited_range(frame: av.VideoFrame) -> av.VideoFrame:
         height, width = min(len(old), len(new)), min(old.shape[1], new.shape[1])
         new[:height, :width] = rows[:height, :width]
     return narrowed
-
-
-@dataclass(frozen=True)
-class VideoFacts:
-    """What the header of a video says."""
-
-    frames: int
-    fps: Fraction
-    width: int
-    height: int
-    codec: str
-    pix_fmt: str | None
-
-
-def probe(path: Path | str) -> VideoFacts:
-    """Read the header of a video, decoding nothing."""
-    with open_video(path) as (container, stream):
-        frames = stream.frames or sum(packet.size > 0 for packet in container.demux(stream))
-        rate = stream.average_rate or stream.base_rate or Fraction(0)
-        context = stream.codec_context
-        return VideoFacts(
-            frames,
-            rate,
-            context.width,
-            context.height,
-            context.codec.canonical_name,
-            pixel_format(context),
-        )
 
 
 def read_video(

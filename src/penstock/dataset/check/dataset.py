@@ -16,10 +16,10 @@ from penstock.dataset.adopt import JOURNAL, journal_records
 from penstock.dataset.check.findings import Checkup, Report
 from penstock.dataset.check.rows import RowCheck, StatsInOrder
 from penstock.dataset.check.stats import StatsCheck
-from penstock.dataset.check.videos import Brightness, Decode, VideoCheck, VideoJob, video_jobs
+from penstock.dataset.check.videos import Decode, VideoCheck, VideoJob, video_jobs
 from penstock.dataset.metadata import EpisodeRecord, Info
 from penstock.dataset.plan import BUILT, Built
-from penstock.dataset.stats import Moments
+from penstock.dataset.stats import Moments, PictureStats
 from penstock.dataset.tables import inside
 from penstock.dataset.unit import Digest, file_digest, json_digest
 from penstock.errors import DataError, UsageError
@@ -259,10 +259,10 @@ class _Examination:
         elif re.fullmatch(r"tmp\w{8}/.*", name):
             self.report.warning(name, "a temporary of lerobot", _REMOVE, "temporary")
 
-    def _check_videos(self, jobs: Sequence[VideoJob]) -> dict[str, dict[int, Brightness]]:
-        found: dict[str, dict[int, Brightness]] = {}
+    def _check_videos(self, jobs: Sequence[VideoJob]) -> dict[str, dict[int, PictureStats]]:
+        found: dict[str, dict[int, PictureStats]] = {}
 
-        def one(job: VideoJob) -> dict[int, Brightness]:
+        def one(job: VideoJob) -> dict[int, PictureStats]:
             seen = VideoCheck(self.root, self.info, job, self.report).run(self.decode)
             self._done(job.file)
             return seen
@@ -278,7 +278,7 @@ class _Examination:
         self,
         tasks: Sequence[str],
         records: Sequence[EpisodeRecord],
-        pictures: dict[str, dict[int, Brightness]],
+        pictures: dict[str, dict[int, PictureStats]],
     ) -> None:
         rows = RowCheck(self.root, self.info, tasks, self.decode, self.report)
         whole = self.info.format.stats
@@ -320,12 +320,12 @@ class _Examination:
             rows.training.finish(records, rows.totals, rows.global_stats)
 
     def _compare_totals(
-        self, where: str, rows: RowCheck, pictures: dict[str, dict[int, Brightness]]
+        self, where: str, rows: RowCheck, pictures: dict[str, dict[int, PictureStats]]
     ) -> None:
         of = "the dataset"
         self.stats.values(where, of, rows.global_stats, rows.totals)
         for key, by_episode in {**pictures, **rows.pictures}.items():
-            whole = Brightness()
+            whole = PictureStats()
             for seen in by_episode.values():
                 whole.merge(seen)
             if whole.pictures and len(by_episode) == self.info.raw["total_episodes"]:

@@ -13,11 +13,11 @@ from penstock.dataset import layout, metadata
 from penstock.dataset.check.findings import Report
 from penstock.dataset.check.stats import RECOMPUTE, Shares
 from penstock.dataset.check.training import TrainingCheck
-from penstock.dataset.check.videos import TOLERANCE_S, Brightness, Decode
+from penstock.dataset.check.videos import TOLERANCE_S, Decode, counted_lines
 from penstock.dataset.layout import Feature
 from penstock.dataset.metadata import EpisodeRecord, Info, Stats
 from penstock.dataset.reader import decode_picture
-from penstock.dataset.stats import Moments, sample_indices
+from penstock.dataset.stats import Moments, PictureStats, sample_indices
 from penstock.dataset.tables import Columns, Table, is_list
 from penstock.errors import DataError
 from penstock.media.images import ImageDecoder
@@ -44,7 +44,7 @@ class RowCheck:
         self.global_stats: Stats = {}
         self.totals: dict[str, Moments] = {}
         self.shares: dict[str, Shares] = {}
-        self.pictures: dict[str, dict[int, Brightness]] = {}
+        self.pictures: dict[str, dict[int, PictureStats]] = {}
         self.training = TrainingCheck(info.features, report)
 
     def expect(self, stats: Stats) -> None:
@@ -211,7 +211,7 @@ class RowCheck:
                 self._report.error(name, what, f"picture size of {column}")
             elif self._decode == "all" and k in sampled:
                 by_episode = self.pictures.setdefault(column, {})
-                by_episode.setdefault(record.index, Brightness()).add(picture)
+                by_episode.setdefault(record.index, PictureStats()).add(counted_lines(picture))
 
 
 def same_kind(found: pa.DataType, wanted: pa.DataType) -> bool:

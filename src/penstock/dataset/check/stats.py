@@ -10,10 +10,9 @@ import numpy as np
 
 from penstock.dataset import layout
 from penstock.dataset.check.findings import Report
-from penstock.dataset.check.videos import Brightness
 from penstock.dataset.layout import QUANTILES, Feature, Format
 from penstock.dataset.metadata import Stats
-from penstock.dataset.stats import Moments
+from penstock.dataset.stats import Moments, PictureStats
 
 Array = np.ndarray[Any, Any]
 RECOMPUTE = "compute the statistics again"
@@ -143,10 +142,11 @@ class StatsCheck:
         else:
             self._error(where, what, f"{key} of {name}")
 
-    def brightness(self, where: str, of: str, name: str, stats: Stats, seen: Brightness) -> None:
+    def brightness(self, where: str, of: str, name: str, stats: Stats, seen: PictureStats) -> None:
         """Compare the statistics of pictures with those of sampled pictures."""
-        for key, value in zip(("mean", "std"), seen.moments(), strict=True):
-            stated = stats.get(name, {}).get(key)
+        counted = seen.to_json()
+        for key in ("mean", "std"):
+            stated, value = stats.get(name, {}).get(key), np.ravel(counted[key])
             if stated is None or stated.size != 3:
                 continue
             off = np.abs(stated.reshape(3) - value)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
@@ -14,7 +14,7 @@ import numpy as np
 from penstock.core.interrupt import check_stop
 from penstock.dataset.check.findings import Report
 from penstock.dataset.metadata import EpisodeRecord, Info
-from penstock.dataset.stats import sample_indices
+from penstock.dataset.stats import PictureStats, sample_indices
 from penstock.dataset.tables import inside
 from penstock.errors import DataError
 from penstock.media.av_versions import pixel_format
@@ -26,32 +26,9 @@ _EXACT_S = 1e-6
 _REMOVED = "nothing, if episodes were removed on purpose"
 
 
-@dataclass
-class Brightness:
-    """Sums over the channels of sampled pictures, in [0, 1]."""
-
-    pictures: int = 0
-    mean: np.ndarray[Any, Any] = field(default_factory=lambda: np.zeros(3))
-    square: np.ndarray[Any, Any] = field(default_factory=lambda: np.zeros(3))
-
-    def add(self, picture: np.ndarray[Any, Any]) -> None:
-        """Add one RGB picture of uint8."""
-        # A quarter of the lines is enough to compare means with, and takes a quarter of the time.
-        values = picture[:: 1 if picture.shape[0] < 300 else 4].astype(np.float32) / 255
-        self.pictures += 1
-        self.mean += values.mean((0, 1), dtype=np.float64)
-        self.square += (values**2).mean((0, 1), dtype=np.float64)
-
-    def merge(self, other: Brightness) -> None:
-        """Add another's pictures."""
-        self.pictures += other.pictures
-        self.mean += other.mean
-        self.square += other.square
-
-    def moments(self) -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]:
-        """Return mean and standard deviation per channel."""
-        mean = self.mean / self.pictures
-        return mean, np.sqrt(np.maximum(self.square / self.pictures - mean**2, 0))
+def counted_lines(picture: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+    """Return a quarter of the lines of a picture: enough to compare means with."""
+    return picture[:: 1 if picture.shape[0] < 300 else 4]
 
 
 @dataclass(frozen=True)
@@ -80,7 +57,7 @@ class VideoCheck:
         self._root, self._fps, self._job, self._report = root, info.fps, job, report
         self._feature = info.features[job.key]
 
-    def run(self, decode: Decode) -> dict[int, Brightness]:
+    def run(self, decode: Decode) -> dict[int, PictureStats]:
         """Return the brightness of the sampled frames by episode, if every frame was decoded."""
         needed = self._check_spans()
         self._report.count("video files")
@@ -173,13 +150,13 @@ class VideoCheck:
                     f"{name} of {self._job.key}",
                 )
 
-    def _decode_all(self, container: Any, stream: Any, needed: int) -> dict[int, Brightness]:
+    def _decode_all(self, container: Any, stream: Any, needed: int) -> dict[int, PictureStats]:
         """Decode every frame: count, time, size, damage; sample the brightness."""
         wanted: dict[int, int] = {}  # frames to sample: number in the file -> episode
         for record in self._job.records if not self._feature.is_depth else ():
             frames = self._first(record) + sample_indices(record.length, 0.75)
             wanted |= dict.fromkeys(frames.tolist(), record.index)
-        found: dict[int, Brightness] = {}
+        found: dict[int, PictureStats] = {}
         count = 0
         try:
             for frame in container.decode(stream):
@@ -187,7 +164,7 @@ class VideoCheck:
                 self._check_frame(frame, count)
                 if count in wanted:
                     picture = frame.to_ndarray(format="rgb24")
-                    found.setdefault(wanted[count], Brightness()).add(picture)
+                    found.setdefault(wanted[count], PictureStats()).add(counted_lines(picture))
                 count += 1
         except (av.FFmpegError, ValueError, MemoryError) as error:
             self._error(f"frame {count} does not decode: {_reason(error)}")
