@@ -167,7 +167,7 @@ def test_a_storage_that_stops_at_any_write_loses_nothing(tmp_path, bucket, monke
     """From some write on all fail; then another goes on: committed units are there, or built."""
     monkeypatch.setattr(objects, "_ATTEMPTS", 1)
     monkeypatch.setattr(objects, "_SDK_ATTEMPTS", 1)
-    objects._file_system.cache_clear()
+    objects._connect.cache_clear()
     s.write_dataset(tmp_path / "local", 4, mode="resume")
     whole = s.files_of(tmp_path / "local")
     stopped = 0
@@ -207,7 +207,7 @@ def test_a_storage_that_stops_at_any_write_loses_nothing(tmp_path, bucket, monke
             break
     assert done
     assert stopped > 3
-    objects._file_system.cache_clear()
+    objects._connect.cache_clear()
 
 
 def test_an_upload_that_breaks_off_is_not_seen(tmp_path, bucket, monkeypatch):

@@ -274,16 +274,16 @@ class Snapshot:
             staged.address, staged.storage = address, value.untyped_storage()
             if not staged.in_place():
                 raise UnsupportedValue("a tensor whose memory was given up")
+            owner = self._owned.get(address)
+            if owner is not None and tensor_bytes(owner) == nbytes and staged.version is not None:
+                staged.owner = owner
+                self._place(staged, self.lazy)
+                return staged
             if nbytes <= _SMALL_BYTES and self.cloned_bytes < _MOST_CLONED_BYTES:
                 # Now, while it is in the cache; into memory that the allocator has at hand.
                 staged.clone = value.clone()
                 self.cloned_bytes += nbytes
                 self._now.append(staged)
-                return staged
-            owner = self._owned.get(address)
-            if owner is not None and tensor_bytes(owner) == nbytes and staged.version is not None:
-                staged.owner = owner
-                self._place(staged, self.lazy)
                 return staged
         self._place(staged, self._now)
         return staged
