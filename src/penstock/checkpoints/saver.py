@@ -32,7 +32,7 @@ from penstock.checkpoints import folder
 from penstock.checkpoints.folder import Direction, RunFolder
 from penstock.checkpoints.lazy import LazyCapture, OwnedTensors, install_hooks
 from penstock.checkpoints.publish import NICE, Job, Publisher
-from penstock.checkpoints.snapshot import Snapshot, address_of
+from penstock.checkpoints.snapshot import SMALL_STATE_BYTES, Snapshot, address_of
 from penstock.core import tree
 from penstock.core.codecs import Planes
 from penstock.core.files import make_folder
@@ -138,6 +138,7 @@ class AsyncCheckpointSaver:
         self._publisher = Publisher(compression_level, delta_every, lambda: not queue.awaited)
         self._blocked: deque[tuple[str, float]] = deque(maxlen=_HISTORY)
         self._last_path: str | None = None
+        self._small = False  # the last state
         self._active: LazyCapture | None = None
         self._eager: set[str] = set()  # tensors found changed past their optimizer
         self._owned = OwnedTensors(owners) if lazy else None
@@ -173,7 +174,8 @@ class AsyncCheckpointSaver:
         begin = time.perf_counter()
         self._queue.check_usable()
         self.barrier()
-        snapshot = Snapshot(checkpoint, self._owned.by_address() if self._owned else None)
+        owned = self._owned.by_address() if self._owned else None
+        snapshot = Snapshot(checkpoint, owned, self._small)
         notes = tree.flatten(metadata, lambda path, value: None)
         target, file = self._resolve(path)
         score = float(metric) if metric is not None and math.isfinite(metric) else None
@@ -187,6 +189,7 @@ class AsyncCheckpointSaver:
 
         barrier = self.barrier if snapshot.lazy else None
         size_bytes = snapshot.size_bytes + snapshot.cloned_bytes
+        self._small = size_bytes <= SMALL_STATE_BYTES  # so will the next be
         return self._queue.put(file, size_bytes, prepare, barrier)
 
     def barrier(self) -> None:

@@ -40,7 +40,7 @@ _ALIGNMENT = 64
 CHUNK_BYTES = 8 << 20
 _BRIEF_BYTES = 128 << 10
 _SMALL_BYTES = 256 << 10  # copied at once: as long as looking at it twice takes
-_MOST_CLONED_BYTES = 4 << 20
+SMALL_STATE_BYTES = 4 << 20
 _TRIES = 3
 memmove = ctypes.memmove  # lets other threads run Python meanwhile, ...
 # ... and this one does not: getting the interpreter back takes longer than a small copy.
@@ -96,17 +96,22 @@ class Snapshot:
     Args:
         state: Nested dicts, lists, tuples, sets, numbers, strings, numpy arrays and tensors.
         owned: The CPU tensors that may be copied later, by their addresses.
+        clone: Copy the small tensors already in the walk. For a small state, that is faster; in
+            a large one, these many small pieces would keep the allocator from giving memory back.
 
     Attributes:
         size_bytes: The staging memory that is needed.
-        cloned_bytes: What has been copied already: small tensors, a few megabytes of them.
+        cloned_bytes: What has been copied in the walk.
         lazy: The tensors that were left to be copied later.
 
     Raises:
         UnsupportedValue: Something cannot be stored; it is named by its path.
     """
 
-    def __init__(self, state: Any, owned: dict[int, torch.Tensor] | None = None) -> None:
+    def __init__(
+        self, state: Any, owned: dict[int, torch.Tensor] | None = None, clone: bool = False
+    ) -> None:
+        self._most_cloned_bytes = SMALL_STATE_BYTES if clone else 0
         self.size_bytes = self.cloned_bytes = 0
         self.lazy: list[StagedTensor] = []
         self._now: list[StagedTensor] = []  # what is copied before `copy` returns
@@ -279,7 +284,7 @@ class Snapshot:
                 staged.owner = owner
                 self._place(staged, self.lazy)
                 return staged
-            if nbytes <= _SMALL_BYTES and self.cloned_bytes < _MOST_CLONED_BYTES:
+            if nbytes <= _SMALL_BYTES and self.cloned_bytes < self._most_cloned_bytes:
                 # Now, while it is in the cache; into memory that the allocator has at hand.
                 staged.clone = value.clone()
                 self.cloned_bytes += nbytes
