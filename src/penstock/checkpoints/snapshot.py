@@ -179,7 +179,8 @@ class Snapshot:
 
     def name_of(self, staged: StagedTensor) -> str:
         """Return the name of a tensor in the file."""
-        return staged.name if self.description else ""
+        _ = self.description  # gives every tensor its name
+        return staged.name
 
     def fetch(self) -> None:
         """Bring what was cloned on its device into the staging memory; in the background."""
