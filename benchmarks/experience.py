@@ -134,7 +134,7 @@ def transitions(episodes: int, length: int, noise: float = 0.0) -> TensorDict:
 
 
 class SeedBuffer:
-    """The replay buffer of 002_264a9765fbfbcad6.txt, as it is written there: per-episode LZ4-9."""
+    """The replay buffer of the original proposal, as it is written there: per-episode LZ4-9."""
 
     def __init__(self, image_shape: tuple[int, ...], dtype: Any) -> None:
         self._image_shape, self._dtype = image_shape, dtype

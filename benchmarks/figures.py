@@ -66,10 +66,10 @@ _BATCH = "random batch of 256 depth pictures and 5 small keys"
 _BYTES = "memory per depth picture"
 _CPU = "CPU per frame of 3 cameras"
 _SIM = "environment, 1024 drones (fast), 350 + 80 obstacles"
-_PICKLE = "pickle + LZ4-9 (seed)"
+_PICKLE = "pickle + LZ4-9 (proposal)"
 _FULL, _DELTA = "penstock full", "penstock delta, 10 steps"
 _SAVED32, _SAVED16 = "size saved, float32, 202.2 MB", "size saved, bfloat16, 101.1 MB"
-_LZ4 = "torch.save, LZ4-9 + fsync (seed)"
+_LZ4 = "torch.save, LZ4-9 + fsync (proposal)"
 
 FIGURES: dict[str, Measured | Campaign] = {
     # checkpoints
@@ -119,7 +119,7 @@ FIGURES: dict[str, Measured | Campaign] = {
     "memory-lists": Measured(
         "convert",
         "memory of 10,000 frames of 3 cameras (scaled)",
-        "all frames in lists, then np.stack (seed)",
+        "all frames in lists, then np.stack (proposal)",
         "{:.0f} GB",
     ),
     "memory-chunks": Measured(

@@ -47,12 +47,12 @@ def _measure(settings: Settings) -> list[Row]:
 
 CASE = Case(
     name="checkpoint",
-    claim="003_be2ecd7b42ab1d79.txt: deepcopy and a queue hold training up for less than 1 ms, "
+    claim="the original proposal: deepcopy and a queue hold training up for less than 1 ms, "
     "LZ4 makes 70 MB of 200 MB (65 % saved), differences save 30-50 % more",
     peers=(
         "torch.save",
         "torch.distributed.checkpoint (DCP)",
-        "deepcopy + queue + LZ4-9 (seed)",
+        "deepcopy + queue + LZ4-9 (proposal)",
         "clone (Lightning's way)",
         "safetensors",
     ),

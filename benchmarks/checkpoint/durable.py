@@ -21,7 +21,7 @@ from penstock.checkpoints.saver import AsyncCheckpointSaver
 
 _DELTA_STEPS = 10
 TORCH = "torch.save + fsync"
-SEED = "torch.save, LZ4-9 + fsync (seed)"
+SEED = "torch.save, LZ4-9 + fsync (proposal)"
 FULL = "penstock full"
 DELTA = f"penstock delta, {_DELTA_STEPS} steps"
 # Shares saved that were promised, in percent.

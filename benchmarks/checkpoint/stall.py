@@ -28,7 +28,7 @@ from penstock.checkpoints.saver import AsyncCheckpointSaver
 
 OURS = "penstock"
 LAZY = "penstock, lazy=True"
-SEED = "deepcopy + queue (seed)"
+SEED = "deepcopy + queue (proposal)"
 DCP = "DCP async_save"
 STAGED = "DCP async_save, DefaultStager"
 REUSED = "copy_ into reused buffers"
@@ -150,7 +150,7 @@ def measure_inflation(learner: Learner, settings: Settings) -> list[Row]:
         _NO_SAVE: None,
         TORCH: TorchSave(settings.work),
         STAGED: DcpAsync(settings.work, staged=True),
-        "deepcopy + queue + LZ4-9 (seed)": SeedQueue(settings.work),
+        "deepcopy + queue + LZ4-9 (proposal)": SeedQueue(settings.work),
         OURS: Penstock(settings.work, learner),
         LAZY: Penstock(settings.work, learner, lazy=True),
         "penstock, compress=False": Penstock(settings.work, learner, compress=False),

@@ -230,7 +230,7 @@ def _main_program(bag: str, out: str, codec: str, *words: str) -> None:
 CASE = Case(
     name="convert",
     claim="convert bags in constant memory, far cheaper than lerobot's own writer "
-    "(004_2e944fceda80809b.txt: 60 GB peak for a 10 GB bag)",
+    "(the original proposal: 60 GB peak for a 10 GB bag)",
     peers=("lerobot 0.4.4 (in .venv-peers: make peers)", "copying the bytes"),
     data=f"a Kuavo-like ROS 1 bag of {_SECONDS} s, 3 JPEG cameras of 640x480 at 30 Hz",
     run=_run,

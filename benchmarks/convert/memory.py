@@ -20,7 +20,7 @@ from benchmarks.measure import environment
 from penstock.errors import PenstockError
 from penstock.samples import expected_action, expected_state, write_sample
 
-OLD = "all frames in lists, then np.stack (seed)"
+OLD = "all frames in lists, then np.stack (proposal)"
 OURS = "penstock copy"
 _SHAPE, _CAMERAS = (480, 640, 3), 3
 _NUMBERS = len(expected_state(0.0)) + len(expected_action(0.0))

@@ -18,7 +18,7 @@ from benchmarks.measure import burst, interleave, judge_peers, time_rows
 from penstock.ui import monitor
 from penstock.ui.monitor import PerformanceMonitor
 
-OURS, SEED, BARE = "penstock", "lists (seed)", "perf_counter twice"
+OURS, SEED, BARE = "penstock", "lists (proposal)", "perf_counter twice"
 _NAMES = ("policy_training", "evaluation", "checkpoint_save")
 _BURST = 5_000
 _WINDOW = 100
@@ -29,7 +29,7 @@ _FRAMES = 1024 * 32
 
 
 class SeedMonitor:
-    """The monitor of 003_be2ecd7b42ab1d79.txt: every timing in a list for ever."""
+    """The monitor of the original proposal: every timing in a list for ever."""
 
     def __init__(self) -> None:
         self.timings: defaultdict[str, list[float]] = defaultdict(list)
@@ -76,7 +76,7 @@ def run(settings: Settings) -> list[Row]:
         *_timers(settings),
         *_statistics(settings),
         *_memory(),
-        Row("speed that the seed's sample output means (computed)", SEED, implied, "frames/s"),
+        Row("speed that the proposal's sample output means (computed)", SEED, implied, "frames/s"),
         Row("lines of code", "penstock core/monitor.py", code, "lines"),
     ]
 
@@ -174,9 +174,9 @@ def _memory() -> list[Row]:
 
 CASE = Case(
     name="monitor",
-    claim="003_be2ecd7b42ab1d79.txt: timers and their summary are there for free "
+    claim="the original proposal: timers and their summary are there for free "
     "(sample output: policy_training 45.23 ms, checkpoint_save 0.85 ms)",
-    peers=("lists that grow (seed)", "time.perf_counter, called twice"),
+    peers=("lists that grow (proposal)", "time.perf_counter, called twice"),
     data=f"empty blocks; {len(_NAMES)} names of {_FULL:,} and {_LONG:,} timings each",
     run=run,
 )

@@ -209,8 +209,8 @@ def _peer_rows(frames: int, timings: dict[str, Timing], train: Training | None) 
 
 CASE = Case(
     name="nav",
-    claim="003_be2ecd7b42ab1d79.txt: about 10,000 frames/s on a GPU, checkpoints that hold "
-    "training up for less than 1 ms; 002_264a9765fbfbcad6.txt: collecting ahead is 5-15 % faster",
+    claim="the original proposal: about 10,000 frames/s on a GPU, checkpoints that hold "
+    "training up for less than 1 ms; the original proposal: collecting ahead is 5-15 % faster",
     peers=(
         "TorchRL Collector + GAE + ClipPPOLoss + Adam, same environment and network",
         "no checkpoints",

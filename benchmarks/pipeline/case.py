@@ -71,7 +71,7 @@ def _compare(
 
 CASE = Case(
     name="pipeline",
-    claim="002_264a9765fbfbcad6.txt: collecting ahead makes training 5-15 % faster; "
+    claim="the original proposal: collecting ahead makes training 5-15 % faster; "
     "return_same_td=False doubles memory; 1024 environments at once are 1000x one",
     peers=("collect, then train (SyncDataCollector's way)", "TorchRL Collector's return_same_td"),
     data="{batches} batches; collector and learner take equally long, 1 torch thread each; drones "

@@ -206,12 +206,12 @@ def _tree(entries: int, rounds: int) -> list[Row]:
 
 CASE = Case(
     name="replay",
-    claim="002_264a9765fbfbcad6.txt: LZ4 makes pictures 2-10x smaller; decompressing whole "
+    claim="the original proposal: LZ4 makes pictures 2-10x smaller; decompressing whole "
     "episodes in threads takes 15 ms a batch; O(log N) look-up of episodes",
     peers=(
         "TorchRL LazyTensorStorage",
         "TorchRL CompressedListStorage",
-        "per-episode LZ4-9 in a thread pool (seed)",
+        "per-episode LZ4-9 in a thread pool (proposal)",
         "cpprb",
     ),
     data=f"{{episodes}} episodes of {_LENGTH} depth pictures, 84 x 84 bytes, with 5 small keys; "

@@ -25,7 +25,7 @@ from penstock.rollouts.compressed import CompressedDataCollector
 from penstock.rollouts.storage import RolloutStorage
 
 OURS = "penstock"
-SEED = "pickle + LZ4-9 (seed)"
+SEED = "pickle + LZ4-9 (proposal)"
 _KEY = ("agents", "observation", "state")
 _EPOCHS, _MINIBATCHES = 4, 16
 _UPDATE_S = (0.05, 0.1)  # what the proposal says that training on such a batch takes
@@ -161,7 +161,7 @@ def _generator(seed: int) -> torch.Generator:
 
 CASE = Case(
     name="rollout",
-    claim="000_f1b48b876e9111bd.txt: lidar gets 3-5x smaller, everything 2.5-4x (70 % of the "
+    claim="the original proposal: lidar gets 3-5x smaller, everything 2.5-4x (70 % of the "
     "disk); compressing training batches costs more than it brings",
     peers=("pickle + LZ4-9 (seed), not fsynced, in a process of its own",),
     data="{envs} environments x 32 steps of flights among 350 columns and 80 moving obstacles; "

@@ -11,7 +11,7 @@ from typing_extensions import Self
 
 from penstock.errors import PenstockError
 
-# RolloutStorage of 000_f1b48b876e9111bd.txt: numpy, pickle, LZ4 level 9; and back to tensors.
+# RolloutStorage of the original proposal: numpy, pickle, LZ4 level 9; and back to tensors.
 _SCRIPT = """
 import os, pickle, sys, time
 import lz4.frame, numpy as np, torch

@@ -55,7 +55,7 @@ def test_damage_is_never_silent(result):
 def test_result_is_json_text_and_page(result):
     assert json.loads(json.dumps(result, allow_nan=False)) == result
     text = runner.text_report(result)
-    assert "003_be2ecd7b42ab1d79.txt" in text
+    assert "the original proposal" in text
     assert "bars met" in text
     assert "python -m benchmarks" in runner.html_report(result).html()
 
@@ -101,9 +101,9 @@ TINY = {"rounds": 2, "repeats": 2, "episodes": 2, "entries": 4096, "envs": 64, "
     ("name", "wanted"),
     [
         ("replay", {"LazyTensorStorage", "CompressedListStorage", "seed, per episode"}),
-        ("rollout", {"pickle + LZ4-9 (seed)", "as it is"}),
+        ("rollout", {"pickle + LZ4-9 (proposal)", "as it is"}),
         ("pipeline", {"one after the other"}),
-        ("monitor", {"lists (seed)", "perf_counter twice"}),
+        ("monitor", {"lists (proposal)", "perf_counter twice"}),
     ],
 )
 def test_every_peer_is_measured_beside_penstock(tmp_path, monkeypatch, name, wanted):

@@ -163,7 +163,7 @@ def test_conclusions_follow_from_the_rows():
     what = "blocked, 100 ms before the step"
     rows = [
         Row(what, "torch.save", 1000.0, "ms"),
-        Row(what, "deepcopy + queue (seed)", 100.0, "ms"),
+        Row(what, "deepcopy + queue (proposal)", 100.0, "ms"),
         Row(what, "penstock", 0.5, "ms"),
         Row("extra peak memory", "seed, queue of 3", 4.0, "x state"),
     ]
