@@ -122,4 +122,4 @@ def test_every_peer_is_measured_beside_penstock(tmp_path, monkeypatch, name, wan
             least = float(row["bar"].split()[1])
             assert row["met"] == (row["ratio"] >= least)
     assert name in runner.text_report(result)
-    assert "txt" in case["claim"]
+    assert "the original proposal" in case["claim"]
