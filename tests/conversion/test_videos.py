@@ -34,6 +34,9 @@ from .videos import (
 )
 
 QUIET = {"progress": "quiet", "memory": "1GB"}
+COPIES = int(av.__version__.split(".")[0]) >= 17
+needs_copies = pytest.mark.skipif(not COPIES, reason="av before 17 cannot copy packets")
+COPY_OR_NOT = [pytest.param("copy", marks=needs_copies), "h264"]
 KEY = "observation.images.cam"
 
 
@@ -83,8 +86,15 @@ def placed(packets: list[Packet]) -> list[tuple[int, Packet]]:
     return list(enumerate(packets))
 
 
+@pytest.mark.skipif(COPIES, reason="av from 17 on copies packets")
+def test_what_this_av_cannot_copy_is_refused(tmp_path):
+    path = record(tmp_path / "a.mcap", "h264", placed(encode("h264", 90)))
+    with pytest.raises(DataError, match="needs av 17 or newer: use h264"):
+        convert(path, tmp_path / "out", codec="copy")
+
+
 @pytest.mark.parametrize("encoding", ["protobuf", "json", "cdr"])
-@pytest.mark.parametrize("codec", ["copy", "h264"])
+@pytest.mark.parametrize("codec", COPY_OR_NOT)
 def test_every_encoding(tmp_path, encoding, codec):
     path = record(tmp_path / "a.mcap", "h264", placed(encode("h264", 90)), encoding)
     report = convert(path, tmp_path / "out", codec=codec)
@@ -107,7 +117,7 @@ def test_stamps_without_a_header(tmp_path, encoding):
 
 
 @pytest.mark.parametrize("clock", ["bag", "header"])
-@pytest.mark.parametrize("codec", ["copy", "h264"])
+@pytest.mark.parametrize("codec", COPY_OR_NOT)
 @pytest.mark.parametrize("kind", ENCODERS)
 def test_every_codec(tmp_path, kind, codec, clock):
     """With B-frames, too: by the stamps of the pictures, or where packets are stamped as sent."""
@@ -115,7 +125,9 @@ def test_every_codec(tmp_path, kind, codec, clock):
     path = record(tmp_path / "a.mcap", name, placed(packets))
     report = convert(path, tmp_path / "out", codec=codec, clock=clock)
     assert report.ok, report.text()
-    assert frames_of(tmp_path / "out") == [(n, n) for n in range(150)]
+    seen = decoded(kind, packets)  # an encoder may have spoilt a picture or two
+    assert sum(n != number for n, number in enumerate(seen)) <= 2
+    assert frames_of(tmp_path / "out") == list(enumerate(seen))
     if codec == "copy":
         stored = stored_packets(tmp_path / "out")
         if name in ("h264", "h265"):
@@ -125,7 +137,7 @@ def test_every_codec(tmp_path, kind, codec, clock):
 
 
 @pytest.mark.parametrize("key_every", [1, 7, 250])
-@pytest.mark.parametrize("codec", ["copy", "h264"])
+@pytest.mark.parametrize("codec", COPY_OR_NOT)
 def test_a_recording_that_starts_late(tmp_path, key_every, codec):
     """Packets before the first key frame show nothing; their frames are not there."""
     packets = encode("h264", 300, key_every)[5:]
@@ -176,6 +188,7 @@ def test_a_pause_and_fewer_frames(tmp_path, kind):
         convert(path, tmp_path / "copy", fps=10, codec="copy")
 
 
+@needs_copies
 def test_a_copied_episode_begins_with_a_key_frame(tmp_path):
     path = record(tmp_path / "a.mcap", "h264", placed(encode("h264", 120, key_every=60)))
     with pytest.raises(DataError, match="frame 50, which is no key frame"):
@@ -184,6 +197,7 @@ def test_a_copied_episode_begins_with_a_key_frame(tmp_path):
     assert frames_of(tmp_path / "three") == [(n, n) for n in range(120)]
 
 
+@needs_copies
 def test_bags_of_several_codecs(tmp_path):
     """Copied, the second fails with its reason; decoded, both are in the dataset."""
     bags = [
@@ -265,6 +279,7 @@ def test_hostile_packets(kind):
 
 
 @pytest.mark.stress
+@needs_copies
 @pytest.mark.parametrize("kind", ENCODERS)
 def test_campaign_of_many_frames(tmp_path, kind):
     """100,000 frames in all: random key frames, late starts, holes, both ways of storing them."""

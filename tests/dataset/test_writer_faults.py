@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import json
 import os
+import pathlib
 import random
 import runpy
 import shutil
@@ -52,11 +53,12 @@ def failing(call: str, at: int) -> Iterator[list[int]]:
             raise OSError(errno.EIO, os.strerror(errno.EIO))
         return real(*words, **more)
 
-    setattr(os, call, fail)
-    try:
+    accessor = getattr(pathlib, "_NormalAccessor", None)  # until 3.10 paths call it, not os
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(os, call, fail)
+        if hasattr(accessor, call):
+            patch.setattr(accessor, call, staticmethod(fail))
         yield calls
-    finally:
-        setattr(os, call, real)
 
 
 @pytest.mark.parametrize("call", ["fsync", "rename", "replace"])

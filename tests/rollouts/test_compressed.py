@@ -5,17 +5,21 @@ import threading
 
 import numpy as np
 import pytest
+import tensordict
 import torch
-from hypothesis import given, settings
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from tensordict import NonTensorData, NonTensorStack, TensorDict, lazy_stack
 
 from penstock import errors
+from penstock.core.extras import version_of
 from penstock.rollouts.collect import PipelinedDataCollector
 from penstock.rollouts.compressed import CompressedDataCollector, CompressedKey
+from penstock.tensors import tensor_bytes
 
 from .conftest import make_batch, same
 
+EMPTY_STACKS = version_of(tensordict.__version__) >= (0, 10)  # older ones refuse them
 LIDAR = ("agents", "observation", "lidar")
 
 
@@ -85,6 +89,7 @@ def same_but_names(one, other):
     form=st.sampled_from([list, torch.tensor, np.array]),
 )
 def test_steps(which, indices, form):
+    assume(indices or EMPTY_STACKS)
     found = PACKED[which].minibatch(form(indices) if indices else indices)
     tensors = BATCH.exclude("label", "stack")
     same_but_names(found, tensors.reshape(-1)[torch.tensor(indices, dtype=torch.int64)])
@@ -104,6 +109,7 @@ def test_steps(which, indices, form):
     ),
 )
 def test_environments(which, envs):
+    assume(EMPTY_STACKS or not isinstance(envs, slice) or range(24)[envs])
     tensors = BATCH.exclude("label", "stack")
     same_but_names(PACKED[which][envs], tensors[envs])
     if not isinstance(envs, int):
@@ -124,7 +130,7 @@ def test_a_key_is_decoded_once(monkeypatch):
 def test_the_cache_is_bounded_and_the_oldest_makes_way():
     keys = [LIDAR, ("agents", "observation", "state")]
     batch = make_batch(100, 32)
-    sizes = [batch[key].nbytes for key in keys]
+    sizes = [tensor_bytes(batch[key]) for key in keys]
     packed = compressed(batch, keys=keys, cache_bytes=max(sizes))
     for key in keys:
         same(packed[[7]][key], batch[[7]][key])
@@ -137,7 +143,7 @@ def test_the_cache_is_bounded_and_the_oldest_makes_way():
 
 
 def test_batches_share_a_cache_and_leave_it_when_they_go():
-    limit = 2 * make_batch(60, 32)[LIDAR].nbytes
+    limit = 2 * tensor_bytes(make_batch(60, 32)[LIDAR])
     collector = CompressedDataCollector(
         [make_batch(60, 32, i) for i in range(3)], cache_bytes=limit
     )

@@ -326,6 +326,7 @@ def test_rollouts_that_came_since_are_added_and_changed_ones_refused(tmp_path) -
 
 def test_rollouts_of_a_training(tmp_path, monkeypatch) -> None:
     """What `penstock train` saves has the keys that LeRobot expects."""
+    pytest.importorskip("numba")  # of the extra "rl", which the simulator needs
     from penstock.nav.collect import as_tensordict
     from penstock.nav.ppo import Batch
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import av
+import av.logging
 from av.video.reformatter import VideoReformatter
 
 from penstock.errors import UsageError
@@ -14,6 +15,11 @@ _MAJOR = int(av.__version__.split(".")[0])
 ANY_METADATA: dict[str, Any] = {} if _MAJOR >= 19 else {"metadata_errors": "replace"}
 # Before 17 it has no other way than one thread.
 _ONE_THREAD: dict[str, Any] = {"threads": 1} if _MAJOR >= 17 else {}
+
+# Before 8.1, FFmpeg may decode what builds on a lost picture of H.265, in grey: it only logs that.
+_PAINTS_OVER = av.library_versions["libavcodec"] < (62, 28)
+if _PAINTS_OVER:
+    av.logging.set_skip_repeated(False)
 
 # FFmpeg's flags of scaling, as numbers: av has names for the last three from 18 on.
 BILINEAR = 0x2
@@ -43,6 +49,20 @@ def add_copy_stream(container: Any, codec: str, fps: int, width: int, height: in
     stream = container.add_stream("mjpeg", rate=fps)
     stream.width, stream.height, stream.pix_fmt = width, height, "yuvj420p"
     return stream
+
+
+def decode(context: Any, packet: Any) -> tuple[list[av.VideoFrame], bool]:
+    """Decode a packet; tell whether FFmpeg painted over a picture that it did not have."""
+    if not _PAINTS_OVER:
+        return context.decode(packet), False
+    level = av.logging.get_level()
+    av.logging.set_level(av.logging.ERROR)
+    try:
+        with av.logging.Capture() as messages:
+            frames = context.decode(packet)
+    finally:
+        av.logging.set_level(level)
+    return frames, any("Could not find ref" in text for _, _, text in messages)
 
 
 class Reformatter:

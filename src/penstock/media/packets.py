@@ -15,6 +15,7 @@ from av.video.codeccontext import VideoCodecContext
 from av.video.frame import PictureType
 
 from penstock.errors import DataError
+from penstock.media.av_versions import decode
 from penstock.media.encodings import CODECS
 from penstock.media.headers import Buffer
 from penstock.media.images import STRICT
@@ -111,11 +112,14 @@ class PacketDecoder:
             # FFmpeg checks the size before it gives memory to as many as 16 pictures.
             self._context.options = {"err_detect": STRICT, "max_pixels": str(_MAX_PIXELS)}
         try:
-            frames = self._context.decode(packet)
+            frames, painted_over = decode(self._context, packet)
         except (av.FFmpegError, ValueError, MemoryError) as error:
             self._broken = True
             reason = getattr(error, "strerror", None) or str(error)
             raise DataError(f"the packet cannot be decoded ({reason})") from error
+        if painted_over:
+            self._broken = True
+            self._waiting.discard(packet.pts)
         for frame in frames:
             # A damaged packet may give a second picture: it is nobody's.
             if frame.pts in self._waiting and not frame.is_corrupt:

@@ -139,7 +139,7 @@ class CompressedBatch:
             leaves[path] = value
         chosen = None if isinstance(keys, str) else choose(leaves, keys)
         self.batch_size = torch.Size(shape)
-        self.raw_bytes = sum(value.nbytes for value in leaves.values())
+        self.raw_bytes = sum(tensor_bytes(value) for value in leaves.values())
         self._compressed: dict[Key, CompressedKey] = {}
         for path, value in leaves.items():
             if chosen is None or path in chosen:
