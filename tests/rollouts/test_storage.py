@@ -1,5 +1,6 @@
 """RolloutStorage: what was saved comes back, whole and in part, and nothing else is touched."""
 
+import gc
 import os
 import subprocess
 import sys
@@ -386,3 +387,19 @@ except PenstockError as error:
     loaded, refused = said.stdout.splitlines()
     assert loaded == "{'a': tensor([3, 4, 5]), 'next': {'b': 1}}"
     assert refused.startswith("tensordict is not installed")
+
+
+def test_the_memory_of_a_rollout_that_is_dropped_serves_the_next_load(tmp_path):
+    storage = RolloutStorage(tmp_path)
+    storage.save(TensorDict({"x": torch.rand(64, 32, 256)}, [64, 32]), 1)
+    gc.collect()
+    gc.disable()
+    try:
+        places = set()
+        for _ in range(5):
+            data = storage.load(1)
+            places.add(data["x"].data_ptr())
+            del data
+    finally:
+        gc.enable()
+    assert len(places) == 1

@@ -19,19 +19,20 @@ from penstock.core.codecs import Codec, Layout, Planes, Series, Zstd
 from penstock.core.files import storage_error
 from penstock.core.pack import Entry, Item, PackReader, PackWriter
 from penstock.core.reuse import ReusedMemory
+from penstock.core.threads import CORES
 from penstock.core.tree import Json
 from penstock.errors import CorruptFile, UnknownFormat, UsageError
 from penstock.rollouts.structure import (
     NONSENSE,
     Axes,
     Batch,
+    Builder,
     Key,
     Leaf,
     Picked,
     Selection,
     choose,
     keys_of,
-    put_together,
 )
 
 KIND = "rollout"
@@ -46,7 +47,7 @@ _BLOCK_ROWS = 128
 _LEAST_BLOCK_BYTES = 64 * 1024  # of rows without time, which may be single numbers
 _LARGEST_ROW_BYTES = 64 << 20  # of one environment: beyond this a block holds a part of it
 _PARALLEL_BYTES = 4 << 20
-_WORKERS = 2
+_WORKERS = min(2, max(1, CORES - 1))  # the caller encodes, too
 
 
 def codec_for(words: np.dtype[Any], level: int, *, time_last: bool) -> Codec | None:
@@ -187,9 +188,8 @@ class RolloutFile:
                 np.copyto(array, self._pack.read(entry.name))
         self._pack.read_into(targets)
         try:
-            return put_together(
-                self.node, words, lambda name: self._pack.entry(name).dtype, device, chosen, part
-            )
+            dtypes = {name: self._pack.entry(name).dtype for name in words}
+            return Builder(words, dtypes, device, chosen, part).build(self.node)
         except (CorruptFile, *NONSENSE) as error:
             raise CorruptFile(
                 f"{self._pack.path} is damaged: its description makes no sense ({error!r})"

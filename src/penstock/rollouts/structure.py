@@ -8,7 +8,7 @@ are only labels.
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -348,54 +348,57 @@ class Selection:
         return found[0] if axis in self.dropped else found
 
 
-def put_together(
-    node: Json,
-    words: Mapping[str, NDArray[Any]],
-    dtype_of: Callable[[str], str],
-    device: torch.device,
-    chosen: set[Key] | None,
-    part: Selection,
-) -> Any:
-    """Rebuild a batch.
+@dataclass(frozen=True)
+class Builder:
+    """Rebuilds a batch from its description.
+
+    A class, not nested functions: two that call each other keep the arrays alive until the garbage
+    collector comes by, and every load would pay for fresh memory.
 
     Args:
-        node: Its description.
         words: The tensors and arrays by their names, as words of a pack.
-        dtype_of: Tells the type of one.
+        dtypes: The type of each.
         device: Where tensors go, and TensorDicts say they are.
         chosen: Keys to rebuild; None for all.
         part: What of the batch the tensors are.
     """
 
-    def build(node: Json, key: Key) -> Any:
+    words: Mapping[str, NDArray[Any]]
+    dtypes: Mapping[str, str]
+    device: torch.device
+    chosen: set[Key] | None
+    part: Selection
+
+    def build(self, node: Json, key: Key = ()) -> Any:
+        """Return what a description describes."""
         kind = node["kind"]
         if kind == "array":
-            return words[node["item"]]
+            return self.words[node["item"]]
         if kind == "tensor":
-            return tensor_over(words[node["item"]], dtype_of(node["item"])).to(device)
+            item = node["item"]
+            return tensor_over(self.words[item], self.dtypes[item]).to(self.device)
         if kind == "value":
             return tree.unflatten(node["v"], _refuse)
         if kind == "dict":
-            return children(node, key)
-        shape = tuple(node["batch_size"])
+            return self._children(node, key)
+        batch = tuple(node["batch_size"])
+        shape = self.part.shape(batch)
         if kind == "tensordict":
-            names = node["names"] and part.names(shape, node["names"])
-            content = children(node, key)
-            return TensorDict(content, batch_size=part.shape(shape), device=device, names=names)
+            names = node["names"] and self.part.names(batch, node["names"])
+            content = self._children(node, key)
+            return TensorDict(content, batch_size=shape, device=self.device, names=names)
         value = tree.unflatten(node["v"], _refuse)
         if kind == "nontensor":
-            return NonTensorData(value, batch_size=part.shape(shape))
+            return NonTensorData(value, batch_size=shape)
         if kind == "nontensors":
-            return part.narrow(value, part.shape(shape))
+            return self.part.narrow(value, shape)
         raise CorruptFile(f"unknown kind of value {kind!r} at {_dotted(key)}")
 
-    def children(node: Json, key: Key) -> dict[Any, Any]:
+    def _children(self, node: Json, key: Key) -> dict[Any, Any]:
         found = {}
         for record, child in node["v"]:
             name = _key_name(node, record)
             path = (*key, *as_path(name))
-            if chosen is None or any(full[: len(path)] == path for full in chosen):
-                found[name] = build(child, path)
+            if self.chosen is None or any(full[: len(path)] == path for full in self.chosen):
+                found[name] = self.build(child, path)
         return found
-
-    return build(node, ())

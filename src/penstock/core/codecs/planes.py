@@ -96,10 +96,13 @@ class Planes(Codec):
         """Return what compresses one plane of words of this width."""
         if self.inner == "lz4":
             return lambda plane: bytes(Lz4(0).encode(plane)[0])
+        return functools.partial(zstd.compress, options=self.options(width))
+
+    def options(self, width: int) -> dict[int, int]:
+        """Return the settings of zstd for planes of words of this width."""
         # Narrow words are worth more effort: half of their bytes compress, not a quarter.
         smallest = self.level > 2 or (self.level == 2 and width <= 2)
-        window_log = 17 if self.level < 2 else 11 if smallest else 13
-        return functools.partial(zstd.compress, options=_options(window_log))
+        return _options(17 if self.level < 2 else 11 if smallest else 13)
 
 
 @functools.cache

@@ -21,16 +21,13 @@ from penstock.core.codecs.base import (
     unlz4,
     unzstd,
 )
-from penstock.core.codecs.planes import Planes, join, looks_compressible, split
+from penstock.core.codecs.planes import Planes, join, split
 from penstock.core.reuse import BLOCKS
 from penstock.errors import CorruptFile
 
 _HEAD = struct.Struct("<I")  # how many values are not zero
 _PIECE = struct.Struct("<BI")  # how the bitmap or a plane is kept, and its bytes
 _AS_IT_IS, _LZ4, _ZSTD = range(3)
-_LZ4_ACCELERATION = 4
-_SMALL, _VERY_SMALL = 1 / 2, 1 / 8  # what LZ4 makes so small needs no entropy coder: reads faster
-_WORTH_LZ4, _WORTH_ZSTD = 7 / 8, 2 / 3  # what does not get this small is read faster as it is
 
 
 @dataclass(frozen=True)
@@ -52,12 +49,49 @@ class Series(Codec):
 
     def encode(self, values: Array, base: Array | None = None) -> list[Buffer]:
         """Take out the zeros and encode the differences between the rest."""
-        marks, planes = split_gaps(as_unsigned(values))
-        parts: list[Buffer] = [_HEAD.pack(planes[0].size)]
-        for plane in (marks, *planes):
-            method, data = self._packed(plane, len(planes))
+        words = as_unsigned(values)
+        if (coded := self.encode_block(words, (0, 0))) is not None:
+            return [coded[0]]
+        pieces = slow_split_gaps(words)
+        parts: list[Buffer] = [_HEAD.pack(pieces[-1].size)]
+        for piece in pieces:
+            method, data = self._packed(piece, len(pieces) - 1)
             parts += [_PIECE.pack(method, len(data)), data]
         return parts
+
+    def encode_block(self, words: Array, turn: tuple[int, int]) -> tuple[Buffer, int] | None:
+        """Encode a block in one compiled call, without the GIL; None where there are no kernels.
+
+        Args:
+            words: Unsigned, contiguous.
+            turn: As for `decode_blocks`, the other way round.
+
+        Returns:
+            The coded block, and the checksum of the words as they are on disk.
+        """
+        if (kernels := compiled_kernels()) is None:
+            return None
+        count, width = words.size, words.itemsize
+        largest = words.nbytes + words.nbytes // 255 + 1024  # what LZ4 or zstd make of noise
+        out = BLOCKS.array((largest + count // 8,), np.uint8)
+        end, checksum = kernels.encode_block(
+            words,
+            *turn,
+            np.array(list(Planes(level=self.level).options(width).items()), np.int32),
+            np.array(self._worth, np.float64),
+            BLOCKS.array((count if turn[1] else 0,), words.dtype),
+            BLOCKS.array((-(-count // 8),), np.uint8),
+            BLOCKS.array((count,), words.dtype),
+            BLOCKS.array((words.nbytes,), np.uint8),
+            BLOCKS.array((largest,), np.uint8),
+            out,
+        )
+        return out[:end].data, checksum
+
+    @property
+    def _worth(self) -> tuple[float, float, float]:
+        """How small a plane must get: with LZ4, to leave it at that, or at all; then with zstd."""
+        return (1 / 8, 0, 1) if self.level >= 2 else (1 / 2, 7 / 8, 2 / 3)
 
     def decode(self, data: memoryview, out: Array, base: Array | None = None) -> None:
         """Add the gaps up and put the zeros in again."""
@@ -109,28 +143,15 @@ class Series(Codec):
 
     def _packed(self, plane: Array, width: int) -> tuple[int, Buffer]:
         """Compress a plane if that is worth it; say how."""
-        smallest = self.level >= 2
+        enough, worth_lz4, worth_zstd = self._worth
         kept: tuple[int, Buffer] = _AS_IT_IS, plane.data
-        if looks_compressible(plane, _fast):
-            fast = _fast(plane)
-            if len(fast) <= plane.size * (_VERY_SMALL if smallest else _SMALL):
-                return _LZ4, fast
-            if not smallest and len(fast) <= plane.size * _WORTH_LZ4:
-                kept = _LZ4, fast
-        compress = Planes(level=self.level).compressor(width)
-        if looks_compressible(plane, compress):
-            packed = compress(plane)
-            if len(packed) < len(kept[1]) * (1 if smallest else _WORTH_ZSTD):
-                return _ZSTD, packed
-        return kept
-
-
-def _fast(plane: Array) -> bytes:
-    # Some speed for little size: matches are short or plenty here.
-    data: bytes = lz4.block.compress(
-        bytes_of(plane), mode="fast", acceleration=_LZ4_ACCELERATION, store_size=False
-    )
-    return data
+        fast = lz4.block.compress(bytes_of(plane), store_size=False)
+        if len(fast) <= plane.size * enough:
+            return _LZ4, fast
+        if len(fast) <= plane.size * worth_lz4:
+            kept = _LZ4, fast
+        packed = Planes(level=self.level).compressor(width)(plane)
+        return (_ZSTD, packed) if len(packed) < len(kept[1]) * worth_zstd else kept
 
 
 def _unpacked(method: int, data: memoryview, size: int) -> Array:
@@ -159,26 +180,14 @@ def _decode_slowly(data: memoryview, words: Array) -> None:
     expect(slow_join_gaps(pieces[0], pieces[1:], words), "a series does not fit its bitmap")
 
 
-def split_gaps(words: Array) -> tuple[Array, list[Array]]:
+def slow_split_gaps(words: Array) -> list[Array]:
     """Return the bitmap of what is not zero, and the byte planes of the gaps between the rest."""
-    if (kernels := compiled_kernels()) is None:
-        return slow_split_gaps(words)
-    marks = BLOCKS.array((-(-words.size // 8),), np.uint8)
-    gaps = BLOCKS.array(words.shape, words.dtype)
-    gaps = gaps[: kernels.take_nonzero(words, marks, gaps)]
-    planes = BLOCKS.array((gaps.itemsize, gaps.size), np.uint8)
-    kernels.split_planes(gaps, planes)
-    return marks, list(planes)
-
-
-def slow_split_gaps(words: Array) -> tuple[Array, list[Array]]:
-    """Do in numpy what the kernels do."""
     present = words != 0
     kept = words[present]
     gaps = np.diff(kept, prepend=kept.dtype.type(0)).view(SIGNED[kept.itemsize])
     codes = ((gaps << 1) ^ (gaps >> (8 * kept.itemsize - 1))).view(kept.dtype)
     planes = [split(codes, k, np.empty(codes.size, np.uint8)) for k in range(kept.itemsize)]
-    return np.packbits(present, bitorder="little"), planes
+    return [np.packbits(present, bitorder="little"), *planes]
 
 
 def slow_join_gaps(marks: Array, planes: list[Array], out: Array) -> bool:

@@ -63,7 +63,11 @@ LZ4_HARD_BYTES: int = _LZ4.LZ4_sizeofStateHC()
 crc32 = _foreign(_CRC, "crc32_gzip_refl", _U(_U, _W, types.uint64))
 copy_bytes = _foreign(ctypes.CDLL(None), "memcpy", _W(_W, _W, _W))  # three times as fast as a loop
 zstd_unpack = _ZSTD and _foreign(_ZSTD, "ZSTD_decompress", _W(_W, _W, _W, _W))
-"""None where zstd is not visible."""
+"""None, as are the next four, where zstd is not visible."""
+zstd_open = _ZSTD and _foreign(_ZSTD, "ZSTD_createCCtx", _W())
+zstd_set = _ZSTD and _foreign(_ZSTD, "ZSTD_CCtx_setParameter", _W(_W, _I, _I))
+zstd_pack = _ZSTD and _foreign(_ZSTD, "ZSTD_compress2", _W(_W, _W, _W, _W, _W))
+zstd_close = _ZSTD and _foreign(_ZSTD, "ZSTD_freeCCtx", _W(_W))
 
 
 @intrinsic

@@ -12,8 +12,14 @@ from penstock.core.kernels.native import (
     address_of,
     bytes_at,
     compiled,
+    copy_bytes,
     crc32,
+    lz4_pack_fast,
     lz4_unpack,
+    zstd_close,
+    zstd_open,
+    zstd_pack,
+    zstd_set,
     zstd_unpack,
 )
 
@@ -21,6 +27,8 @@ if zstd_unpack is None:
     raise ImportError("zstd is not visible; pip install --force-reinstall backports.zstd")
 
 AS_IT_IS, LZ4, ZSTD = 0, 1, 2  # how a bitmap or plane is kept
+_LZ4_ACCELERATION = 4  # some speed for little size: matches are short or plenty here
+_SAMPLE, _SAMPLE_ERROR = 4096, 1 / 8  # bytes on which zstd is tried, and what they may be wrong by
 _IN_CACHE = 2048  # words
 
 
@@ -232,3 +240,66 @@ def decode_blocks(data, sizes, counts, crcs, features, steps, room, gaps, words,
         if not fits or (check and np.int64(found) != crcs[block]):
             return False
     return True
+
+
+@compiled
+def _put_number(number, out, at):
+    for k in range(4):
+        out[at + k] = (number >> (8 * k)) & 255
+
+
+@compiled
+def _pack(context, source, worth, room, out, at):
+    """Write a bitmap or plane behind `at`, in the way that is worth it; return where it ends.
+
+    `worth` says which share of its size must be reached: by LZ4, so that zstd is not tried, by LZ4
+    at all, and by zstd, of what it would take otherwise.
+    """
+    size = source.size
+    left = np.int64(out.size - at - 5)
+    into = address_of(out[at + 5 :])
+    fast = np.int64(lz4_pack_fast(address_of(source), into, size, left, _LZ4_ACCELERATION))
+    method, length = LZ4, fast
+    if fast == 0 or fast > worth[0] * size:
+        if fast == 0 or fast > worth[1] * size:
+            method, length = AS_IT_IS, size
+        packed = np.uint64(size)
+        sample = min(size, _SAMPLE)
+        begin = address_of(source[(size - sample) // 2 :])
+        share = zstd_pack(context, address_of(room), room.size, begin, sample) / max(sample, 1)
+        if share < worth[2] * length / max(size, 1) + _SAMPLE_ERROR:
+            packed = zstd_pack(context, address_of(room), room.size, address_of(source), size)
+        if packed < np.uint64(worth[2] * length):  # an error is a number beyond all sizes
+            method, length = ZSTD, np.int64(packed)
+            copy_bytes(into, address_of(room), length)
+        elif method == AS_IT_IS:
+            copy_bytes(into, address_of(source), size)
+    out[at] = method
+    _put_number(length, out, at + 1)
+    return at + 5 + length
+
+
+@compiled
+def encode_block(source, features, steps, options, worth, words, marks, gaps, planes, room, out):
+    """Encode one block into `out`; return the bytes used of it, and the checksum of the words.
+
+    With `steps`, `source` is rows of [steps, features], which are turned in `words`. `options` are
+    pairs of numbers for zstd; the other arrays are room to work in.
+    """
+    stored = source
+    if steps:
+        stored, row = words, features * steps
+        for at in range(0, source.size, row):
+            _turn(source[at : at + row], steps, features, words[at : at + row])
+    checksum = crc32(np.uint32(0), address_of(stored), np.uint64(stored.size * stored.itemsize))
+    count, width = take_nonzero(stored, marks, gaps), stored.itemsize
+    split_planes(gaps[:count], planes[: width * count].reshape(width, count))
+    context = zstd_open()
+    for k in range(options.shape[0]):
+        zstd_set(context, options[k, 0], options[k, 1])
+    _put_number(count, out, 0)
+    end = _pack(context, marks, worth, room, out, 4)
+    for k in range(width):
+        end = _pack(context, planes[k * count : (k + 1) * count], worth, room, out, end)
+    zstd_close(context)
+    return end, checksum

@@ -126,6 +126,15 @@ class Entry:
         return self.block_bytes % (self.nbytes // shape[0]) == 0
 
     @cached_property
+    def turn(self) -> tuple[int, int] | None:
+        """(features, steps) of [rows, steps, features] stored as [rows, features, steps]."""
+        if self.layout is None or self.words.kind == "c":  # a complex number is two words
+            return None
+        if self.layout.order != (0, *range(2, len(self.shape)), 1):
+            return None
+        return math.prod(self.shape[2:]), self.shape[1]
+
+    @cached_property
     def block_offsets(self) -> list[int]:
         """Where each block starts, from the tensor's first byte on disk; for finished entries."""
         return list(accumulate(self.sizes, initial=0))

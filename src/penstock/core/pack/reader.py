@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import os
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial
@@ -127,7 +126,7 @@ class PackReader:
         placed = entry.layout is not None and out.ndim > 1
         if placed and not entry.whole_rows:
             raise UsageError(f"{entry.name}: its blocks are parts of rows; read it in disk order")
-        turn = _turn(entry) if placed else (0, 0)
+        turn = entry.turn if placed else (0, 0)
         pieces = list(entry.cut(out))
         if isinstance(entry.codec, Series) and turn is not None and out.flags.c_contiguous:
             words = as_unsigned(out.view(entry.words))
@@ -263,13 +262,3 @@ class PackReader:
             raise LimitExceeded(
                 f"{self.path}: {size_bytes} bytes asked for, this machine has {total}"
             )
-
-
-def _turn(entry: Entry) -> tuple[int, int] | None:
-    """Return (features, steps) of [rows, steps, features] stored as [rows, features, steps]."""
-    shape, words = entry.shape, entry.words
-    if entry.layout is None or words.kind == "c":  # a complex number is two words
-        return None
-    if entry.layout.order != (0, *range(2, len(shape)), 1):
-        return None
-    return math.prod(shape[2:]), shape[1]

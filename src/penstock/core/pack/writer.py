@@ -14,7 +14,7 @@ import numpy as np
 from isal import isal_zlib
 from numpy.typing import NDArray
 
-from penstock.core.codecs import Codec, Layout, Raw
+from penstock.core.codecs import Codec, Layout, Raw, Series, as_unsigned
 from penstock.core.codecs.base import Buffer
 from penstock.core.files import NewFile, storage_error, write_all
 from penstock.core.pack.format import ALIGNMENT, DTYPES, MAX_DIMENSIONS, Entry, Index, render
@@ -94,6 +94,17 @@ def _grouped(blocks: Iterable[_Block]) -> Iterator[list[_Block]]:
         size += block[1].nbytes
     if group:
         yield group
+
+
+def _encode_series(entry: Entry, values: NDArray[Any]) -> tuple[Buffer, int] | None:
+    """Encode and turn a block in one call, if it lies in memory in one piece; None if not."""
+    turn: tuple[int, int] | None = (0, 0)
+    if entry.layout and values.ndim > 1:
+        turn, values = entry.turn, entry.layout.undo(values)
+    if turn is None or not values.flags.c_contiguous:
+        return None
+    assert isinstance(entry.codec, Series)
+    return entry.codec.encode_block(as_unsigned(values), turn)
 
 
 class PackWriter(NewFile):
@@ -233,6 +244,8 @@ class PackWriter(NewFile):
         return other
 
     def _encode(self, entry: Entry, values: NDArray[Any], number: int) -> _Coded:
+        if isinstance(entry.codec, Series) and (coded := _encode_series(entry, values)):
+            return entry, [coded[0]], coded[1]
         if values.ndim > 1:
             stored = BLOCKS.array(values.shape, values.dtype)
             np.copyto(stored, values)
