@@ -9,7 +9,7 @@ from harness import run_campaign
 SCRIPT = Path(__file__).with_name("many_units.py")
 
 
-def compare(folder: Path, count: int, timeout_s: float) -> None:
+def compare(folder: Path, count: int, timeout_s: float, most_mb: float) -> None:
     few = run_campaign(SCRIPT, folder / "few", count, timeout_s=timeout_s)
     many = run_campaign(SCRIPT, folder / "many", 10 * count, timeout_s=timeout_s)
     for name in ("plan", "commit", "reopen", "build"):
@@ -17,16 +17,16 @@ def compare(folder: Path, count: int, timeout_s: float) -> None:
         assert after_s <= 12 * max(before_s, 0.01), (few, many)
     each_ms = (many["plan_cpu_s"] + many["commit_cpu_s"]) / (10 * count) * 1e3
     assert each_ms <= 0.2, many
-    # A hundred thousand must fit into 1 GB.
-    assert (many["peak_mb"] - few["peak_mb"]) / (9 * count) * 100_000 < 900, (few, many)
+    # A hundred thousand must fit into 1 GB, with as much to spare.
+    assert (many["peak_mb"] - few["peak_mb"]) / (9 * count) * 100_000 < most_mb, (few, many)
 
 
 @pytest.mark.timeout(300)
 def test_units_by_the_hundred(tmp_path):
-    compare(tmp_path, 200, 280)
+    compare(tmp_path, 200, 280, most_mb=900)
 
 
 @pytest.mark.stress
 @pytest.mark.timeout(3000)
 def test_units_by_the_ten_thousand(tmp_path):
-    compare(tmp_path, 10_000, 2900)
+    compare(tmp_path, 10_000, 2900, most_mb=450)

@@ -18,6 +18,7 @@ from penstock.dataset.remote import RemoteDataset
 from penstock.dataset.writer import DatasetWriter
 from penstock.errors import PenstockError, StorageError, UsageError
 from penstock.inspect import describe
+from penstock.view import show
 
 s = SimpleNamespace(**runpy.run_path(str(Path(__file__).with_name("staging.py"))))
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(600)]
@@ -225,3 +226,32 @@ def test_an_upload_that_breaks_off_is_not_seen(tmp_path, bucket, monkeypatch):
     assert objects_of(bucket)["large"] == large.read_bytes()
     target.download(tmp_path / "again")
     assert (tmp_path / "again").read_bytes() == large.read_bytes()
+
+
+def test_a_dataset_is_viewed_by_ranges(tmp_path, bucket):
+    """Rows and pictures as on a disk; of the files only what is looked at is asked for."""
+    s.write_dataset(tmp_path / "local", 3)
+    s.write_dataset("s3://bucket/out", 3)
+    local, far = (show.open_source(str(at)) for at in (tmp_path / "local", "s3://bucket/out"))
+    try:
+        bucket.proxy.clear()
+        assert [row.size for row in far.rows] == [row.size for row in local.rows]
+        for number in range(3):
+            one, other = local.open(number), far.open(number)
+            assert other.notes == one.notes
+            for curve in range(len(one.curves)):
+                a, b = one.points(curve), other.points(curve)
+                assert (a.high == b.high).all()
+            for camera in range(len(one.cameras)):
+                assert other.picture(camera, 1, 64) == one.picture(camera, 1, 64)
+                if one.cameras[camera].mode == "video":
+                    with other.video(camera) as file:
+                        assert file.read() == one.video(camera).read_bytes()
+            assert other.events() == one.events()
+        files = {line.split()[1] for line in bucket.proxy.requests}
+        size = sum(len(d) for n, d in dataset_of(bucket).items() if n.startswith(("data", "video")))
+        assert files
+        assert bucket.proxy.body_bytes <= 1.2 * size + 100_000  # nothing twice
+    finally:
+        local.close()
+        far.close()

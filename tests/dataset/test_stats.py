@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import tracemalloc
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -10,7 +12,14 @@ from hypothesis.extra import numpy as hnp
 
 from penstock.dataset import stats as module
 from penstock.dataset.layout import QUANTILES, Feature
-from penstock.dataset.stats import PictureStats, VectorStats, picture_stride, sample_indices
+from penstock.dataset.stats import (
+    PictureStats,
+    VectorStats,
+    picture_stride,
+    read_stats,
+    sample_indices,
+    write_stats,
+)
 from penstock.errors import CorruptFile, UsageError
 
 numbers = st.floats(width=32, allow_nan=False, allow_infinity=False)
@@ -168,3 +177,19 @@ def test_truth_values_have_statistics_of_truth_values() -> None:
     result = of(np.array([[True], [False], [True], [True]])).to_json(Feature("bool", (1,)))
     assert (result["min"], result["max"], result["mean"]) == ([False], [True], [0.75])
     assert type(result["min"][0]) is bool
+
+
+def test_statistics_know_what_they_weigh(tmp_path):
+    """A build adds as many up at once as fit into some megabytes: small ones count, too."""
+    stats = VectorStats(4)
+    stats.add(np.ones((8, 4)))
+    write_stats(tmp_path / "stats.pack", {"action": stats})
+    read_stats(tmp_path / "stats.pack")
+    tracemalloc.start()
+    try:
+        many = [read_stats(tmp_path / "stats.pack") for _ in range(200)]
+        used_bytes = tracemalloc.get_traced_memory()[0]
+    finally:
+        tracemalloc.stop()
+    told = sum(each.nbytes for one in many for each in one.values())
+    assert used_bytes / 2 < told < used_bytes * 2

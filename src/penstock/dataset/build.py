@@ -82,7 +82,7 @@ _MOST_BYTES = 16 << 20  # the writer takes several times that
 _PICTURE_ROWS = 128
 _RECORDS_AT_ONCE = 256
 _NUMBERED = re.compile(r"(?:file-|episode_)\d+\.(?:parquet|mp4)")
-_STATS_BYTES = 16 << 20
+_STATS_BYTES = 4 << 20
 Fetch = Callable[[Iterable[Path]], None]
 
 

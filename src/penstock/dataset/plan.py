@@ -222,8 +222,8 @@ class Built:
             if path.stat().st_size > _MOST_BYTES:
                 raise ValueError(f"{path.stat().st_size} bytes")
             with path.open("rb") as file:
-                values = [parse_line(line) for line in file]
-            head, units = values[0], [UnitRecord.from_json(value) for value in values[1:]]
+                head = parse_line(file.readline())
+                units = [UnitRecord.from_json(parse_line(line)) for line in file]
             if head["format"] != _FORMAT or head["units"] != len(units):
                 raise ValueError(f"format {head['format']}, {len(units)} of {head['units']} units")
             files = {str(name): (int(a), int(b)) for name, (a, b) in head["files"].items()}

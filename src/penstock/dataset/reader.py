@@ -9,9 +9,10 @@ Example:
 from __future__ import annotations
 
 import os
-from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from contextlib import closing, contextmanager
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, BinaryIO, cast
 
 import numpy as np
 
@@ -32,6 +33,7 @@ class Dataset:
 
     Args:
         path: The folder that holds `meta`, `data` and `videos`.
+        open_file: Opens files of data and videos, where they are not whole in the folder.
 
     Attributes:
         path: That folder.
@@ -47,8 +49,13 @@ class Dataset:
         DataError: The metadata are damaged, or contradict themselves.
     """
 
-    def __init__(self, path: str | os.PathLike[str]) -> None:
+    def __init__(
+        self,
+        path: str | os.PathLike[str],
+        open_file: Callable[[Path], BinaryIO] | None = None,
+    ) -> None:
         self.path = Path(path)
+        self._open_file = open_file
         known = metadata.read_info(self.path)
         self._known = known
         self.info: dict[str, Any] = known.raw
@@ -97,6 +104,16 @@ class Dataset:
             raise UsageError(f"{self.path} has no episode {index}: it has {len(self)}, from 0")
         return self.episodes[index]
 
+    def video(self, name: str) -> Path | BinaryIO:
+        """Return a video file by its path in the dataset; the caller closes one that is open."""
+        path = inside(self.path, name)
+        return path if self._open_file is None else self._open_file(path)
+
+    def table(self, name: str) -> Table:
+        """Open a data file by its path in the dataset."""
+        path = inside(self.path, name)
+        return Table(self.path, name, self._open_file(path) if self._open_file else None)
+
     def scan(
         self, names: Sequence[str], episodes: Sequence[int] | None = None
     ) -> Iterator[tuple[Episode, Columns]]:
@@ -140,6 +157,17 @@ class Dataset:
     def episode_stats(self) -> Iterator[tuple[int, Stats]]:
         """Read the statistics of every episode, one after the other."""
         return metadata.read_episode_stats(self.path, self._known)
+
+
+@contextmanager
+def reading_video(dataset: Dataset, name: str) -> Iterator[Path | BinaryIO]:
+    """Give a video file of a dataset to a reader."""
+    source = dataset.video(name)
+    if isinstance(source, Path):
+        yield source
+        return
+    with source:
+        yield source
 
 
 def decode_picture(decoder: ImageDecoder, data: bytes) -> np.ndarray[Any, Any]:
@@ -263,8 +291,11 @@ class Episode:
         first = round(span.from_s * self._dataset.fps) + start
         feature = self._dataset.features[key]
         depth = DepthCoding.from_info(feature.info) if feature.is_depth else None
-        frames = read_video(inside(self._dataset.path, span.file), first, count, depth)
-        return cast("Generator[Any, None, None]", frames)  # so that it can be closed early
+        with reading_video(self._dataset, span.file) as video:
+            frames = read_video(video, first, count, depth)
+            # A generator: so that it can be closed early.
+            with closing(cast("Generator[Any, None, None]", frames)):
+                yield from frames
 
     def _decode(self, decoder: ImageDecoder, data: bytes, key: str) -> np.ndarray[Any, Any]:
         try:
@@ -310,7 +341,7 @@ def _rows(
     ends = np.cumsum([len(episode) for episode in run]).tolist()
     first, offset = run[0]._first_row, run[0].from_index
     at, position = 0, start
-    with Table(dataset.path, name) as table:
+    with dataset.table(name) as table:
         for batch in table.batches({**chosen, **proof}, first + start, first + stop):
             done, count = 0, len(batch["index"])
             while done < count:

@@ -16,19 +16,21 @@ storage: one process may build at a time; units may be made by any number.
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import shutil
 import tempfile
+import threading
 import weakref
 from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, BinaryIO, TypeVar, cast
 
 from typing_extensions import Self
 
 from penstock.core.files import make_folder, storage_error, sweep, temporary_path
-from penstock.core.objects import ObjectPath
+from penstock.core.objects import ObjectFile, ObjectPath
 from penstock.core.threads import parallel_map
 from penstock.dataset.layout import INFO_PATH, PRIVATE_FOLDER
 from penstock.dataset.plan import LOCK_NAME, PLAN, UNITS
@@ -39,6 +41,8 @@ _NEW = f"{PRIVATE_FOLDER}/new"
 _MANIFEST = f"{PRIVATE_FOLDER}/new.json"
 _PARTS = ("data/", "videos/", "meta/")  # of a LeRobot dataset
 _MOST_BYTES = 1 << 30  # of a file of metadata
+_BUFFER_BYTES = 1 << 16
+_BLOCK_BYTES = 1 << 20  # of a file that is read by ranges
 _AT_ONCE = 16  # most of their time requests wait for the storage
 T = TypeVar("T")
 
@@ -79,6 +83,8 @@ class RemoteDataset:
         # are moved, linked or copied.
         self._origin: dict[int, str] = {}
         self._absent: set[int] = set()  # those whose content is not here
+        self._ranged: dict[Path, _Blocks] = {}
+        self._lock = threading.Lock()
 
     def __enter__(self) -> Self:
         try:
@@ -135,6 +141,20 @@ class RemoteDataset:
         """Bring the content of everything."""
         self.fetch(path for path in self.folder.rglob("*") if path.is_file())
 
+    def open(self, path: Path) -> BinaryIO:
+        """Open a file of the folder, whose content comes by ranges as it is read.
+
+        What was read stays in the folder, so memory and traffic are bounded by what is looked at.
+        """
+        with self._lock:
+            mark = path.stat().st_mtime_ns
+            if mark not in self._absent:
+                return path.open("rb")
+            if path not in self._ranged:
+                self._ranged[path] = _Blocks(path, self.url / self._origin[mark])
+            blocks = self._ranged[path]
+        return cast("BinaryIO", io.BufferedReader(_RangedFile(blocks), _BUFFER_BYTES))
+
     def push(self, *names: str) -> None:
         """Put small files of the folder into the storage, or remove them where they are gone."""
         for name in names:
@@ -182,6 +202,9 @@ class RemoteDataset:
 
     def close(self) -> None:
         """Remove the folder; also done for whoever forgets it."""
+        for blocks in self._ranged.values():
+            blocks.close()
+        self._ranged.clear()
         self._closing()
 
     def _list(self, below: str = "") -> dict[str, int]:
@@ -279,3 +302,78 @@ def _files(folder: Path) -> list[Path]:
 def _last(names: Iterable[str]) -> list[str]:
     """Return names in the order in which they may appear: info.json is the last."""
     return sorted(names, key=lambda name: (name == INFO_PATH, name))
+
+
+class _Blocks:
+    """An object that is brought block by block into a file of this machine, from any thread."""
+
+    def __init__(self, path: Path, url: ObjectPath) -> None:
+        self.path, self.url = path, url
+        self.size_bytes = path.stat().st_size
+        self._here: set[int] = set()
+        self._lock = threading.Lock()
+        self._object: ObjectFile | None = None
+
+    def bring(self, first: int, stop: int) -> None:
+        """Make sure that these bytes are in the file: neighbouring blocks in one request."""
+        with self._lock:
+            blocks = range(first // _BLOCK_BYTES, -(-stop // _BLOCK_BYTES))
+            missing = [block for block in blocks if block not in self._here]
+            while missing:
+                count = 1
+                while count < len(missing) and missing[count] == missing[0] + count:
+                    count += 1
+                start = missing[0] * _BLOCK_BYTES
+                end = min(start + count * _BLOCK_BYTES, self.size_bytes)
+                if self._object is None:
+                    self._object = self.url.open_ranges()
+                    if self._object.size_bytes != self.size_bytes:
+                        raise CorruptFile(f"{self.url} was replaced meanwhile: open it again")
+                data = self._object.read(start, end - start)
+                mark = self.path.stat().st_mtime_ns
+                with self.path.open("r+b") as file:
+                    file.seek(start)
+                    file.write(data)
+                os.utime(self.path, ns=(mark, mark))
+                self._here.update(missing[:count])
+                del missing[:count]
+
+    def close(self) -> None:
+        if self._object is not None:
+            self._object.close()
+
+
+class _RangedFile(io.RawIOBase):
+    """A reader of such a file, with a position of its own."""
+
+    def __init__(self, blocks: _Blocks) -> None:
+        super().__init__()
+        self._blocks = blocks
+        self._file = blocks.path.open("rb", buffering=0)
+        self.name = str(blocks.url)
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
+        return self._file.seek(offset, whence)
+
+    def tell(self) -> int:
+        return self._file.tell()
+
+    def readinto(self, buffer: Any) -> int:
+        first = self._file.tell()
+        with memoryview(buffer) as view:
+            stop = min(first + min(view.nbytes, 4 * _BLOCK_BYTES), self._blocks.size_bytes)
+            if stop <= first:
+                return 0
+            self._blocks.bring(first, stop)
+            return self._file.readinto(view.cast("B")[: stop - first])
+
+    def close(self) -> None:
+        if not self.closed:
+            self._file.close()
+        super().close()

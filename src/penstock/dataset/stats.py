@@ -25,6 +25,7 @@ from penstock.errors import CorruptFile, UsageError
 MAX_BINS = 8192
 Stats = dict[str, list[Any]]
 _VALUES = tuple(name for name in STATS if name != "count")
+_ARRAY_BYTES = 128  # what numpy takes for an array besides its values
 _TOO_LARGE = 1e140
 _LARGEST = np.float32(np.finfo(np.float32).max)
 
@@ -139,8 +140,10 @@ class VectorStats(Moments):
 
     @property
     def nbytes(self) -> int:
-        """The memory that the histograms take."""
-        return sum(a.nbytes + b.nbytes for a, b in zip(self._keys, self._counts, strict=True))
+        """The memory that they take, about."""
+        moments = (self.count, self.mean, self.m2, self.low, self.high, self._shift)
+        arrays: tuple[NDArray[Any], ...] = (*self._keys, *self._counts, *moments)
+        return sum(_ARRAY_BYTES + array.nbytes for array in arrays)
 
     def _take(self, values: NDArray[np.float64]) -> tuple[NDArray[Any], NDArray[np.bool_] | None]:
         clean, good = super()._take(values)
@@ -266,8 +269,8 @@ class PictureStats:
 
     @property
     def nbytes(self) -> int:
-        """The memory that the histograms take."""
-        return self.bins.nbytes
+        """The memory that they take, about."""
+        return _ARRAY_BYTES + self.bins.nbytes
 
     def merge(self, *others: PictureStats) -> None:
         """Add what others have counted."""

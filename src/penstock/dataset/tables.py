@@ -9,7 +9,7 @@ import ctypes
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import numpy as np
 import pyarrow as pa
@@ -67,18 +67,20 @@ class Table:
     Args:
         root: The dataset's folder.
         name: The file's path in it.
+        file: The same file, where it is open already; it is closed with the table.
 
     Raises:
         DataError: The file is missing, or not a whole parquet file.
     """
 
-    def __init__(self, root: Path, name: str) -> None:
+    def __init__(self, root: Path, name: str, file: BinaryIO | None = None) -> None:
         self.root = root
         self.name = name
         path = inside(root, name)
+        self._opened = file
         with reading(root, name):
             self._file = pq.ParquetFile(
-                path,
+                path if file is None else file,
                 page_checksum_verification=True,
                 pre_buffer=False,  # of a whole row group
                 buffer_size=_BUFFER_BYTES,
@@ -91,6 +93,8 @@ class Table:
     def close(self) -> None:
         """Close the file; safe to call twice."""
         self._file.close()
+        if self._opened is not None:
+            self._opened.close()
 
     def __enter__(self) -> Table:
         return self

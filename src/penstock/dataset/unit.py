@@ -20,6 +20,7 @@ import hashlib
 import json
 import os
 import shutil
+import sys
 import tempfile
 import threading
 from collections.abc import Mapping, Sequence
@@ -121,20 +122,26 @@ class UnitRecord:
 
     @classmethod
     def from_json(cls, value: Any) -> Self:
-        """Read it; a value of the wrong kind raises what Python raises for it."""
+        """Read it; a value of the wrong kind raises what Python raises for it.
+
+        What the units of a dataset have in common is one object: there may be very many of them.
+        """
         episodes = [
             Episode(
                 _count(each["frames"]),
-                str(each["task"]),
+                sys.intern(str(each["task"])),
                 _time(each["start_ns"]),
                 _time(each["end_ns"]),
                 _count(each["size_bytes"]),
-                {str(key): (_count(size), str(how)) for key, (size, how) in each["videos"].items()},
+                {
+                    sys.intern(str(key)): (_count(size), sys.intern(str(how)))
+                    for key, (size, how) in each["videos"].items()
+                },
             )
             for each in value["episodes"]
         ]
         check_key(value["key"])
-        source = dict(value["source"])
+        source = {sys.intern(str(name)): each for name, each in dict(value["source"]).items()}
         if any(not isinstance(source.get(name, ""), str) for name in ("bag", "fingerprint")):
             raise ValueError("its source is no text")
         return cls(value["key"], _count(value["position"]), source, episodes)
@@ -175,7 +182,7 @@ def make_key(*parts: Any) -> str:
     return hashlib.blake2b(text, digest_size=8).hexdigest()
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class Unit:
     """A committed unit on disk."""
 
@@ -202,7 +209,7 @@ class Unit:
                 int(content["fps"]),
                 _parse_features(json.dumps(content["features"])),
                 _parse_infos(json.dumps(content["infos"])),
-                {str(name): (int(a), int(b)) for name, (a, b) in content["files"].items()},
+                {sys.intern(str(n)): (int(a), int(b)) for n, (a, b) in content["files"].items()},
             )
         except FileNotFoundError as error:
             raise DataError(f"{folder} holds no committed unit") from error

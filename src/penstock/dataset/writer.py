@@ -334,6 +334,8 @@ class DatasetWriter:
             self._built = self._read_built()
             self._adopted = self._adoptable()
             built = self._built.units if self._built else []
+            for record in built:
+                self._opened.pop(record.key, None)
             self._next = max([self._next, *(record.position + 1 for record in built)])
         return True
 

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from fractions import Fraction
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, Literal
+from typing import Any, BinaryIO, Literal
 
 import av
 import numpy as np
@@ -37,6 +37,7 @@ from penstock.media.images import BT709, FULL_RANGE, STRICT, converted, plane_ro
 
 Codec = Literal["h264", "av1", "copy", "depth12", "png"]
 Picture = av.VideoFrame | NDArray[Any]
+VideoSource = Path | str | BinaryIO  # a file, or one that is open for reading
 
 TICKS = 512  # per frame: lerobot's own time base, 1/15360 s at 30 fps
 _BT601 = 6  # AVCOL_SPC_SMPTE170M
@@ -371,7 +372,7 @@ def _limited_range(frame: av.VideoFrame) -> av.VideoFrame:
 
 
 def read_video(
-    path: Path | str,
+    source: VideoSource,
     start_frame: int = 0,
     count: int | None = None,
     depth: DepthCoding | None = None,
@@ -379,7 +380,7 @@ def read_video(
     """Decode frames, one at a time.
 
     Args:
-        path: The video.
+        source: The video.
         start_frame: The first frame wanted.
         count: How many; None for all that follow.
         depth: How 12-bit depth was coded; lerobot's default if None.
@@ -390,7 +391,8 @@ def read_video(
     Raises:
         CorruptFile: The video cannot be decoded, or ends before the frames asked for.
     """
-    with open_video(path) as (container, stream):
+    path = name_of(source)
+    with open_video(source) as (container, stream):
         rate = stream.average_rate
         if not rate or stream.time_base is None:
             raise CorruptFile(f"{path} is damaged: it has no frame rate")
@@ -426,16 +428,22 @@ def read_video(
             raise CorruptFile(f"{path} ends at frame {wanted}: {stop} were expected")
 
 
+def name_of(source: VideoSource) -> str:
+    """Return what a video is called in messages."""
+    return str(source) if isinstance(source, Path | str) else str(source.name)
+
+
 class open_video:  # noqa: N801 - used as a function
     """Open a video for reading; what FFmpeg says of a bad one becomes a CorruptFile."""
 
-    def __init__(self, path: Path | str) -> None:
-        self._path = path
+    def __init__(self, source: VideoSource) -> None:
+        self._source, self._path = source, name_of(source)
         self._container: Any = None
 
     def __enter__(self) -> tuple[Any, Any]:
         try:
-            self._container = av.open(str(self._path), **ANY_METADATA)
+            opened = str(self._source) if isinstance(self._source, Path | str) else self._source
+            self._container = av.open(opened, **ANY_METADATA)
         except (av.FFmpegError, OSError, ValueError) as error:
             raise self._corrupt(error) from error
         if not self._container.streams.video:

@@ -6,14 +6,15 @@ import threading
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import numpy as np
 from numpy.typing import NDArray
 
+from penstock.core.objects import ObjectPath
 from penstock.dataset.layout import AUTO_FEATURES, Feature
-from penstock.dataset.reader import Dataset, Episode
-from penstock.dataset.tables import inside
+from penstock.dataset.reader import Dataset, Episode, reading_video
+from penstock.dataset.remote import RemoteDataset
 from penstock.errors import DataError, UsageError
 from penstock.inspect.dataset import origin
 from penstock.media.images import thumbnail
@@ -30,7 +31,7 @@ from penstock.view.model import (
     pick,
     thin,
 )
-from penstock.view.pictures import DEPTH_MM, PLAYABLE, depth_jpeg, packets, plays
+from penstock.view.pictures import DEPTH_MM, PLAYABLE, Packet, depth_jpeg, packets, plays
 from penstock.view.recordings import RecordingEpisode, Recordings
 
 _SAME = 1e-3  # seconds: a timestamp that is off by more is marked
@@ -40,15 +41,26 @@ class DatasetSource(Source):
     """A dataset.
 
     Args:
-        path: Its folder.
+        path: Its folder, here or in object storage.
         recordings: Those it was made from, to be shown beside it.
     """
 
     can_mark = True
 
-    def __init__(self, path: Path, recordings: Recordings | None = None) -> None:
-        self.dataset = Dataset(path)
+    def __init__(self, path: Path | ObjectPath, recordings: Recordings | None = None) -> None:
         self.path = str(path)
+        self._remote = None
+        if isinstance(path, ObjectPath):
+            # Metadata come at once, rows and videos by ranges when they are looked at.
+            self._remote = RemoteDataset(path, changes=False)
+            self._remote.__enter__()
+            path = self._remote.folder
+            self.can_check = False
+        try:
+            self.dataset = Dataset(path, self._remote.open if self._remote else None)
+        except BaseException:
+            self._close_remote()
+            raise
         self.kind = f"LeRobot dataset {self.dataset.version}"
         self.rows = [
             Row(e.index, "; ".join(e.tasks), e.length, e.length / self.dataset.fps)
@@ -85,9 +97,14 @@ class DatasetSource(Source):
         return Both(view, self._recordings.open(number), offset_s)
 
     def close(self) -> None:
-        """Close the recordings."""
+        """Close the recordings, and forget what was brought from object storage."""
         if self._recordings is not None:
             self._recordings.close()
+        self._close_remote()
+
+    def _close_remote(self) -> None:
+        if self._remote is not None:
+            self._remote.close()
 
     def _entry(self, index: int) -> dict[str, Any] | None:
         at = int(np.searchsorted(self._firsts, index, "right")) - 1
@@ -175,19 +192,25 @@ class DatasetEpisode(EpisodeView):
         video = depth is None and (codec is None or codec in PLAYABLE or codec.startswith("avc"))
         if video:
             try:
-                video = plays(inside(self._dataset.path, span.file))
+                with reading_video(self._dataset, span.file) as file:
+                    video = plays(file)
             except DataError as error:
                 self.notes.append(str(error))
         if not video:
             return Camera(name, "frames", "dataset", count, fps, 0.0, depth)
         return Camera(name, "video", "dataset", count, fps, span.from_s, None, span.file)
 
-    def video(self, camera: int) -> Path:
+    def video(self, camera: int) -> Path | BinaryIO:
         """Return the file, which holds other episodes, too."""
         name = pick(self.cameras, camera, "camera").name
         if name not in self._episode.videos:
             raise UsageError(f"{name!r} has no video")
-        return inside(self._dataset.path, self._episode.videos[name].file)
+        return self._dataset.video(self._episode.videos[name].file)
+
+    def _packets(self, camera: str, first: int, count: int) -> list[Packet]:
+        span = self._episode.videos[camera]
+        with reading_video(self._dataset, span.file) as file:
+            return packets(file, round(span.from_s * self.fps) + first, count)
 
     def picture(self, camera: int, frame: int, width: int) -> bytes:
         """Decode a frame; a JPEG of the video itself is given as it is."""
@@ -196,9 +219,7 @@ class DatasetEpisode(EpisodeView):
             raise UsageError(f"there is no frame {frame}: there are {self.frames}")
         with self._lock:
             if chosen.name in self._episode.videos and chosen.depth_mm is None:
-                span = self._episode.videos[chosen.name]
-                first = round(span.from_s * self.fps) + frame
-                for packet in packets(self.video(camera), first, 1):
+                for packet in self._packets(chosen.name, frame, 1):
                     if packet.jpeg is not None:
                         return packet.jpeg
             pixels = self._episode.image(chosen.name, frame)
@@ -224,16 +245,15 @@ class DatasetEpisode(EpisodeView):
             Event(k / self.fps, "late", f"timestamp is off by {off[k] * 1000:.0f} ms")
             for k in np.flatnonzero(np.abs(off) > _SAME)[:MOST_EVENTS].tolist()
         ]
-        for number, camera in enumerate(self.cameras):
+        for camera in self.cameras:
             if camera.name in self._episode.videos:
-                found += self._repeated(number, camera)
+                found += self._repeated(camera)
         return sorted(found, key=lambda event: event.t_s)[:MOST_EVENTS]
 
-    def _repeated(self, number: int, camera: Camera) -> list[Event]:
+    def _repeated(self, camera: Camera) -> list[Event]:
         """Find pictures that are those before: equal JPEGs, or packets that change nothing."""
-        span = self._episode.videos[camera.name]
         try:
-            stored = packets(self.video(number), round(span.from_s * self.fps), self.frames)
+            stored = self._packets(camera.name, 0, self.frames)
         except DataError as error:
             return [Event(0.0, "late", str(error))]
         return [
@@ -273,7 +293,7 @@ class Both(EpisodeView):
     def _of(self, number: int, own: int) -> tuple[EpisodeView, int]:
         return (self._made, number) if number < own else (self._recorded, number - own)
 
-    def video(self, camera: int) -> Path:
+    def video(self, camera: int) -> Path | BinaryIO:
         """Return the file of a camera of the dataset."""
         view, number = self._of(camera, len(self._made.cameras))
         return view.video(number)

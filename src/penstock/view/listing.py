@@ -40,7 +40,7 @@ class Findings:
 class Check:
     """Runs `penstock doctor --quick` beside the server, in a process of its own."""
 
-    def __init__(self, path: str) -> None:
+    def __init__(self, path: str | None) -> None:
         self.findings = Findings()
         self._path = path
         self._lock = threading.Lock()
@@ -51,6 +51,9 @@ class Check:
         """Start it, unless it has been."""
         with self._lock:
             if self._thread is not None:
+                return
+            if self._path is None:
+                self.findings = Findings("done", ["doctor needs a copy of it on this machine"])
                 return
             self.findings = Findings("running")
             command = [sys.executable, "-m", "penstock", "doctor", self._path, "--quick", "--json"]

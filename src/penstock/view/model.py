@@ -6,7 +6,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, BinaryIO, Literal
 
 import numpy as np
 from numpy.typing import NDArray
@@ -131,8 +131,8 @@ class EpisodeView(ABC):
     curves: Sequence[Curve]
 
     @abstractmethod
-    def video(self, camera: int) -> Path:
-        """Return the video file of a camera whose mode is "video"."""
+    def video(self, camera: int) -> Path | BinaryIO:
+        """Return the video file of a camera whose mode is "video"; an open one is the caller's."""
 
     @abstractmethod
     def picture(self, camera: int, frame: int, width: int) -> bytes:
@@ -171,12 +171,14 @@ class Source(ABC):
         path: Where it is.
         rows: Its episodes.
         can_mark: Whether episodes can be rejected: those of a dataset.
+        can_check: Whether `penstock doctor` can read it.
     """
 
     kind: str
     path: str
     rows: Sequence[Row]
     can_mark: bool = False
+    can_check: bool = True
 
     @abstractmethod
     def open(self, index: int) -> EpisodeView:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any, NamedTuple
 
 from numpy.typing import NDArray
@@ -10,7 +9,7 @@ from numpy.typing import NDArray
 from penstock.errors import CorruptFile
 from penstock.media.depth import false_colours
 from penstock.media.images import resize_depth, thumbnail
-from penstock.media.video import open_video
+from penstock.media.video import VideoSource, name_of, open_video
 
 PLAYABLE = ("h264", "av1", "vp9")  # by every current browser, with 8 bits and 4:2:0
 _STILL_BYTES = 24  # of an H.264 picture of which every block is skipped
@@ -25,9 +24,9 @@ def depth_jpeg(depth_mm: NDArray[Any], range_mm: tuple[int, int], width: int) ->
     return thumbnail(false_colours(depth_mm, range_mm), width)
 
 
-def plays(path: Path) -> bool:
+def plays(video: VideoSource) -> bool:
     """Whether a browser may play a video as it is."""
-    with open_video(path) as (_, stream):
+    with open_video(video) as (_, stream):
         context = stream.codec_context
         return context.codec.canonical_name in PLAYABLE and str(context.pix_fmt) in (
             "yuv420p",
@@ -49,13 +48,13 @@ class Packet(NamedTuple):
     jpeg: bytes | None
 
 
-def packets(path: Path, first: int, count: int) -> list[Packet]:
+def packets(video: VideoSource, first: int, count: int) -> list[Packet]:
     """Return some frames of a video, numbered from 0; nothing is decoded."""
     found: list[Packet] = []
-    with open_video(path) as (container, stream):
+    with open_video(video) as (container, stream):
         rate, base = stream.average_rate, stream.time_base
         if not rate or base is None:
-            raise CorruptFile(f"{path} is damaged: it has no frame rate")
+            raise CorruptFile(f"{name_of(video)} is damaged: it has no frame rate")
         codec = stream.codec_context.codec.canonical_name
         container.seek(round(first / rate / base) + (stream.start_time or 0), stream=stream)
         for packet in container.demux(stream):

@@ -7,7 +7,7 @@ from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import numpy as np
 from numpy.typing import NDArray
@@ -165,7 +165,7 @@ class RecordingEpisode(EpisodeView):
         low, high = np.percentile(seen, (1, 99))
         return int(0.8 * low), int(1.2 * high) + 1
 
-    def video(self, camera: int) -> Path:
+    def video(self, camera: int) -> Path | BinaryIO:
         """Refuse: a recording has no video files."""
         raise UsageError("a recording has no video files")
 

@@ -20,7 +20,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from importlib.resources import files
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import Any, BinaryIO
 from urllib.parse import parse_qs, unquote, urlsplit
 
 import numpy as np
@@ -65,7 +65,7 @@ class Viewer:
 
     def __init__(self, source: Source, marks: Marks | None) -> None:
         self.source, self.marks = source, marks
-        self.check = Check(source.path)
+        self.check = Check(source.path if source.can_check else None)
         self.ready = threading.Event()  # the page has drawn everything
         self.decoding = threading.BoundedSemaphore(_MOST_DECODING)
         self._lock = threading.Lock()
@@ -364,10 +364,10 @@ class _Handler(BaseHTTPRequestHandler):
             self.send_header(name, value)
         self.end_headers()
 
-    def _video(self, path: Path) -> None:
+    def _video(self, video: Path | BinaryIO) -> None:
         """Send a video file, or a part of it: at most 2 MB of what is asked for."""
-        with path.open("rb") as file:
-            size = os.fstat(file.fileno()).st_size
+        with video.open("rb") if isinstance(video, Path) else video as file:
+            size = file.seek(0, os.SEEK_END)
             wanted = _range(self.headers.get("Range"), size)
             if wanted is None:
                 first, stop, status = 0, size, HTTPStatus.OK

@@ -11,7 +11,8 @@ from contextlib import suppress
 from pathlib import Path
 
 from penstock.bags.find import to_path
-from penstock.core.objects import is_object
+from penstock.core.objects import ObjectPath, is_object
+from penstock.dataset.layout import INFO_PATH
 from penstock.errors import UsageError
 from penstock.inspect.dataset import is_dataset
 from penstock.view.datasets import DatasetSource
@@ -34,6 +35,8 @@ def open_source(path: str, recordings: list[str] | None = None) -> Source:
     if not is_object(path) and not Path(path).exists():
         raise UsageError(f"there is no file or folder {path}")
     beside = Recordings([to_path(one) for one in recordings]) if recordings else None
+    if is_object(path) and (ObjectPath(path) / INFO_PATH).is_file():
+        return DatasetSource(ObjectPath(path), beside)
     if not is_object(path) and is_dataset(Path(path)):
         return DatasetSource(Path(path), beside)
     if beside is not None:
@@ -52,7 +55,8 @@ def open_viewer(path: str, recordings: list[str] | None, marks: str | None) -> V
         if marks is not None:
             raise UsageError(f"{path} is no dataset: only episodes of one can be marked")
         return Viewer(source, None)
-    root = Path(path).resolve()
+    # Those of a dataset in object storage are in the folder in which the command was given.
+    root = Path(ObjectPath(path).name if is_object(path) else path).resolve()
     file = Path(marks) if marks else root.with_name(f"{root.name}.marks.yaml")
     return Viewer(source, Marks(file, [row.size for row in source.rows]))
 
