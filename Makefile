@@ -53,6 +53,7 @@ PEERS := .venv-peers
 peers: $(PEERS)/.installed
 
 $(PEERS)/.installed:
+	command -v ffmpeg > /dev/null || apt-get install -y --no-install-recommends ffmpeg  # torchcodec's libraries
 	test -x $(PEERS)/bin/python || $(PYTHON) -m venv $(PEERS)
 	$(PEERS)/bin/python -m pip install --quiet --disable-pip-version-check lerobot==0.4.4
 	$(PEERS)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps --target $(PEERS)/v21 lerobot==0.3.3 datasets==3.6.0

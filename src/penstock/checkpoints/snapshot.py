@@ -55,7 +55,7 @@ class StagedTensor:
     Attributes:
         kind: "tensor", or "ndarray" for numpy's.
         live: What is to be copied; None once it is.
-        clone: The copy of a small one, which is made at once; else it lies in the staging memory.
+        clone: The copy that the walk made; None where it lies in the staging memory.
         offset: Of the copy there.
         storage: Of a CPU tensor whose bytes can be copied as they lie: keeps its memory.
         address: Of such a tensor's first byte.
@@ -73,13 +73,13 @@ class StagedTensor:
     name: str
     owner: torch.Tensor
 
-    def __init__(self, kind: str, live: Any, dtype: str, nbytes: int) -> None:
+    def __init__(self, kind: str, live: Any, dtype: str, nbytes: int, clone: Any = None) -> None:
         self.kind = kind
         self.live = live
         self.dtype = dtype
         self.shape = live.shape
         self.nbytes = nbytes
-        self.clone: Any = None
+        self.clone = clone
         self.storage: Any = None
         self.version: int | None = None
 
@@ -115,9 +115,11 @@ class Snapshot:
         self.size_bytes = self.cloned_bytes = 0
         self.lazy: list[StagedTensor] = []
         self._now: list[StagedTensor] = []  # what is copied before `copy` returns
+        self._clones: list[tuple[torch.Tensor, int, torch.Tensor]] = []  # of, at which version
         self._owned = owned or {}
-        # By address, or by the id of an array: both live on until they are copied.
-        self._known: dict[Any, StagedTensor] = {}
+        # What was met and what stands for it: by address, or by the id of an array. Both live on
+        # until they are copied.
+        self._known: dict[Any, tuple[Any, StagedTensor | torch.Tensor]] = {}
         self._memory: NDArray[np.uint8]  # once `copy` has begun
         self._devices: DeviceClones
         try:
@@ -141,22 +143,24 @@ class Snapshot:
         for _ in range(_TRIES):
             self._copy_now()
             written = written_since(self._now)
-            if not written:
+            stale = [clone for live, version, clone in self._clones if live._version != version]
+            if not written and not stale:
                 break
             for staged in written:
                 staged.version = staged.live._version
-            for staged in self._now:
-                if staged.clone is not None:
-                    staged.clone = staged.live.clone()
+            self._clones = [
+                (live, live._version, _renewed(clone, live)) for live, _, clone in self._clones
+            ]
         else:
-            name = self.name_of(written[0])
+            named = self.description[1]
+            name = next(s.name for s in named if s in written or s.clone is stale[0])
             raise SnapshotDiscarded(
                 f"{name} was written by another thread in each of {_TRIES} copies; save where "
                 "nothing trains, or under a lock"
             )
         for staged in self._now:
             staged.live = staged.storage = None
-        self._now = []
+        self._now, self._clones = [], []
         self._known.clear()  # addresses mean nothing from here on
 
     @cached_property
@@ -166,13 +170,14 @@ class Snapshot:
         records: dict[int, Json] = {}
 
         def store(path: str, value: Any) -> Json | None:
-            if type(value) is not StagedTensor:
+            if not isinstance(value, StagedTensor | torch.Tensor):
                 return store_torch_value(value)
             if id(value) not in records:
+                staged = value if isinstance(value, StagedTensor) else _of_clone(value)
                 proper = path if path and path != "__metadata__" else f"{path}tensor"
-                value.name = tree.free_name(proper, tensors)
-                tensors[value.name] = value
-                records[id(value)] = {tree.TAG: value.kind, "v": value.name}
+                staged.name = tree.free_name(proper, tensors)
+                tensors[staged.name] = staged
+                records[id(value)] = {tree.TAG: staged.kind, "v": staged.name}
             return records[id(value)]
 
         return tree.flatten(self._state, store), list(tensors.values())
@@ -200,8 +205,6 @@ class Snapshot:
         self._devices = DeviceClones()
         large: list[Chunk] = []
         for staged in self._now:
-            if staged.clone is not None:
-                continue
             if staged.storage is None:
                 self._copy_elements(staged, staged.live)
                 continue
@@ -242,63 +245,69 @@ class Snapshot:
             raise UnsupportedValue(f"a {type(value)}")
         if type(value) is not np.ndarray:
             return value
-        staged = self._known.get(id(value))
-        if staged is None:
-            staged = StagedTensor("ndarray", value, value.dtype.name, value.nbytes)
-            self._known[id(value)] = staged
-            self._place(staged, self._now)
-        return staged
+        if id(value) in self._known:
+            return self._known[id(value)][1]
+        return self._place(
+            id(value), StagedTensor("ndarray", value, value.dtype.name, value.nbytes), self._now
+        )
 
-    def _tensor(self, value: torch.Tensor) -> StagedTensor:
+    def _tensor(self, value: torch.Tensor) -> StagedTensor | torch.Tensor:
         # Every attribute and every call counts here: the training waits, and the caches are cold.
         dtype, width = _TYPES.get(value.dtype, _UNKNOWN)
         if not width:
             raise UnsupportedValue(f"a tensor of {value.dtype}")
-        key: Any = value.data_ptr()
-        address, nbytes = key, value.numel() * width
-        if nbytes and key in self._known:
-            # Tensors that are one (tied weights) are stored once, and are one again after loading.
-            form = _form(value)
-            if form != _form(self._known[key].live):
-                key = (key, form)
-            if key in self._known:
-                return self._known[key]
-        staged = StagedTensor("tensor", value, dtype, nbytes)
+        address, nbytes = value.data_ptr(), value.numel() * width
         if not nbytes:
             _check("", value)
-            staged.clone = value.clone()
-            return staged
-        self._known[key] = staged
+            return value.clone()
+        key: Any = address
+        known = self._known.get(key)
+        if known is not None:
+            # Tensors that are one (tied weights) are stored once, and are one again after loading.
+            form = _form(value)
+            if form != _form(known[0]):
+                key = (address, form)
+                known = self._known.get(key)
+            if known is not None:
+                return known[1]
         try:
-            staged.version = value._version
+            version = value._version
         except RuntimeError:  # writes to an inference tensor are not counted
-            staged.version = None
+            version = None
         as_it_lies = value.is_cpu and address and value.is_contiguous() and not value.is_neg()
         if not as_it_lies or (dtype in _COMPLEX and value.is_conj()):
             _check("", value)
-        else:
-            staged.address, staged.storage = address, value.untyped_storage()
-            if not staged.in_place():
-                raise UnsupportedValue("a tensor whose memory was given up")
-            owner = self._owned.get(address)
-            if owner is not None and tensor_bytes(owner) == nbytes and staged.version is not None:
-                staged.owner = owner
-                self._place(staged, self.lazy)
-                return staged
-            if nbytes <= _SMALL_BYTES and self.cloned_bytes < self._most_cloned_bytes:
-                # Now, while it is in the cache; into memory that the allocator has at hand.
-                staged.clone = value.clone()
-                self.cloned_bytes += nbytes
-                self._now.append(staged)
-                return staged
-        self._place(staged, self._now)
-        return staged
+            staged = StagedTensor("tensor", value, dtype, nbytes)
+            staged.version = version
+            return self._place(key, staged, self._now)
+        storage = value.untyped_storage()
+        if value.storage_offset() * width + nbytes > storage.nbytes():
+            raise UnsupportedValue("a tensor whose memory was given up")
+        owner = self._owned.get(address)
+        if owner is not None and (tensor_bytes(owner) != nbytes or version is None):
+            owner = None
+        few = nbytes <= _SMALL_BYTES and self.cloned_bytes < self._most_cloned_bytes
+        if few and owner is None and version is not None:
+            # Now, while it is in the cache; into memory that the allocator has at hand.
+            clone = value.clone()
+            self.cloned_bytes += nbytes
+            self._clones.append((value, version, clone))
+            self._known[key] = (value, clone)
+            return clone
+        staged = StagedTensor("tensor", value, dtype, nbytes)
+        staged.version, staged.address, staged.storage = version, address, storage
+        if owner is None:
+            return self._place(key, staged, self._now)
+        staged.owner = owner
+        return self._place(key, staged, self.lazy)
 
-    def _place(self, staged: StagedTensor, those: list[StagedTensor]) -> None:
+    def _place(self, key: Any, staged: StagedTensor, those: list[StagedTensor]) -> StagedTensor:
         """Give a tensor a place in the staging memory."""
+        self._known[key] = (staged.live, staged)
         staged.offset = self.size_bytes
         self.size_bytes += staged.nbytes + -staged.nbytes % _ALIGNMENT
         those.append(staged)
+        return staged
 
 
 class DeviceClones:
@@ -364,6 +373,16 @@ def address_of(memory: NDArray[Any]) -> int:
 def written_since(tensors: Iterable[StagedTensor]) -> list[StagedTensor]:
     """Return those to which torch has counted a write since their version was noted."""
     return [t for t in tensors if t.version is not None and t.live._version != t.version]
+
+
+def _renewed(clone: torch.Tensor, live: torch.Tensor) -> torch.Tensor:
+    """Make a clone anew, in the tensor that stands in the state already."""
+    again = live.clone()
+    return clone.set_(again.untyped_storage(), 0, again.shape, again.stride())
+
+
+def _of_clone(clone: torch.Tensor) -> StagedTensor:
+    return StagedTensor("tensor", clone, DTYPE_NAMES[clone.dtype], tensor_bytes(clone), clone)
 
 
 def _form(t: torch.Tensor) -> tuple[Any, ...]:
