@@ -88,7 +88,7 @@ cluster: $(CLUSTER)/.installed
 
 $(CLUSTER)/.installed: pyproject.toml constraints.txt
 	test -x $(CLUSTER)/bin/python || $(PYTHON) -m venv $(CLUSTER)
-	$(CLUSTER)/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[ray,test]' 'moto[server]>=5'
+	$(CLUSTER)/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[ray,test]' 'moto[s3]>=5' flask flask-cors
 	@touch $@
 
 test-cluster: cluster

@@ -178,6 +178,21 @@ def test_doctor_returns_1_on_a_finding(checkpoint, capsys):
     assert "finding: " in capsys.readouterr().out
 
 
+def test_ctrl_c_while_the_command_is_loaded_is_one_line() -> None:
+    code = """
+import os, signal, sys
+class Interrupting:
+    def find_spec(self, name, *_):
+        if name == "penstock.commands.parser":
+            os.kill(os.getpid(), signal.SIGINT)
+sys.meta_path.insert(0, Interrupting())
+from penstock.__main__ import main
+sys.exit(main())
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stderr) == (130, "penstock: interrupted\n")
+
+
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_a_signal_stops_work_at_its_boundary_and_nowhere_else(number):
     """The work never sees an exception but at `check_stop`, wherever the signal finds it."""

@@ -163,10 +163,7 @@ class Loop:
         self._stack = ExitStack()
         self._stack.callback(self.trainer.collector.close)
         trainer, self._monitor = self.trainer, PerformanceMonitor(history=1000)
-        frames = trainer.frames_per_iteration
-        self.recorder = self._stack.enter_context(
-            RunRecorder(config, run, trainer.ppo, self._monitor, group, 0, 0, frames)
-        )
+        self.recorder = self._stack.enter_context(RunRecorder(run, trainer, self._monitor))
         self._metrics: dict[str, float] = {}
 
     def iterate(self, *, save: bool) -> None:
@@ -182,7 +179,7 @@ class Loop:
             state = trainer.state()
             if save:
                 self.recorder.save(state, self._metrics, best=False)
-        self.recorder.log_iteration(trainer.iteration, trainer.frames, self._metrics)
+        self.recorder.log_iteration(self._metrics)
 
     def stall_s(self) -> float:
         """How long the last save held training up, so far."""

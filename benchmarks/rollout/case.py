@@ -88,7 +88,7 @@ def _on_disk(name: str, data: TensorDict, settings: Settings) -> list[Row]:
             for what, (ours, theirs, _) in turns.items()
         }
     stored = storage.path(1).stat().st_size
-    rows = judge_peers(time_rows(f"durable save, {name}", save, OURS), {SEED: 12.0})
+    rows = judge_peers(time_rows(f"durable save, {name}", save, OURS), {SEED: 14.0})
     whole = loads["load"][OURS].median
     for what, timings in loads.items():
         bar = turns[what][2]
@@ -97,7 +97,9 @@ def _on_disk(name: str, data: TensorDict, settings: Settings) -> list[Row]:
             found = judge_peers(found, {SEED: bar})
         else:
             share = timings[OURS].median / whole
-            found[0] = replace(found[0], bar=f"<= 1/10 of the load ({share:.3f})", met=share <= 0.1)
+            found[0] = replace(
+                found[0], bar=f"<= 1/8 of the load ({share:.3f})", met=share <= 1 / 8
+            )
         rows += found
     ratio, least = raw / stored, _LEAST[name]
     size = f"size, {name}"

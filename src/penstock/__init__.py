@@ -11,8 +11,12 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from penstock.advisor import advise
-    from penstock.checkpoints.convert import to_safetensors, to_torch
-    from penstock.checkpoints.load import load_checkpoint, load_metadata
+    from penstock.checkpoints.load import (
+        load_checkpoint,
+        load_metadata,
+        to_safetensors,
+        to_torch,
+    )
     from penstock.checkpoints.model import (
         format_checkpoint_name,
         get_model_size,
@@ -101,8 +105,8 @@ _HOMES = {
     "print_model_info": "penstock.checkpoints.model",
     "rng_state": "penstock.checkpoints.model",
     "set_rng_state": "penstock.checkpoints.model",
-    "to_safetensors": "penstock.checkpoints.convert",
-    "to_torch": "penstock.checkpoints.convert",
+    "to_safetensors": "penstock.checkpoints.load",
+    "to_torch": "penstock.checkpoints.load",
 }
 _TORCH_ALONE = ("penstock.checkpoints.", "penstock.rollouts.storage")
 

@@ -5,6 +5,7 @@ The verbs are in commands/, a file each.
 
 from __future__ import annotations
 
+import argparse
 import io
 import os
 import re
@@ -20,6 +21,7 @@ from penstock.commands.base import note_renamed
 from penstock.commands.parser import build_parser
 from penstock.core.interrupt import interruptible
 from penstock.errors import MissingExtra, PenstockError, UsageError
+from penstock.objects import is_object
 from penstock.ui.progress import ENV_MODE
 from penstock.ui.suggestions import did_you_mean, printable
 
@@ -91,6 +93,8 @@ def _run(words: list[str]) -> int:
         parser.print_help()
         return UsageError.exit_code
     command = commands[arguments.verb]
+    if not command.objects:
+        _refuse_objects(arguments)
     arguments.typed = shlex.join(["penstock", *words])
     with _progress("quiet" if arguments.quiet else None):
         outcome = (
@@ -104,6 +108,16 @@ def _run(words: list[str]) -> int:
         # Names in it come from files, and may hold what a terminal would obey.
         print(_coloured(printable(outcome.text)))
     return outcome.code
+
+
+def _refuse_objects(arguments: argparse.Namespace) -> None:
+    for value in vars(arguments).values():
+        for path in value if isinstance(value, list) else [value]:
+            if is_object(path):
+                raise UsageError(
+                    f"{arguments.verb} works on files of this machine, and {path} is in object "
+                    f"storage: copy it here first, with the tool of its vendor"
+                )
 
 
 @contextmanager

@@ -42,7 +42,7 @@ def tensor_bytes(tensor: torch.Tensor) -> int:
 
 def check_storable(path: str, tensor: torch.Tensor) -> None:
     """Refuse, by its path, a tensor whose bytes alone do not say what it is."""
-    if type(tensor) not in PLAIN_CLASSES:
+    if type(tensor) not in PLAIN_CLASSES and not getattr(tensor, "stored_as_plain", False):
         problem = f"a {type(tensor).__module__}.{type(tensor).__qualname__}"
     elif tensor.is_nested:
         problem = "a nested tensor"
@@ -78,11 +78,7 @@ def tensor_over(words: NDArray[Any], dtype: str) -> torch.Tensor:
 
 
 def torch_dtype(name: str) -> torch.dtype:
-    """Return torch's type of a pack's dtype.
-
-    Raises:
-        UnknownFormat: This torch has no such type.
-    """
+    """Return torch's type of a pack's dtype; UnknownFormat where this torch has none."""
     try:
         return _TYPES[name]
     except KeyError:

@@ -10,7 +10,7 @@ from tensordict import TensorDict
 import penstock
 from benchmarks.experience import depth_pictures, flights
 from penstock.advisor import Advice, Limits, advise, decide
-from penstock.advisor.machine import measure_machine
+from penstock.advisor.speeds import measure_machine
 from penstock.errors import PenstockError, UnsupportedValue, UsageError
 
 SECONDS = 0.5
@@ -186,6 +186,15 @@ def test_the_sample_stands_for_the_whole(make, tmp_path):
     assert found.decision.ratio_stored == pytest.approx(real, rel=0.1)
 
 
+def test_frames_in_time_that_are_too_large_for_the_sample():
+    """Time is the axis of the rows: there are no windows in them."""
+    frames = torch.zeros(40, 3_000_000, dtype=torch.uint8)
+    data = TensorDict({"x": frames}, [40], names=["time"])
+    found = advise(data, bandwidth="1Mb/s", seconds=SECONDS)
+    assert found.verdict == "B"
+    assert 0 < found.measurements.keys[0].sampled_bytes <= 4 * 3_000_000
+
+
 def test_of_large_data_only_a_part_is_looked_at():
     data = halves()
     found = advise(data, seconds=SECONDS).measurements
@@ -195,6 +204,13 @@ def test_of_large_data_only_a_part_is_looked_at():
 def test_bfloat16():
     data = TensorDict({"x": torch.zeros(500, 20, 8, dtype=torch.bfloat16)}, [500, 20])
     assert advise(data, bandwidth="1Mb/s", seconds=SECONDS).verdict == "B"
+
+
+@pytest.mark.parametrize("make", [np.zeros, torch.zeros])
+def test_one_array_alone(make):
+    found = advise(make((5000, 20)), bandwidth="1Mb/s", seconds=SECONDS)
+    assert (found.verdict, found.measurements.frames) == ("B", 5000)
+    assert [key.name for key in found.measurements.keys] == ["data"]
 
 
 def test_weights_are_a_checkpoint():
@@ -237,7 +253,7 @@ def test_what_holds_no_numbers_is_named(value):
 
 
 def test_the_machine_is_measured(tmp_path):
-    found = measure_machine(tmp_path, 0.05)
+    found = measure_machine(str(tmp_path), 0.05)
     assert found.cores >= 1
     assert found.memory_bytes > 10**8
     assert found.copy_bytes_s > 10**7

@@ -19,7 +19,7 @@ from penstock.advisor import (
     Measurements,
     decide,
 )
-from penstock.advisor.model import parse_rate
+from penstock.advisor.decide import parse_rate
 from penstock.errors import UsageError
 
 MB = 10**6
@@ -39,7 +39,6 @@ def key(
         return None if ratio is None else CodecMeasure("c", ratio, speed, 2 * speed)
 
     values = {
-        "name": name,
         "path": (name,),
         "writer": "rollouts",
         "dtype": "float32",
@@ -60,12 +59,11 @@ def measured(*keys, on_disk=True, frames=1000, **more):
     values = {
         "kind": "rollouts" if on_disk else "TensorDict",
         "where": "rollouts" if on_disk else "",
-        "on_disk": on_disk,
         "frames": frames,
         "environments": 0,
         "overhead_bytes": 0,
         "disk_bytes": 0,
-        "keys": tuple(keys) or (key(),),
+        "keys": list(keys) or [key()],
         "machine": Machine(2, 16 * 10**9, 5e9, 200e6, None),
     }
     return Measurements(**(values | more))
@@ -194,7 +192,7 @@ def test_of_a_small_device_the_smaller_batch_is_named_first():
 
 
 def test_a_fast_link_needs_no_compression():
-    even = decide(measured(), Limits(bandwidth=1e6)).break_even.bandwidth
+    even = decide(measured(), Limits(bandwidth=1e6)).break_even.bandwidth_bytes_s
     # r = 3, c = 500 MB/s, d = 1 GB/s: (1 - 1/3) / (1/500 + 1/1000) MB/s
     assert even == pytest.approx(2 / 3 / (1 / 500 + 1 / 1000) * MB)
     assert verdict(measured(), bandwidth=even * 1.01) == "A"
@@ -203,7 +201,7 @@ def test_a_fast_link_needs_no_compression():
 
 def test_at_the_break_even_both_ways_take_equally_long():
     decision = decide(measured(), Limits(reuse=3))
-    b, c, d, r = decision.break_even.bandwidth, 500 * MB, 1000 * MB, 3
+    b, c, d, r = decision.break_even.bandwidth_bytes_s, 500 * MB, 1000 * MB, 3
     assert 1 / b == pytest.approx(1 / c + 1 / (r * b) + 3 / d)
 
 
@@ -225,10 +223,10 @@ keys = st.builds(
 )
 data = st.builds(
     lambda items, on_disk: measured(
-        *(dataclasses.replace(k, name=str(i)) for i, k in enumerate(items)),
+        *(dataclasses.replace(k, path=(str(i),)) for i, k in enumerate(items)),
         on_disk=on_disk,
         delta_every=10 if any(k.delta for k in items) else 0,
-        notes=("one",),
+        notes=["one"],
     ),
     st.lists(keys, min_size=1, max_size=4),
     st.booleans(),
@@ -270,9 +268,9 @@ def test_a_higher_ratio_keeps_b(found, given_, factor):
     def raised(codec):
         return codec and dataclasses.replace(codec, ratio=codec.ratio * factor)
 
-    better = tuple(
+    better = [
         dataclasses.replace(k, stored=raised(k.stored), delta=raised(k.delta)) for k in found.keys
-    )
+    ]
     assert decide(dataclasses.replace(found, keys=better), given_).verdict == "B"
 
 
@@ -281,7 +279,7 @@ def test_a_higher_ratio_keeps_b(found, given_, factor):
 def test_more_uses_never_raise_the_break_even(found, given_, more):
     before = decide(found, given_).break_even
     after = decide(found, dataclasses.replace(given_, reuse=before.reuse + more)).break_even
-    assert after.bandwidth <= before.bandwidth
+    assert after.bandwidth_bytes_s <= before.bandwidth_bytes_s
 
 
 @settings(max_examples=60)

@@ -5,9 +5,11 @@ from __future__ import annotations
 import io
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import lz4.frame
 import numpy as np
+import psutil
 import pytest
 import torch
 from safetensors.torch import save_file
@@ -17,15 +19,18 @@ from torchrl.data import LazyTensorStorage, TensorDictReplayBuffer
 import penstock
 from benchmarks.experience import depth_pictures, flights
 from penstock.advisor import advise
+from penstock.core.pack import Item
 from penstock.errors import (
     CorruptFile,
     DataError,
+    LimitExceeded,
     PenstockError,
     UnknownFormat,
     UnsupportedValue,
     UsageError,
 )
 from penstock.inspect.checkpoint import describe
+from penstock.replay.segments import LogReader, SegmentLog
 from penstock.samples import write_sample
 
 SECONDS = 0.5
@@ -69,6 +74,26 @@ def test_rollouts(rollouts):
     one = advise(sorted(files)[1], seconds=SECONDS)
     assert one.verdict == "B"
     assert one.decision.raw_bytes == raw // 3
+
+
+def test_rollouts_whose_shapes_differ(tmp_path):
+    """Another number of beams, or steps, from some iteration on; keys have the newest shapes."""
+    storage = penstock.RolloutStorage(tmp_path)
+    for number, (steps, beams) in enumerate([(50, 30), (50, 40), (60, 40)]):
+        batch = [20, steps]
+        content = {"x": torch.randn(*batch, beams), "table": torch.zeros(steps, beams)}
+        storage.save({**content, "r": torch.zeros(batch)}, number)
+    found = advise(tmp_path, seconds=SECONDS)
+    assert found.verdict == "A"
+    assert found.measurements.frames == 20 * (50 + 50 + 60)
+
+
+def test_rollouts_of_which_a_part_is_read(tmp_path):
+    data = TensorDict({"x": torch.zeros(100_000, 30)}, [100_000])
+    penstock.RolloutStorage(tmp_path).save(data, 0)
+    [key] = advise(tmp_path, seconds=SECONDS).measurements.keys
+    assert key.shape == (100_000, 30)
+    assert key.sampled_bytes < key.raw_bytes / 2
 
 
 def test_rollouts_that_do_not_fit(rollouts):
@@ -187,6 +212,27 @@ def test_a_damaged_storage_of_torchrl(tmp_path):
     assert advise(tmp_path, seconds=SECONDS).measurements.frames == 20
 
 
+@pytest.mark.parametrize("hostile", [[-1000, 2000], [10**12, 5], [500, -1]])
+def test_frames_of_a_storage_that_lead_outside(tmp_path, hostile):
+    """Whoever can write a file can make its checksums right, too."""
+    made = TensorDictReplayBuffer(storage=penstock.CompressedStorage(50))
+    made.extend(TensorDict({"x": torch.from_numpy(depth_pictures(20))}, [20]))
+    made.dumps(tmp_path)
+    folder = tmp_path / "storage"
+    with LogReader(folder) as log, log.open_segment(log.segments[0]) as segment:
+        state, holder = log.state, log.holder
+        tables = {name: log.item(name) for name in log.names}
+        items = {name: segment.read(name) for name in segment.names}
+        meta = segment.index.meta
+    (name,) = [name for name in items if name.startswith("lengths.")]
+    items[name][3:5] = hostile
+    with SegmentLog(folder, holder) as log:
+        kept = log.append([Item(*item) for item in items.items()], meta)
+        log.commit(state, [Item(*item) for item in tables.items()], keep=[kept])
+    with pytest.raises(CorruptFile, match="make no sense"):
+        advise(tmp_path, seconds=SECONDS)
+
+
 def test_a_recording_and_its_dataset(tmp_path):
     bag = tmp_path / "take.bag"
     write_sample(bag, seconds=0.6, cameras=1, width=320, height=240, state_hz=20)
@@ -226,6 +272,19 @@ def test_raw_pictures_of_a_recording_do_compress(tmp_path):
     found = advise(bag, seconds=SECONDS)
     assert found.verdict == "B"
     assert any(key.note == "raw pictures (rgb8)" for key in found.measurements.keys)
+
+
+def test_arrays_larger_than_the_memory(tmp_path, monkeypatch):
+    """Rows are read as they are needed; where columns come first, all of an array must be."""
+    array = np.random.default_rng(0).normal(size=(50_000, 40)).round(1)
+    np.savez_compressed(tmp_path / "c.npz", x=array)
+    np.savez(tmp_path / "f.npz", x=np.asfortranarray(array))
+    whole = advise(tmp_path / "f.npz", seconds=SECONDS).decision.ratio_stored
+    monkeypatch.setattr(psutil, "virtual_memory", lambda: SimpleNamespace(available=1 << 20))
+    found = advise(tmp_path / "c.npz", seconds=SECONDS)
+    assert found.decision.ratio_stored == pytest.approx(whole)
+    with pytest.raises(LimitExceeded, match="x"):
+        advise(tmp_path / "f.npz", seconds=SECONDS)
 
 
 def test_columns_of_an_array_in_column_order(tmp_path):
@@ -309,4 +368,25 @@ def test_recordings_need_no_torch(tmp_path):
         "import sys; from penstock.advisor import advise; "
         f"advise({str(tmp_path / 'a.bag')!r}, seconds=1); assert 'torch' not in sys.modules"
     )
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_what_needs_no_torch_does_without(tmp_path, checkpoints):
+    """Recordings and checkpoints of penstock; for arrays the missing extra is named."""
+    write_sample(tmp_path / "a.bag", seconds=0.3, cameras=1, width=64, height=48)
+    np.savez(tmp_path / "a.npz", x=np.zeros(1000))
+    paths = [str(path) for path in (tmp_path / "a.bag", checkpoints, checkpoints / "a.pt")]
+    code = f"""
+import sys
+sys.modules["torch"] = None
+from penstock.advisor import advise
+from penstock.errors import MissingExtra
+for path in {paths}:
+    assert advise(path, seconds=1).verdict in "AB"
+try:
+    advise({str(tmp_path / "a.npz")!r}, seconds=1)
+except MissingExtra:
+    sys.exit(0)
+sys.exit("no error")
+"""
     subprocess.run([sys.executable, "-c", code], check=True)

@@ -262,12 +262,23 @@ def test_json_by_its_schema() -> None:
             decode.vector(bad, "q")
 
 
-def test_json_without_a_schema(tmp_path: Path) -> None:
+def test_json_matrices() -> None:
+    matrix = {"type": "array", "items": {"type": "array", "items": {"type": "number"}}}
+    decode = decoder(json.dumps({"type": "object", "properties": {"m": matrix}}), "json")
+    assert decode.vector(b'{"m": [[1, 2], [3, 4]]}', "m").tolist() == [1, 2, 3, 4]
+    for bad in (b'{"m": [[1, 2], [3]]}', b'{"m": [[1, "x"]]}'):
+        with pytest.raises(DataError, match="/t"):
+            decode.vector(bad, "m")
+
+
+@pytest.mark.parametrize("schema", [None, b"{}", b'{"type": "object"}'])
+def test_json_without_a_schema(tmp_path: Path, schema: bytes | None) -> None:
     path = tmp_path / "x.mcap"
     with path.open("wb") as file:
         writer = Writer(file)
         writer.start()
-        channel = writer.register_channel("/t", "json", 0)
+        known = schema and writer.register_schema("Any", "jsonschema", schema)
+        channel = writer.register_channel("/t", "json", known or 0)
         for number in range(3):
             data = json.dumps({"q": [number, 1.5], "on": True, "at": {"x": 2}}).encode()
             writer.add_message(channel, number, data, number)

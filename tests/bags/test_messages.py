@@ -164,6 +164,7 @@ def test_formats_of_compressed_pictures() -> None:
 
     assert image("png", b"\xff\xd8\xff123") == ("jpeg", b"\xff\xd8\xff123")  # the magic decides
     assert image("jpeg", png) == ("png", png)
+    assert image("16UC1; png compressed ", png) == ("compressedDepth", png)
     assert image("16UC1; compressedDepth", bytes(12) + png) == ("compressedDepth", png)
     assert image("16UC1; compressedDepth rvl", bytes(30))[0] == "rvl"
     rvl = picture("16UC1; compressedDepth rvl", bytes(12) + struct.pack("<2I", 4, 3) + b"123")
@@ -283,6 +284,26 @@ def test_idl() -> None:
     np.testing.assert_array_equal(decode.vector(data, "x"), [1.5])
 
 
+def test_idl_as_rosbag2_writes_it() -> None:
+    """A line with its name before each type, #include, and what an @annotation says."""
+    other = "module b_msgs { module msg { struct B { long n; sequence<double, 8> w; }; }; };\n"
+    arm = IDL.replace("double x;", '@unit (value="m")\n      double x;\n      b_msgs::msg::B b;')
+    parts = (("a_msgs/msg/A", f'#include "b_msgs/msg/B.idl"\n\n{arm}'), ("b_msgs/msg/B", other))
+    decode = decoder("".join(f"{SEP}\nIDL: {name}\n{text}" for name, text in parts), encoding="cdr")
+    assert list(decode.fields()) == ["x", "b.n", "b.w", "y", "z"]
+    data = b"\0\1\0\0" + struct.pack("<diI2dI1i3f", 1.5, 7, 2, 8, 9, 1, 3, 4, 5, 6)
+    np.testing.assert_array_equal(decode.vector(data, "b"), [7, 8, 9])
+    np.testing.assert_array_equal(decode.vector(data, "z"), [4, 5, 6])
+
+
+def test_a_field_that_cannot_be_read_does_not_hide_the_others() -> None:
+    decode = decoder("float64 x\nwstring w\nfloat64 y\n", encoding="cdr")
+    data = b"\0\1\0\0" + struct.pack("<dI", 1.5, 0)
+    with pytest.raises(DataError, match="wstring"):
+        decode.vector(data, "y")
+    np.testing.assert_array_equal(decode.vector(data, "x"), [1.5])
+
+
 HOSTILE = {
     "recursion": "A a\n",
     "mutual": f"B b\n{SEP}\nMSG: a_msgs/B\nA a\n",
@@ -320,6 +341,14 @@ def test_hostile_definitions_are_refused(what: str, encoding: str) -> None:
 def test_hostile_type_names_are_refused(kind: str) -> None:
     with pytest.raises(DataError):
         decoder("float64 x\n", kind)
+
+
+@pytest.mark.parametrize(("encoding", "value"), [("ros1", -56), ("cdr", 200)])
+def test_a_byte_has_a_sign_in_ros_1_alone(encoding: str, value: int) -> None:
+    lead = b"" if encoding == "ros1" else b"\0\1\0\0"
+    decode = decoder("byte one\nbyte[2] two\nchar three\n", encoding=encoding)
+    for path, found in (("one", [value]), ("two", [value] * 2), ("three", [200])):
+        np.testing.assert_array_equal(decode.vector(lead + bytes([200] * 4), path), found)
 
 
 def test_constants_and_defaults_are_no_fields() -> None:

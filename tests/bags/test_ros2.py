@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from mcap.writer import CompressionType, IndexType, Writer
 
-from penstock.bags import Bag, open_bag
+from penstock.bags import Bag, find_bags, open_bag
 from penstock.errors import CorruptFile, DataError, LimitExceeded, PenstockError, UnknownFormat
 from penstock.samples import SampleFacts
 
@@ -62,6 +62,25 @@ def test_split_files_are_one_bag(split: Path, metadata: bool) -> None:
         assert (bag.start_ns, bag.end_ns) == (start_ns, end_ns)
         assert bag.kind == "db3"
         assert bag.decoder("/joint_cmd").fields()["joint_q"] == "float64[]"
+
+
+def test_parts_that_the_metadata_does_not_name_yet(split: Path, make: Make) -> None:
+    """The recorder was killed: it lists its files at the end, or when it begins the next one."""
+    stale = (split / "metadata.yaml").read_text().replace(", take_10.db3", "")
+    with open_bag(split) as bag:
+        whole = messages(bag)
+    (split / "metadata.yaml").write_text(stale)
+    shutil.copy(split / "take_9.db3", split / "another.db3")
+    with open_bag(split) as bag:
+        assert messages(bag) == whole
+
+
+def test_a_folder_of_parts_is_one_bag(split: Path) -> None:
+    (split / "metadata.yaml").unlink()
+    assert len(find_bags([split])) == 2  # take_9 and take_10 may be two takes
+    (split / "take_9.db3").rename(split / "take_0.db3")
+    (split / "take_10.db3").rename(split / "take_1.db3")
+    assert find_bags([split]) == [split]
 
 
 def test_a_missing_part(split: Path) -> None:
@@ -155,6 +174,8 @@ def test_a_log_beside_the_database_is_read(make: Make) -> None:
         "UPDATE messages SET timestamp = 'soon'",
         "UPDATE messages SET timestamp = 1.5",
         "UPDATE messages SET data = 'text'",
+        "CREATE TABLE m AS SELECT * FROM messages; DROP TABLE messages; "
+        "ALTER TABLE m RENAME TO messages; UPDATE messages SET id = NULL",
         "UPDATE messages SET topic_id = 99",
         "UPDATE topics SET name = x'ff00'",
         "UPDATE message_definitions SET encoded_message_definition = x'ff'",

@@ -86,6 +86,8 @@ def in_a_signal_handler_during_a_save(child):
     signal.setitimer(signal.ITIMER_REAL, 0.002)
     for n in range(2, 12):
         child.save(n)
+    while signal.getitimer(signal.ITIMER_REAL)[0]:
+        time.sleep(0.001)
 
 
 def in_another_thread(child):
@@ -156,9 +158,11 @@ def closed_while_it_waits_for_room(child):
         child.saver.shutdown()
 
     signal.signal(signal.SIGALRM, handler)
-    signal.setitimer(signal.ITIMER_REAL, 0.05)
+    signal.setitimer(signal.ITIMER_REAL, 0.02)
     for n in range(1, 30):
         child.save(n)
+    while signal.getitimer(signal.ITIMER_REAL)[0]:  # a fast disk: after the handlers it would kill
+        time.sleep(0.001)
 
 
 def forked_twice(child):

@@ -4,7 +4,7 @@ import json
 import struct
 import subprocess
 import sys
-from collections import OrderedDict
+from collections import Counter, OrderedDict, deque
 
 import numpy as np
 import pytest
@@ -13,8 +13,7 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 
 from penstock import errors
-from penstock.checkpoints.convert import to_safetensors, to_torch
-from penstock.checkpoints.load import load_checkpoint
+from penstock.checkpoints.load import load_checkpoint, to_safetensors, to_torch
 from penstock.checkpoints.model import rng_state, set_rng_state
 from penstock.checkpoints.saver import AsyncCheckpointSaver
 
@@ -164,6 +163,22 @@ def test_to_safetensors_keeps_tensors_of_equal_names_apart(tmp_path):
     save(tmp_path, {"a.b": torch.zeros(2), "a": {"b": shared}, "tied": shared})
     out = load_checkpoint(to_safetensors(tmp_path, tmp_path / "out.safetensors"))
     assert sorted(tensor.sum().item() for tensor in out.values()) == [0, 3, 3]
+    array = np.ones(2)  # nor do two names of one array stop it
+    save(tmp_path / "arrays", {"a": array, "b": array})
+    out = load_checkpoint(to_safetensors(tmp_path / "arrays", tmp_path / "arrays.safetensors"))
+    assert [tensor.sum().item() for tensor in out.values()] == [2, 2]
     save(tmp_path / "none", {"x": 1})
     with pytest.raises(errors.UsageError, match="no tensor"):
         to_safetensors(tmp_path / "none", tmp_path / "none.safetensors")
+
+
+def test_what_else_a_training_keeps_survives_every_conversion(tmp_path):
+    """Counters (MultiStepLR has one) and deques, of the last rewards, with tensors in them."""
+    state = {"seen": Counter({3: 2, 5: 1}), "last": deque([1.5, torch.ones(2)], maxlen=9)}
+    path = save(tmp_path, state)
+    plain = torch.load(to_torch(path, tmp_path / "x.pt"), weights_only=True)
+    assert plain["seen"] == state["seen"]
+    assert plain["last"][0] == 1.5
+    assert torch.equal(plain["last"][1], torch.ones(2))
+    tensors = load_checkpoint(to_safetensors(path, tmp_path / "x.safetensors"))
+    assert list(tensors) == ["last.1"]

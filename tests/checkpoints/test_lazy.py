@@ -165,7 +165,7 @@ def test_a_change_that_leaves_no_version_is_caught_by_samples(tmp_path, change, 
         tmp_path, optimizers=optimizer, lazy=True, handle_signals=False
     ) as saver:
         handle = saver.save_async({"model": net.state_dict()}, "torn.pt")
-        while when == "after" and not saver._active.finished:
+        while when == "after" and (saver._active._todo or saver._active._busy):
             time.sleep(0.001)
         change(training)
         net(torch.randn(2, 1000)).sum().backward()
@@ -203,14 +203,14 @@ def test_a_change_before_settling_is_not_published(tmp_path, big, monkeypatch, c
     monkeypatch.setattr(lazy, "SETTLE_AFTER_S", 0.2)
     with make(tmp_path, big) as saver:
         handle = saver.save_async(big.state(), "x.pt")
-        while not saver._active.finished:
+        while saver._active._todo or saver._active._busy:
             time.sleep(0.001)
         add_to_data(big)
         while not handle.done():
             time.sleep(0.01)
         assert handle.status == "discarded"
         assert not (tmp_path / "x.pt").exists()
-        assert "model.0.weight" in caplog.text
+    assert "model.0.weight" in caplog.text  # the writer thread logs last, and has ended now
 
 
 def test_parameters_that_moved_are_not_taken_for_owned(tmp_path, big):

@@ -105,6 +105,13 @@ def test_plain_torch_files(tmp_path):
         assert list(load_checkpoint(tmp_path / name, only="model.a.*")) == ["model"]
 
 
+def test_two_values_of_one_path_in_a_torch_file(tmp_path):
+    torch.save({"a.b": torch.ones(2), "a": {"b": torch.zeros(2)}}, tmp_path / "x.pt")
+    part = load_checkpoint(tmp_path / "x.pt", only="a.*")
+    assert part["a.b"].tolist() == [1, 1]
+    assert part["a"]["b"].tolist() == [0, 0]
+
+
 def test_the_seeds_lz4_files(tmp_path):
     """Their saver wrote torch.save bytes through LZ4 frames, as name.pt.lz4."""
     buffer = io.BytesIO()

@@ -53,7 +53,7 @@ def test_drop_oldest_keeps_the_newest(tmp_path, gate):
         handles = []
         for i in range(5):
             handles.append(saver.save_async(state(i), f"{i}.pt"))
-            while saver._queue._jobs[0].ticket:  # until the writer has claimed it
+            while not saver._queue._pending[0]._ticket.locked():  # until the writer has claimed it
                 time.sleep(0.001)
         gate.set()
         saver.wait()

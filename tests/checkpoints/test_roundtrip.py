@@ -190,6 +190,28 @@ def test_optimizers_schedulers_and_generators(tmp_path):
     assert_equal(other.copy()["optimizer"], state["optimizer"])
 
 
+def every_scheduler(optimizer):
+    """Make one of each kind that torch has, but those whose state holds a function in torch 2.0."""
+    kinds = torch.optim.lr_scheduler
+    yield kinds.MultiStepLR(optimizer, [3, 5, 5])
+    yield kinds.StepLR(optimizer, 3)
+    yield kinds.LambdaLR(optimizer, lambda epoch: 0.9**epoch)
+    yield kinds.CosineAnnealingWarmRestarts(optimizer, 5)
+    yield kinds.SequentialLR(
+        optimizer, [kinds.ConstantLR(optimizer), kinds.MultiStepLR(optimizer, [2])], [3]
+    )
+    yield kinds.ChainedScheduler([kinds.LinearLR(optimizer), kinds.PolynomialLR(optimizer)])
+    yield torch.optim.swa_utils.SWALR(optimizer, 0.05)
+
+
+def test_every_scheduler(tmp_path):
+    training = Training()
+    state = [scheduler.state_dict() for scheduler in every_scheduler(training.optimizer)]
+    if version_of(torch.__version__) < (2, 1):
+        state = state[:2]
+    assert_equal(save(tmp_path, state), state)
+
+
 class Custom:
     """Something only pickle could store."""
 

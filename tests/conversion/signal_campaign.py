@@ -1,9 +1,10 @@
 """Send SIGINT and SIGTERM to conversions at random moments, and look at how they end.
 
-Usage: signal_campaign.py FOLDER SIGNALS [SEED] [BUSY]. Prints one JSON line with the figures. Each
-victim is forked from this process, which has everything imported and no thread. BUSY processes keep
-the machine busy meanwhile. A conversion must end within 10 s, with 130 or 143 and one line, and be
-resumed to the bytes of an undisturbed one.
+Usage: signal_campaign.py FOLDER SIGNALS [SEED] [BUSY]. Prints one JSON line with the figures. Three
+of four victims are forked from this process, which has everything imported and no thread; the
+fourth is a command of its own, which is hit while it starts. BUSY processes keep the machine busy
+meanwhile. A conversion must end within 10 s, with 130 or 143 and one line, and be resumed to the
+bytes of an undisturbed one.
 """
 
 from __future__ import annotations
@@ -30,11 +31,19 @@ LONGEST_S = 10
 assert callable(convert.run)  # imported here, not in every victim
 
 
-def start(words: list[str], log: Path) -> int:
-    """Fork a process that runs a command of its own, and writes what it says into a file."""
+def start(words: list[str], log: Path, fresh: bool = False) -> int:
+    """Start a process that runs a command of its own, and writes what it says into a file.
+
+    Args:
+        words: The command.
+        log: The file.
+        fresh: Start a new interpreter, which has to import everything.
+    """
+    log.write_bytes(b"")
     pid = os.fork()
     if pid:
         return pid
+    begun = False
     try:
         os.setsid()
         for number in (signal.SIGINT, signal.SIGTERM):
@@ -44,8 +53,14 @@ def start(words: list[str], log: Path) -> int:
         target = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
         os.dup2(target, 1)
         os.dup2(target, 2)
+        if fresh:
+            os.execv(sys.executable, [sys.executable, "-m", "penstock", *words])
+        begun = True
         code = penstock(words)
     except BaseException as error:
+        if not begun:  # as the command itself would end so early
+            signal.signal(signal.SIGINT, signal.SIG_DFL)
+            os.kill(os.getpid(), signal.SIGINT)
         os.write(2, f"\n{type(error).__name__} left main\n".encode())
         code = 99
     os._exit(code)
@@ -76,6 +91,9 @@ def campaign(folder: Path, signals: int, seed: int) -> dict:
     assert code_of(start(words_of(bags, folder / "whole", 1), log)) == 0, log.read_text()
     usual_s = time.monotonic() - begin_s
     whole = content(folder / "whole")
+    begin_s = time.monotonic()
+    assert code_of(start(["info", str(bags / "take_0.bag")], log, fresh=True)) == 0, log.read_text()
+    start_s = 2 * (time.monotonic() - begin_s)
     draws, ends, wrong, slowest_s = random.Random(seed), Counter(), [], 0.0
     sent = 0
     while sent < signals:
@@ -83,7 +101,9 @@ def campaign(folder: Path, signals: int, seed: int) -> dict:
         workers = draws.choice((1, 1, 1, 2))
         moment_s = draws.uniform(0, usual_s * (1.0 if workers == 1 else 3.0))
         shutil.rmtree(out, ignore_errors=True)
-        pid = start(words_of(bags, out, workers), log)
+        fresh = draws.random() < 0.25
+        moment_s = draws.uniform(0, start_s) if fresh else moment_s
+        pid = start(words_of(bags, out, workers), log, fresh)
         time.sleep(moment_s)
         if os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None:
             code_of(pid)
@@ -98,10 +118,12 @@ def campaign(folder: Path, signals: int, seed: int) -> dict:
             time.sleep(0.01)
         said = log.read_text()
         ends[f"{code}"] += 1
-        where = f"{number.name} after {moment_s:.3f} s, {workers} workers"
-        if code not in (0, -number, 128 + number):
+        where = f"{number.name} after {moment_s:.3f} s, {workers} workers, fresh: {fresh}"
+        if fresh and code in (1, -number) and "penstock" not in said:
+            ends["before penstock was begun"] += 1  # Python itself was starting
+        elif code not in (0, -number, 128 + number):
             wrong.append(f"{where}: exit {code}: {said[-300:]}")
-        elif code == 128 + number and len(said.splitlines()) != 1:
+        elif len(said.splitlines()) != (code == 128 + number):
             wrong.append(f"{where}: said {said[-300:]!r}")
         elif code == 0 and content(out) != whole:  # it may only have been faster than the signal
             wrong.append(f"{where}: exit 0, and the dataset is not whole")

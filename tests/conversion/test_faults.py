@@ -664,3 +664,12 @@ def test_no_bag_is_a_data_error_before_anything_is_made(tmp_path):
     with pytest.raises(DataError):
         penstock.convert([], tmp_path / "out", **QUIET)
     assert list(tmp_path.iterdir()) == []
+
+
+def test_the_page_shows_the_episodes(bags, tmp_path):
+    out, page = tmp_path / "out", tmp_path / "out.html"
+    assert main(["convert", str(bags), str(out), "-q", "--no-check"]) == 0
+    text = page.read_text()
+    assert "<h2>Episodes</h2>" in text and "<h2>The first episode</h2>" in text
+    for name in ("observation.state", "action"):
+        assert f'aria-label="{name} over s"' in text

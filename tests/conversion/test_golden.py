@@ -1,5 +1,7 @@
 """Recordings with every kind of trouble: the account is exact, and what comes out is right."""
 
+import re
+
 import numpy as np
 import pytest
 
@@ -179,6 +181,15 @@ def test_a_recording_that_changes_fails_and_leaves_nothing(samples, tmp_path, tr
     dataset = Dataset(tmp_path / "out")
     assert [episode.length for episode in dataset.episodes] == [120]
     assert not report.ok
+
+
+def test_another_size_is_mended_by_the_words_of_the_message(samples, tmp_path):
+    bad = samples(trouble=("resolution_change",))
+    with pytest.raises(DataError, match="--set features") as refused:
+        penstock.convert(bad.path, tmp_path / "out", progress="quiet")
+    (words,) = re.findall(r"--set (\S+)\)", str(refused.value))
+    report = penstock.convert(bad.path, tmp_path / "new", progress="quiet", overrides=[words])
+    assert report.ok and report.frames_out == 120
 
 
 def test_the_flag_marks_the_bridged_frames(samples, tmp_path):

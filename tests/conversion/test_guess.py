@@ -5,8 +5,10 @@ from __future__ import annotations
 import json
 import shlex
 import struct
+from fractions import Fraction
 from pathlib import Path
 
+import av
 import numpy as np
 import pytest
 from rosbags.rosbag2 import StoragePlugin, Writer
@@ -336,6 +338,40 @@ def test_stamps_that_are_not_sane_are_left_alone(tmp_path, shift_s):
         assert guess_mapping(bag).clock == "bag"
 
 
+@pytest.mark.parametrize(
+    ("message", "steps_ms", "fps"),
+    [
+        ("/odom", [20] * 100 + [60_000] + [20] * 100, 50),  # nobody moved for a minute
+        ("/cam", [50] * 100 + [60_000] + [50] * 100, 20),
+        ("/cam", [1, 1, 98] * 40, 30),  # three pictures at once
+    ],
+)
+def test_neither_pauses_nor_bursts_change_the_rate(tmp_path, capsys, message, steps_ms, fps):
+    made = odometry() if message == "/odom" else picture("rgb8", 16, 16, 3)
+    with Writer(tmp_path / "bag", version=9, storage_plugin=StoragePlugin.MCAP) as writer:
+        known = writer.add_connection(message, made.__msgtype__, typestore=STORE)
+        data = STORE.serialize_cdr(made, made.__msgtype__)
+        for t_ms in np.cumsum([1, *steps_ms]).tolist():
+            writer.write(known, t_ms * 10**6, data)
+    assert main(["info", str(tmp_path / "bag")]) == 0
+    said = capsys.readouterr().out
+    assert f"guess at {fps} fps" in said
+    assert ("came in bursts" in said) == (1 in steps_ms)
+
+
+def test_log_times_that_are_all_the_same_have_a_way_out(tmp_path):
+    with Writer(tmp_path / "bag", version=9, storage_plugin=StoragePlugin.MCAP) as writer:
+        known = writer.add_connection("/cam", "sensor_msgs/msg/Image", typestore=STORE)
+        for k in range(20):
+            image = picture("rgb8", 16, 16, 3)
+            image.header.stamp.nanosec = k * 50_000_000
+            writer.write(known, 0, STORE.serialize_cdr(image, "sensor_msgs/msg/Image"))
+    report = convert([tmp_path / "bag"], tmp_path / "out")
+    assert "clock=header fps=" in report.text()
+    report = convert([tmp_path / "bag"], tmp_path / "new", clock="header", fps=20)
+    assert report.frames_out == 20
+
+
 def test_info_fits_a_terminal(tmp_path, capsys, monkeypatch):
     monkeypatch.setenv("COLUMNS", "80")
     monkeypatch.chdir(tmp_path)
@@ -438,6 +474,412 @@ def test_counters_codes_and_lists_are_no_state(tmp_path, monkeypatch):
         "observation.fix": ["/fix latitude", "/fix longitude", "/fix altitude"],
     }
     assert report.mapping.features["observation.fix"].dtype == "float64"
+
+
+def message(kind: str, definition: str, **values):
+    """Make a message of a type; what is not given is 1."""
+    if kind not in T:
+        STORE.register(get_types_from_msg(definition, kind))
+
+    def build(kind):
+        fields = {}
+        for name, (node, detail) in STORE.fielddefs[kind][1]:
+            one = detail[0] if int(node) in (3, 4) else (node, detail)
+            value = build(one[1]) if int(one[0]) == 2 else "text" if one[1][0] == "string" else 1
+            if int(node) in (3, 4):
+                many = [value] * (detail[1] or 3)
+                value = many if int(one[0]) == 2 or value == "text" else np.array(many, one[1][0])
+            fields[name] = value
+        return T[kind](**fields)
+
+    made = build(kind)
+    for name, value in values.items():
+        setattr(made, name, value)
+    return lambda: made
+
+
+TRAJECTORY_STATE = "".join(
+    f"trajectory_msgs/JointTrajectoryPoint {name}\n"
+    for name in ("reference", "desired", "actual", "error")
+)
+ROBOTS = {
+    "arms that lead others give the action": (
+        {
+            "/follower_left/joint_states": ("sensor_msgs/msg/JointState", ""),
+            "/leader_left/joint_states": ("sensor_msgs/msg/JointState", ""),
+        },
+        {
+            "observation.state": ["/follower_left/joint_states position"],
+            "action": ["/leader_left/joint_states position"],
+        },
+    ),
+    "a controller says what is wanted beside what is there": (
+        {"/arm/state": ("control_msgs/msg/JointTrajectoryControllerState", TRAJECTORY_STATE)},
+        {"action": ["/arm/state reference.positions"]},
+    ),
+    "a velocity that was measured is no command": (
+        {
+            "/mavros/local_position/velocity_local": ("geometry_msgs/msg/TwistStamped", ""),
+            "/mavros/setpoint_velocity/cmd_vel": ("geometry_msgs/msg/TwistStamped", ""),
+        },
+        {
+            "observation.state": ["/mavros/local_position/velocity_local twist"],
+            "action": ["/mavros/setpoint_velocity/cmd_vel twist"],
+        },
+    ),
+    "motors that are driven are commands, and variances no state": (
+        {
+            "/fmu/out/actuator_motors": (
+                "px4_msgs/msg/ActuatorMotors",
+                "uint64 timestamp\nfloat32[12] control\n",
+            ),
+            "/hand/all": ("hand_msgs/msg/ActuatorStates", "float32[2] current\n"),
+            "/fmu/out/local": (
+                "px4_msgs/msg/LocalPose",
+                "uint64 timestamp\nfloat32[3] position\nfloat32[3] position_variance\n",
+            ),
+        },
+        {
+            "observation.state": ["/fmu/out/local position"],
+            "observation.hand_all": ["/hand/all current"],
+            "action": ["/fmu/out/actuator_motors control"],
+        },
+    ),
+    "lists of whole numbers": (
+        {"/skin": ("std_msgs/msg/UInt16MultiArray", "")},
+        {"observation.state": ["/skin data"]},
+    ),
+    "a quadruped, with all that its makers added": (
+        {
+            "/lowstate": (
+                "robot_msgs/msg/LowState",
+                "uint8[2] head\nuint8 level_flag\nuint32[2] sn\nuint32[2] version\n"
+                "uint16 bandwidth\nrobot_msgs/Motor[2] motor_state\nint16[4] foot_force\n"
+                "uint32 tick\nuint8[40] wireless_remote\nfloat32 power_v\nuint32 crc\n",
+            ),
+            "/lowcmd": (
+                "robot_msgs/msg/LowCmd",
+                "uint8[2] head\nuint8 level_flag\nuint32[2] sn\n"
+                "robot_msgs/Motor[2] motor_cmd\nuint8 gpio\nuint32 crc\n",
+            ),
+        },
+        {
+            "observation.state": [
+                "/lowstate motor_state",
+                "/lowstate foot_force",
+                "/lowstate power_v",
+            ],
+            "action": ["/lowcmd motor_cmd"],
+        },
+    ),
+    "commands under short names, and a motor driver that answers": (
+        {
+            "/robot/q_des": ("std_msgs/msg/Float64MultiArray", ""),
+            "/robot/q": ("std_msgs/msg/Float64MultiArray", ""),
+            "/leftArm/ctrl": ("std_msgs/msg/Float64MultiArray", ""),
+            "/grip/cmd/feedback": ("std_msgs/msg/Float64", ""),
+            "/battery/fraction": ("std_msgs/msg/Float32", ""),
+            "/reward": ("std_msgs/msg/Float32", ""),
+            "/step": ("std_msgs/msg/Int32", ""),
+        },
+        {
+            "observation.state": [
+                *("/robot/q data", "/grip/cmd/feedback data", "/battery/fraction data")
+            ],
+            "action": ["/robot/q_des data", "/leftArm/ctrl data"],
+        },
+    ),
+    "a person moves another arm, and the base by commands": (
+        {
+            "/teleop/joint_states": ("sensor_msgs/msg/JointState", ""),
+            "/robot/joint_states": ("sensor_msgs/msg/JointState", ""),
+            "/cmd_vel": ("geometry_msgs/msg/Twist", ""),
+        },
+        {
+            "observation.state": ["/robot/joint_states position"],
+            "action": ["/teleop/joint_states position", "/cmd_vel linear", "/cmd_vel angular"],
+        },
+    ),
+    "what a person moves is not needed beside the commands": (
+        {
+            "/leader/joint_states": ("sensor_msgs/msg/JointState", ""),
+            "/follower/joint_states": ("sensor_msgs/msg/JointState", ""),
+            "/follower/joint_commands": ("sensor_msgs/msg/JointState", ""),
+            "/quest/left/pose": ("geometry_msgs/msg/PoseStamped", ""),
+            "/joy": ("sensor_msgs/msg/Joy", ""),
+        },
+        {
+            "observation.state": ["/follower/joint_states position"],
+            "action": ["/follower/joint_commands position"],
+        },
+    ),
+    "a gripper of Robotiq, whose words are those of its makers": (
+        {"/gripper": ("robotiq_msgs/msg/Robotiq2FGripperRobotOutput", "uint8 r_act\nuint8 r_pr\n")},
+        {"action": ["/gripper r_act", "/gripper r_pr"]},
+    ),
+    "a joystick, where nothing else commands": (
+        {
+            "/joy": ("sensor_msgs/msg/Joy", ""),
+            "/tcp": ("geometry_msgs/msg/PoseStamped", ""),
+        },
+        {"observation.state": ["/tcp pose"], "action": ["/joy axes"]},
+    ),
+    "a gripper beside the joints, without what is derived, and no modes": (
+        {
+            "/arm/state": (
+                "lab_msgs/msg/ArmState",
+                "uint32 mode\nfloat64[] q\nfloat64[] dq\nfloat64[] tau_ext\nfloat64 width\n",
+            ),
+            "/arm/cmd": ("lab_msgs/msg/ArmCommand", "float64[] q\nfloat64 gripper\n"),
+            "/arm/mode": ("lab_msgs/msg/Mode", "uint32 mode\nbool armed\n"),
+        },
+        {
+            "observation.state": ["/arm/state q", "/arm/state width"],
+            "action": ["/arm/cmd q", "/arm/cmd gripper"],
+        },
+    ),
+    "a hand, whose motors are a list of any length": (
+        {"/hand/state": ("lab_msgs/msg/HandState", "robot_msgs/Motor[] motor_state\nfloat32 v\n")},
+        {"observation.state": ["/hand/state motor_state", "/hand/state v"]},
+    ),
+    "a Franka of these days": (
+        {
+            "/robot_state": (
+                "franka_msgs/msg/FrankaRobotState",
+                "sensor_msgs/JointState measured_joint_state\n"
+                "sensor_msgs/JointState desired_joint_state\ngeometry_msgs/PoseStamped o_t_ee\n",
+            )
+        },
+        {
+            "observation.state": [
+                "/robot_state measured_joint_state.position",
+                "/robot_state measured_joint_state.velocity",
+                "/robot_state measured_joint_state.effort",
+                "/robot_state o_t_ee.pose",
+            ]
+        },
+    ),
+    "a Franka": (
+        {
+            "/franka_states": (
+                "franka_msgs/msg/FrankaState",
+                "float64[7] q\nfloat64[7] q_d\nfloat64[7] dq\nfloat64[7] tau_J\n"
+                "float64[16] O_T_EE\nfloat64[42] zero_jacobian\nfloat64 time\n",
+            ),
+            "/equilibrium_pose": ("geometry_msgs/msg/PoseStamped", ""),
+        },
+        {
+            "observation.state": [f"/franka_states {n}" for n in ("q", "dq", "tau_J", "O_T_EE")],
+            "action": ["/equilibrium_pose pose"],
+        },
+    ),
+}
+
+
+@pytest.mark.parametrize("what", ROBOTS)
+def test_roles_of_real_robots(tmp_path, monkeypatch, what):
+    topics, expected = ROBOTS[what]
+    if "robot_msgs/msg/Motor" not in T:
+        motor = "uint8 mode\nfloat32 q\nfloat32 dq\n"
+        STORE.register(get_types_from_msg(motor, "robot_msgs/msg/Motor"))
+    for name, (kind, definition) in topics.items():
+        monkeypatch.setitem(MESSAGES, name, message(kind, definition))
+    with open_bag(write(tmp_path / "bag", dict.fromkeys(topics, 10.0))) as bag:
+        assert sources(guess_mapping(bag)) == expected
+
+
+def test_what_a_message_does_not_use_is_left_out(tmp_path, monkeypatch):
+    """PX4 leaves NaN in what it does not control; an IMU says -1 of what it does not measure."""
+    setpoint = "float32[3] position\nfloat32[3] velocity\nfloat32 yaw\n"
+    unset = np.full(3, np.nan, np.float32)
+    made = message("px4_msgs/msg/TrajectorySetpoint", setpoint, velocity=unset)
+    imu = MESSAGES["/imu"]()
+    empty = message("lab_msgs/msg/Odd", "float64 x\nfloat64[] x_covariance\n")()
+    empty.x_covariance = np.empty(0)
+    imu.orientation_covariance = np.array([-1.0] + [0.0] * 8)
+    monkeypatch.setitem(MESSAGES, "/fmu/in/trajectory_setpoint", made)
+    monkeypatch.setitem(MESSAGES, "/imu", lambda: imu)
+    monkeypatch.setitem(MESSAGES, "/odd", lambda: empty)
+    topics = dict.fromkeys(("/fmu/in/trajectory_setpoint", "/imu", "/odd"), 10.0)
+    with open_bag(write(tmp_path / "bag", topics)) as bag:
+        found = sources(guess_mapping(bag))
+    assert found["action"] == [f"/fmu/in/trajectory_setpoint {it}" for it in ("position", "yaw")]
+    assert found["observation.state"] == [
+        *("/imu angular_velocity", "/imu linear_acceleration", "/odd x")
+    ]
+
+
+def record_all(path: Path, messages: list[tuple[str, float, object]]) -> Path:
+    """Write messages: topic, seconds, content."""
+    with Writer(path, version=9, storage_plugin=StoragePlugin.MCAP) as writer:
+        known = {}
+        for topic, second, content in messages:
+            kind = content.__msgtype__
+            if topic not in known:
+                known[topic] = writer.add_connection(topic, kind, typestore=STORE)
+            data = STORE.serialize_cdr(content, kind)
+            writer.write(known[topic], 10**9 + round(second * 10**9), data)
+    return path
+
+
+def header_at(second: float) -> object:
+    """Return a header of that moment."""
+    whole, rest = divmod(10**9 + round(second * 10**9), 10**9)
+    return T["std_msgs/msg/Header"](T["builtin_interfaces/msg/Time"](whole, rest), "")
+
+
+def joint_state(second: float, names: list[str]) -> object:
+    none = np.empty(0)
+    return T["sensor_msgs/msg/JointState"](
+        header_at(second), names, np.arange(len(names)) + second, none, none
+    )
+
+
+def raw_picture(second: float, empty: bool = False) -> object:
+    data = np.full(0 if empty else 48 * 48 * 3, 90, np.uint8)
+    size = 0 if empty else 48
+    return T["sensor_msgs/msg/Image"](header_at(second), size, size, "rgb8", 0, size * 3, data)
+
+
+def packed_picture(second: float) -> object:
+    codec = av.CodecContext.create("mjpeg", "w")
+    codec.width = codec.height = 48
+    codec.pix_fmt, codec.time_base = "yuvj420p", Fraction(1, 30)
+    frame = av.VideoFrame.from_ndarray(np.full((48, 48, 3), 90, np.uint8)).reformat(
+        format="yuvj420p"
+    )
+    data = np.frombuffer(b"".join(map(bytes, codec.encode(frame))), np.uint8)
+    return T["sensor_msgs/msg/CompressedImage"](header_at(second), "jpeg", data)
+
+
+def test_drivers_that_begin_with_nothing(tmp_path):
+    bag = record_all(
+        tmp_path / "bag",
+        [
+            ("/joint_states", k / 50, joint_state(k / 50, ["a", "b"] if k > 4 else []))
+            for k in range(100)
+        ]
+        + [("/cam", k / 30, raw_picture(k / 30, empty=k < 2)) for k in range(60)],
+    )
+    report = convert([bag], tmp_path / "out")
+    assert report.ok
+    assert list(report.mapping.features) == ["observation.state", "observation.images.cam"]
+    assert report.dropped == {"before the first message of /joint_states": 3}
+    frame = next(iter(Dataset(tmp_path / "out").episode(0).frames(["observation.state"])))
+    assert np.allclose(frame["observation.state"], [0.1, 1.1])
+
+
+def test_many_topics_are_looked_at_in_one_pass(tmp_path, monkeypatch):
+    topics = {f"/sensor_{number}": 20.0 for number in range(60)}
+    for name in topics:
+        monkeypatch.setitem(MESSAGES, name, message("std_msgs/msg/Float64", ""))
+    with open_bag(write(tmp_path / "bag", topics)) as bag:
+        opened_bytes = bag.bytes_read
+        assert len(survey(bag).numbers) == len(topics)
+        assert bag.bytes_read - opened_bytes < 3 * bag.size_bytes
+
+
+def test_the_pictures_of_a_camera_are_taken_once(tmp_path):
+    raw, packed = "/cam/image_raw", "/cam/image_raw/compressed"
+    both = [(raw, k / 30, raw_picture(k / 30)) for k in range(60)]
+    both += [(packed, k / 30, packed_picture(k / 30)) for k in range(60)]
+    with open_bag(record_all(tmp_path / "bag", both)) as bag:
+        found = survey(bag)
+    assert list(found.cameras) == [raw]
+    assert "once more" in found.left_out[packed]
+    some = [it for it in both if it[0] == packed or it[1] < 1]  # the raw ones ended early
+    with open_bag(record_all(tmp_path / "some", some)) as bag:
+        assert list(survey(bag).cameras) == [packed]
+
+
+def test_the_task_is_what_the_recording_says(tmp_path):
+    says = T["std_msgs/msg/String"]
+    states = [("/joint_states", k / 50, joint_state(k / 50, ["a"])) for k in range(100)]
+    told = [("/language_instruction", 0.1, says("pick the cup")), ("/log", 0.1, says("hello"))]
+    report = convert([record_all(tmp_path / "bag", told + states)], tmp_path / "out")
+    assert report.ok
+    assert [episode.tasks for episode in Dataset(tmp_path / "out").episodes] == [("pick the cup",)]
+    assert report.left_out == ("/log",)
+    odd = [("/task", 0.1, says('{"state": "running"}'))]
+    with open_bag(record_all(tmp_path / "odd", odd + states)) as bag:
+        assert guess_mapping(bag).tasks is None
+    silent = record_all(tmp_path / "silent", states)  # not all of them say it: nobody is asked
+    report = convert([tmp_path / "bag", silent], tmp_path / "both")
+    assert report.ok
+    assert report.mapping.tasks is None
+
+
+def test_messages_that_were_all_received_at_one_time(tmp_path):
+    """Bursts whose log times are equal are bursts as well: no stamp is a duplicate."""
+    states = [("/joint_states", k // 10 / 10, joint_state(k / 100, ["a"])) for k in range(200)]
+    report = convert([record_all(tmp_path / "bag", states)], tmp_path / "out")
+    assert report.ok
+    assert report.mapping.clock == "header"
+    assert (report.frames_out, report.mapping.fps) == (200, 100)
+
+
+@pytest.mark.parametrize("name", ["latitude", "lat", "latitude_deg"])
+def test_coordinates_keep_their_digits(tmp_path, monkeypatch, name):
+    kind = f"gps_msgs/msg/Global{name.title().replace('_', '')}"
+    made = message(kind, f"float64 {name}\nfloat64 {name.replace('lat', 'lon')}\nfloat32 alt\n")
+    monkeypatch.setitem(MESSAGES, "/global", made)
+    with open_bag(write(tmp_path / "bag", {"/global": 10.0, "/odom": 10.0})) as bag:
+        assert guess_mapping(bag).features["observation.global"].dtype == "float64"
+
+
+@pytest.mark.parametrize(
+    ("topic", "text", "dtype", "kind"),
+    [
+        ("/aligned", "16UC1; png compressed ", "u2", "depth"),  # its format says so
+        ("/depth", "png", "u2", "depth"),
+        ("/infrared", "mono16; png compressed ", "u2", "color"),
+        ("/depth/colorized", "png", "u1", "color"),
+    ],
+)
+def test_which_pictures_are_distances(tmp_path, monkeypatch, topic, text, dtype, kind):
+    codec = av.CodecContext.create("png", "w")
+    codec.width, codec.height, codec.time_base = 32, 16, Fraction(1, 10)
+    codec.pix_fmt = "gray16be" if dtype == "u2" else "gray"
+    frame = av.VideoFrame.from_ndarray(np.full((16, 32), 99, dtype), codec.pix_fmt)
+    png = b"".join(bytes(packet) for packet in [*codec.encode(frame), *codec.encode(None)])
+    image = T["sensor_msgs/msg/CompressedImage"](header(), text, np.frombuffer(png, np.uint8))
+    monkeypatch.setitem(MESSAGES, topic, lambda: image)
+    with open_bag(write(tmp_path / "bag", {topic: 10.0})) as bag:
+        (camera,) = guess_mapping(bag).features.values()
+    assert camera.kind == kind
+
+
+def test_what_is_left_out_is_said(tmp_path, capsys, monkeypatch):
+    """Whoever reads no manual learns that a topic is not in the dataset, and why."""
+    monkeypatch.setenv("COLUMNS", "80")
+    path = write(tmp_path / "bag", {"/odom": 10.0, "/points": 10.0, "/armed": 10.0})
+    assert main(["info", str(path)]) == 0
+    said = capsys.readouterr().out
+    assert "/points   a point cloud" in said
+    assert "/armed    a single flag" in said
+    assert main(["convert", str(path), str(tmp_path / "out")]) == 0
+    assert "left out:     /points, /armed: penstock info" in capsys.readouterr().out
+    words = ["--set", "features.action.topic=/armed", "--set", "features.action.field=data"]
+    assert main(["convert", str(path), str(tmp_path / "other"), *words]) == 0
+    assert "left out:     /points: penstock info" in capsys.readouterr().out
+    nothing = write(tmp_path / "nothing", {"/points": 10.0})
+    assert main(["info", str(nothing)]) == 0
+    assert "a point cloud" in capsys.readouterr().out
+
+
+def test_what_cannot_be_read_says_why(tmp_path):
+    from mcap.writer import Writer as McapWriter
+
+    with (tmp_path / "bag.mcap").open("wb") as file:
+        writer = McapWriter(file)
+        writer.start()
+        definition = b"wstring label\nfloat64[2] q\n"
+        schema = writer.register_schema("my_msgs/msg/Wide", "ros2msg", definition)
+        channel = writer.register_channel("/wide", "cdr", schema)
+        writer.add_message(channel, 0, b"\0\1\0\0" + bytes(24), 0)
+        writer.finish()
+    with open_bag(tmp_path / "bag.mcap") as bag:
+        assert "wstring cannot be read" in survey(bag).left_out["/wide"]
 
 
 def test_the_report_fits_a_terminal(tmp_path, monkeypatch):

@@ -108,6 +108,43 @@ def test_other_joints_are_refused(tmp_path, orders, problem):
         convert([write(tmp_path / "take", orders)], tmp_path / "out", map=from_json(MAP))
 
 
+PARTIAL = {
+    "fps": 10,
+    "features": {
+        "observation.state": {"topic": "/joints", "field": "position", "partial": True},
+    },
+}
+
+
+@pytest.mark.parametrize("kind", ["mcap", "ros1"])
+@pytest.mark.parametrize("guessed", [True, False])
+def test_an_arm_and_its_gripper_speak_by_turns(tmp_path, kind, guessed):
+    """Each number is what was last said of its joint; nothing is made up before that."""
+    orders = ["ab", "ba", "c", "ab", "d", *["ba", "c", "ab", "cd", ""] * 4]
+    bag = write(tmp_path / "take", orders, kind)
+    report = convert([bag], tmp_path / "out", map=None if guessed else from_json(PARTIAL))
+    assert report.ok, report.text()
+    said: dict[str, float] = {}
+    rows = []
+    for number, order in enumerate(orders):
+        said |= {joint: VALUES[joint] + number for joint in order}
+        if len(said) == 4:
+            rows.append([said[joint] for joint in "abcd"])
+    assert state(tmp_path / "out").tolist() == rows
+    assert names(tmp_path / "out") == [f"joint_{joint}" for joint in "abcd"]
+
+
+def test_a_joint_that_nobody_named_at_first_is_refused(tmp_path):
+    bag = write(tmp_path / "take", ["ab", "c"] * 300 + ["d"])
+    with pytest.raises(DataError, match="has joint_d besides"):
+        convert([bag], tmp_path / "out", map=from_json(PARTIAL))
+    with pytest.raises(DataError, match="partial: true"):
+        convert([bag], tmp_path / "whole", map=from_json(MAP))
+    nameless = write(tmp_path / "nameless", [""] * 10, nameless=True)
+    with pytest.raises(DataError, match="drop partial"):
+        convert([nameless], tmp_path / "none", map=from_json(PARTIAL))
+
+
 def test_a_bag_with_other_joints_fails_alone(tmp_path):
     bags = [write(tmp_path / "1", ["abc"] * 12), write(tmp_path / "2", ["abd"] * 12)]
     report = convert(bags, tmp_path / "out", map=from_json(MAP), check=False)

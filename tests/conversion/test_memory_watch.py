@@ -37,6 +37,7 @@ def test_watch_stops_at_once() -> None:
         pass
     assert time.monotonic() - start_s < 20
     assert watch.peak_bytes > 0
+    assert len(watch.samples) == 2  # a curve, however short the block
 
 
 def test_watch_thins_its_samples(monkeypatch: pytest.MonkeyPatch) -> None:

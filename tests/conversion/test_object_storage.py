@@ -10,12 +10,13 @@ import pytest
 
 import penstock
 from object_store import CREDENTIALS, s3_server
+from penstock import cli
 from penstock.bags import find_bags, open_bag
 from penstock.commands.build import build
-from penstock.core.objects import ObjectPath
 from penstock.dataset.remote import RemoteDataset
 from penstock.errors import StorageError, UsageError
 from penstock.lerobot import Dataset
+from penstock.objects import ObjectPath
 
 from .test_convert import same_dataset
 
@@ -25,6 +26,7 @@ LARGE = {"seconds": 6, "width": 640, "height": 480, "cameras": 2, "state_hz": 10
 
 @pytest.fixture(scope="module")
 def server():
+    pytest.importorskip("moto")
     with s3_server() as both:
         yield both
 
@@ -54,6 +56,34 @@ def stored(server, samples):
         put(f"bags/{name}", path.read_bytes())
         found[name] = path
     return found
+
+
+@pytest.mark.timeout(300)
+def test_from_storage_to_storage(server, proxy, samples, tmp_path, capsys):
+    """The least, in every run of the tests; the others are run by `make test-cluster`."""
+    small = samples("small.mcap", kind="mcap", seconds=2, cameras=1, width=64, height=48).path
+    server[1]("small/small.mcap", small.read_bytes())
+    out = "s3://bucket/small-out"
+    proxy.fault = lambda number, line: "503" if number % 9 == 0 else None
+    assert penstock.convert("s3://bucket/small", out, **{**QUIET, "check": True}).ok
+    assert len(penstock.convert("s3://bucket/small", out, resume=True, **QUIET).skipped) == 1
+    penstock.convert(small, tmp_path / "local", **QUIET)
+    with RemoteDataset(ObjectPath(out)) as remote:
+        remote.fetch_all()
+        assert same_dataset(tmp_path / "local", remote.folder, origin=False) == []
+    proxy.fault = lambda number, line: None
+    assert cli.main(["doctor", out]) == 0
+    assert "\nok: verified" in capsys.readouterr().out
+    ObjectPath(f"{out}/data/chunk-000/file-000.parquet").write_bytes(b"PAR1 and nothing else")
+    assert cli.main(["doctor", out]) == 1
+    assert f"{out}/data" in capsys.readouterr().out
+    assert cli.main(["doctor", "s3://bucket/small"]) == 2
+
+
+@pytest.mark.parametrize("words", [["edit", "s3://b/set", "undo"], ["card", "s3://b/set"]])
+def test_other_verbs_say_what_to_do(words, capsys):
+    assert cli.main(words) == 2
+    assert "copy it here first" in capsys.readouterr().err
 
 
 @pytest.mark.cluster

@@ -54,14 +54,11 @@ def test_every_type_comes_back(level, dtype, count):
     )
 )
 def test_kernel_and_numpy_mean_the_same(words):
-    pieces = series.slow_split_gaps(words)
-    out = np.full_like(words, 77)
-    assert series.slow_join_gaps(pieces[0], pieces[1:], out)
-    assert (out == words).all()
-    out[:] = 77
-    coded = Series(1).encode(words)
-    series._decode_slowly(memoryview(b"".join(coded)), out)
-    assert (out == words).all()
+    for encode in (Series(1).encode, lambda words: series._encode_slowly(words, 2)):
+        for decode in (Series(1).decode, series._decode_slowly):
+            out = np.full_like(words, 77)
+            decode(memoryview(b"".join(encode(words))), out)
+            assert (out == words).all()
 
 
 def raw_series(marks, planes):

@@ -7,7 +7,7 @@ import itertools
 import json
 import math
 import struct
-from collections import OrderedDict, defaultdict, namedtuple
+from collections import Counter, OrderedDict, defaultdict, deque, namedtuple
 from enum import IntEnum
 from typing import Any
 
@@ -16,8 +16,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from penstock.core.tree import MAX_DEPTH, TAG, copy_containers, flatten, select, unflatten
-from penstock.errors import CorruptFile, UnsupportedValue
+from penstock.core.tree import MAX_DEPTH, TAG, copy_containers, flatten, unflatten
+from penstock.errors import CorruptFile, UnsupportedValue, UsageError
 
 QUICK = settings(deadline=None, max_examples=300)
 SCALAR_TYPES = [np.dtype(kind).type for kind in "?bhilBHILefdFD"]
@@ -52,7 +52,9 @@ def same(a: Any, b: Any) -> bool:
         return same(a.real, b.real) and same(a.imag, b.imag)
     if isinstance(a, np.generic):
         return a.tobytes() == b.tobytes()
-    if isinstance(a, list | tuple):
+    if isinstance(a, deque) and a.maxlen != b.maxlen:
+        return False
+    if isinstance(a, list | tuple | deque):
         return len(a) == len(b) and all(map(same, a, b))
     if isinstance(a, set | frozenset):
         return sorted(map(canonical, a)) == sorted(map(canonical, b))
@@ -99,6 +101,8 @@ states = st.recursive(
         st.dictionaries(st.text(max_size=4), inner, max_size=4),
         st.dictionaries(hashable, inner, max_size=4),
         st.dictionaries(hashable, inner, max_size=4).map(OrderedDict),
+        st.dictionaries(hashable, inner, max_size=4).map(Counter),
+        st.builds(deque, st.lists(inner, max_size=4), st.sampled_from([None, 3])),
         st.sets(hashable, max_size=4),
     ),
     max_leaves=12,
@@ -116,10 +120,10 @@ def empty_all(value: Any) -> None:
     if isinstance(value, dict):
         for child in value.values():
             empty_all(child)
-    elif isinstance(value, list | tuple):
+    elif isinstance(value, list | tuple | deque):
         for child in value:
             empty_all(child)
-    if isinstance(value, dict | list | set | bytearray):
+    if isinstance(value, dict | list | deque | set | bytearray):
         value.clear()
 
 
@@ -316,10 +320,10 @@ json_values = st.recursive(
 @settings(deadline=None, max_examples=500)
 @given(json_values, st.sampled_from(["a", "*", "a.*", "0.*"]))
 def test_a_damaged_description_is_a_corrupt_file(node: Any, pattern: str) -> None:
-    for read in (lambda: unflatten(node, no_fetch), lambda: select(node, pattern)):
+    for read in (lambda: unflatten(node, no_fetch), lambda: unflatten(node, no_fetch, pattern)):
         try:
             read()
-        except CorruptFile as error:
+        except (CorruptFile, UsageError) as error:
             assert "\n" not in str(error)
 
 
@@ -355,14 +359,14 @@ def test_a_description_that_is_too_deep() -> None:
     node: Any = 0
     for _ in range(100_000):
         node = [node]
-    for read in (lambda: unflatten(node, no_fetch), lambda: select(node, "x")):
+    for read in (lambda: unflatten(node, no_fetch), lambda: unflatten(node, no_fetch, "x")):
         with pytest.raises(CorruptFile):
             read()
     while node:  # taken apart here: the interpreter itself must not recurse into it
         node = node[0]
 
 
-# --- select ------------------------------------------------------------------------------------
+# --- only --------------------------------------------------------------------------------------
 
 STATE = {
     "model": {"actor": {"w": 1, "b": None}, "critic": {"w": 2}},
@@ -393,16 +397,16 @@ STATE = {
     ],
 )
 def test_select(pattern: str, expected: Any) -> None:
-    chosen = select(flatten(STATE, refuse), pattern)
+    node = flatten(STATE, refuse)
     if expected is None:
-        assert chosen is None
+        with pytest.raises(UsageError):
+            unflatten(node, no_fetch, pattern)
     else:
-        assert same(unflatten(chosen, no_fetch), expected)
+        assert same(unflatten(node, no_fetch, pattern), expected)
 
 
 def test_select_from_a_set_adds_nothing() -> None:
-    chosen = select(flatten(STATE, refuse), "kinds.1")
-    (kept,) = unflatten(chosen, no_fetch)["kinds"]
+    (kept,) = unflatten(flatten(STATE, refuse), no_fetch, "kinds.1")["kinds"]
     assert kept in (1, 2)
 
 
@@ -411,7 +415,7 @@ def test_select_from_a_set_adds_nothing() -> None:
 def test_select_of_one_name_is_that_value(state: dict[str, Any]) -> None:
     node = flatten(state, refuse)
     for name, value in state.items():
-        kept = unflatten(select(node, name), no_fetch)
+        kept = unflatten(node, no_fetch, name)
         assert list(kept) == [name]
         assert same(kept[name], value)
 

@@ -13,7 +13,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from penstock.dataset import layout
-from penstock.dataset.layout import AUTO_FEATURES, Feature, FileLimits
+from penstock.dataset.layout import AUTO_FEATURES, Feature, FileLimits, Spec
 
 FPS, HEIGHT, WIDTH = 30, 64, 96
 LENGTHS = (12, 7, 20)
@@ -117,16 +117,8 @@ def make_dataset(root: Path, version: layout.Version = "v3.0", files=(0, 0, 1)) 
             one[camera] = np.stack([picture(episode, k, camera) for k in range(length)])
         rows.append(one)
     stats = [{name: statistics(name, one[name]) for name in stats_names} for one in rows]
-    info = layout.info_json(
-        version=version,
-        features=FEATURES,
-        fps=FPS,
-        robot_type="tester",
-        total_episodes=len(rows),
-        total_frames=sum(LENGTHS),
-        total_tasks=len(TASKS),
-        limits=FileLimits(),
-    )
+    spec = Spec(FEATURES, FPS, "tester", version, FileLimits())
+    info = layout.info_json(spec, len(rows), sum(LENGTHS), len(TASKS))
     (root / "meta").mkdir(parents=True)
     (root / layout.INFO_PATH).write_text(json.dumps(info, indent=4))
     if version == "v2.1":

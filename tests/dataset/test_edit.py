@@ -96,6 +96,21 @@ def test_trim_and_split(dataset):
     assert pictures == [(16 + k) % 256 for k in (2, 3, 4)]
 
 
+def test_frames_in_the_middle_are_taken_out(dataset):
+    before = every(dataset)
+    edit(dataset, Edits(trim={3: (1, 8)}, cut={0: [(1, 2), (3, 5)], 3: [(2, 4), (5, 6)]}))
+    after = every(dataset)
+    expected = [before[0][:1], before[0][2:3], *before[1:3]]
+    expected += [before[3][1:2], before[3][4:5], before[3][6:8], *before[4:]]
+    plain = [[(*frame[:2], frame[3]) for frame in episode] for episode in after]
+    assert plain == [[(*frame[:2], frame[3]) for frame in episode] for episode in expected]
+    if Dataset(dataset).version == "v3.0":
+        assert after == expected
+    assert [text for text in check(dataset) if text.startswith("error")] == []
+    shown = [s.number_of(f[s.CAMERA]) for f in Dataset(dataset).episode(6).frames()]
+    assert len(shown) == 2 and shown[1] == shown[0] + 1
+
+
 def test_relabel_rename_and_drop(dataset):
     before = every(dataset)
     edit(
@@ -249,6 +264,10 @@ def test_videos_with_long_groups_and_b_frames_keep_every_frame(tmp_path):
         (Edits(trim={0: (3, 3)}), "frames 0 to 4"),
         (Edits(split={0: [7]}), "frames 0 to 4"),
         (Edits(split={0: [0]}), "frames 0 to 4"),
+        (Edits(cut={0: [(1, 9)]}), "frames 0 to 4"),
+        (Edits(cut={0: [(2, 2)]}), "frames 0 to 4"),
+        (Edits(trim={0: (2, 5)}, cut={0: [(1, 3)]}), "frames 0 to 4"),
+        (Edits(keep=[0], cut={0: [(0, 5)]}), "nothing would be left"),
         (Edits(drop=["x"]), "no feature 'x'"),
         (Edits(rename={"action": "observation.state"}), "taken"),
         (Edits(rename={"action": "a/b"}), "cannot name"),
@@ -298,7 +317,11 @@ def test_the_command(dataset, capsys, tmp_path):
     assert len(Dataset(path)) == 1
     assert penstock(["edit", path, "undo"]) == 0
     assert len(Dataset(path)) == 6
-    for words in (["explode"], ["delete"], ["delete", "x"], ["trim", "1"], ["apply", "no.yaml"]):
+    assert penstock(["edit", path, "cut", "4=2:4,5:6", "5=0:1"]) == 0
+    assert [e.length for e in Dataset(path).episodes] == [5, 4, 3, 4, 2, 1, 2, 4]
+    assert penstock(["edit", path, "undo"]) == 0
+    capsys.readouterr()
+    for words in (["explode"], ["delete"], ["cut", "1=2"], ["trim", "1"], ["apply", "no.yaml"]):
         assert penstock(["edit", path, *words]) == 2
         assert len(capsys.readouterr().err.splitlines()) == 1
     marks.write_text("delete: 5\n")

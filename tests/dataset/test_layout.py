@@ -9,7 +9,7 @@ import pyarrow as pa
 import pytest
 
 from penstock.dataset import layout
-from penstock.dataset.layout import Feature, FileLimits
+from penstock.dataset.layout import Feature, FileLimits, Spec
 from penstock.dataset.metadata import read_tasks
 from penstock.dataset.tables import write_table
 from penstock.errors import DataError, UsageError
@@ -59,7 +59,7 @@ def test_names_that_cannot_be_a_folder_are_refused(name: str) -> None:
     with pytest.raises(UsageError):
         layout.check_name(name)
     with pytest.raises(DataError):
-        layout.read_features({"features": {name: {"dtype": "float32", "shape": [1]}}})
+        layout.read_features({name: {"dtype": "float32", "shape": [1]}})
 
 
 def test_data_columns_are_those_of_lerobot() -> None:
@@ -104,22 +104,13 @@ def test_episode_columns() -> None:
 
 @pytest.mark.parametrize("version", layout.VERSIONS)
 def test_info_has_every_key_with_its_type(version: layout.Version) -> None:
-    info = layout.info_json(
-        version=version,
-        features=FEATURES,
-        fps=30,
-        robot_type="r",
-        total_episodes=3,
-        total_frames=90,
-        total_tasks=1,
-        limits=FileLimits(),
-    )
+    info = layout.info_json(Spec(FEATURES, 30, "r", version, FileLimits()), 3, 90, 1)
     keys = {**layout.INFO_KEYS, **layout.FORMATS[version].info_keys}
     assert set(info) == set(keys)
     for key, kinds in keys.items():
         assert isinstance(info[key], kinds), key
     assert info["splits"] == {"train": "0:3"}
-    again = layout.read_features(json.loads(json.dumps(info)))
+    again = layout.read_features(json.loads(json.dumps(info["features"])))
     assert {n: f for n, f in again.items() if n in FEATURES} == FEATURES
     assert list(again)[-5:] == list(layout.AUTO_FEATURES)
 

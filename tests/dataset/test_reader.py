@@ -168,16 +168,8 @@ def test_no_dataset(tmp_path) -> None:
 
 
 def test_an_empty_dataset(tmp_path) -> None:
-    info = layout.info_json(
-        version="v3.0",
-        features=hand.FEATURES,
-        fps=30,
-        robot_type=None,
-        total_episodes=0,
-        total_frames=0,
-        total_tasks=0,
-        limits=layout.FileLimits(),
-    )
+    spec = layout.Spec(hand.FEATURES, 30, None, "v3.0", layout.FileLimits())
+    info = layout.info_json(spec, 0, 0, 0)
     (tmp_path / "meta").mkdir()
     (tmp_path / layout.INFO_PATH).write_text(json.dumps(info))
     dataset = Dataset(tmp_path)

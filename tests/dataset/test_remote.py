@@ -11,8 +11,8 @@ from types import SimpleNamespace
 import pytest
 
 from object_store import CREDENTIALS, s3_server
+from penstock import objects
 from penstock.commands.build import build
-from penstock.core import objects
 from penstock.dataset.check import check
 from penstock.dataset.remote import RemoteDataset
 from penstock.dataset.writer import DatasetWriter

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import runpy
+import subprocess
+import sys
 import threading
 from pathlib import Path
 from types import SimpleNamespace
@@ -18,11 +20,17 @@ from harness import small_disk
 from penstock.dataset import build as building
 from penstock.dataset import layout
 from penstock.dataset.check import check
-from penstock.dataset.episode_stats import counter_stats, counter_totals, episode_stats
 from penstock.dataset.layout import QUANTILES, Feature
 from penstock.dataset.reader import Dataset
-from penstock.dataset.stats import PictureStats, VectorStats
-from penstock.dataset.unit import Episode, Unit, UnitRecord, UnitWriter
+from penstock.dataset.stats import (
+    PictureStats,
+    VectorStats,
+    counter_stats,
+    counter_totals,
+    episode_stats,
+    read_stats,
+)
+from penstock.dataset.unit import UNIT_STATS, Episode, Unit, UnitRecord, UnitWriter
 from penstock.dataset.writer import DatasetWriter
 from penstock.errors import CorruptFile, DataError, StorageError, UsageError
 from penstock.media.video import VideoSettings, read_video
@@ -61,7 +69,7 @@ def test_what_is_committed_can_be_opened_again(tmp_path: Path) -> None:
         video = read_video(unit.folder / f"{s.CAMERA}-{place:05d}.mp4")
         shown = [number * 16 + i for i in range(s.length_of(number))]
         assert [s.number_of(frame) for frame in video] == shown
-    stats = unit.stats()
+    stats = read_stats(unit.folder / UNIT_STATS)
     assert isinstance(stats["action"], VectorStats) and stats["action"].rows == 13
     assert isinstance(stats[s.CAMERA], PictureStats) and stats[s.CAMERA].pictures == 13
     assert {path.name for path in unit.folder.iterdir()} == {*unit.files, "unit.json"}
@@ -112,7 +120,7 @@ def test_copy_takes_the_statistics_of_sampled_frames_only(tmp_path: Path) -> Non
         data = s.jpeg(s.picture(1))
         for _ in range(400):
             sink.add_jpeg(data)
-        assert unit.commit().stats()[s.CAMERA].pictures == 100
+        assert read_stats(unit.commit().folder / UNIT_STATS)[s.CAMERA].pictures == 100
 
 
 def test_png_pictures_lie_in_a_parquet(tmp_path: Path) -> None:
@@ -148,7 +156,7 @@ def test_mistakes_are_named(tmp_path: Path) -> None:
     with pytest.raises(DataError, match="has 1 frames in episode 0, and others 5"):
         unit.commit()
     assert list(tmp_path.iterdir()) == []
-    assert unit.given_up
+    assert unit.free_position is not None
     with pytest.raises(UsageError, match="already"):
         unit.add_rows(good)
     with pytest.raises(UsageError, match="no camera"):
@@ -204,7 +212,7 @@ def test_non_finite_values_pass_and_are_left_out_of_the_statistics(tmp_path: Pat
         with writer.unit({}, [Episode(3, "t"), Episode(1, "t")]) as unit:
             unit.add_rows({"x": rows})
             made = unit.commit()
-        assert made.stats()["x"].non_finite == 4
+        assert read_stats(made.folder / UNIT_STATS)["x"].non_finite == 4
         writer.build()
     dataset = Dataset(tmp_path / "d")
     found = np.concatenate([episode.columns()["x"] for episode in dataset.episodes])
@@ -291,7 +299,7 @@ def test_many_episodes_are_the_same_dataset_as_one_by_one(tmp_path: Path, versio
                 start = stop
             writer.build()
         checkup = check(tmp_path / name)
-        assert checkup.findings == [], checkup.text()
+        assert checkup.findings == []
     many, single = (Dataset(tmp_path / name) for name in ("many", "single"))
     assert many.info == single.info
     start = 0
@@ -386,3 +394,31 @@ def test_statistics_of_the_automatic_features(episodes, fps, before) -> None:
         for stat, wanted in brute_force(values).items():
             assert totals[name][stat][0] == pytest.approx(wanted, rel=1e-6, abs=1e-6), (name, stat)
     assert list(totals) == list(layout.AUTO_FEATURES)
+
+
+MEMORY_OF_ROWS = """
+import sys
+from pathlib import Path
+import numpy as np
+from penstock.conversion.memory import give_back_at_once
+from penstock.core.memory import rss_bytes
+from penstock.dataset.layout import Feature
+from penstock.dataset.tables import give_back_unused
+from penstock.dataset.unit import Episode, UnitRecord, UnitWriter
+give_back_at_once()
+features = {name: Feature("float32", (16,)) for name in ("observation.state", "action")}
+record = UnitRecord("k0", 0, {}, [Episode(12_000, "t")])
+taken = []
+with UnitWriter(Path(sys.argv[1]), record, features, 30) as writer:
+    for _ in range(12):
+        writer.add_rows({n: np.random.randn(1000, 16).astype(np.float32) for n in features})
+        give_back_unused()
+        taken.append(rss_bytes(tree=False))
+print(max(taken) - taken[1])
+"""
+
+
+def test_rows_of_a_long_recording_take_no_more_memory_than_those_of_a_short_one(tmp_path) -> None:
+    words = [sys.executable, "-c", MEMORY_OF_ROWS, str(tmp_path / "units")]
+    done = subprocess.run(words, capture_output=True, text=True, check=True)
+    assert int(done.stdout) < 10 * 10**6  # 8192 bins for each of 32 numbers

@@ -248,3 +248,25 @@ def test_doctor_reads_recordings_and_refuses_nothing(tmp_path, capsys):
     empty.mkdir()
     assert main(["doctor", str(empty)]) == 1
     assert "nothing that can be verified" in capsys.readouterr().out
+
+
+def test_info_lists_the_recordings_of_a_folder(tmp_path, capsys):
+    """Several takes are not one; a damaged one does not hide the others."""
+    from penstock.cli import main
+    from penstock.samples import write_sample
+
+    takes = tmp_path / "day"
+    takes.mkdir()
+    for name in ("a.mcap", "b.mcap"):
+        write_sample(takes / name, seconds=0.3, kind="mcap", cameras=0)
+    (takes / "c.mcap").write_bytes((takes / "a.mcap").read_bytes()[:-30])
+    assert main(["info", str(takes)]) == 0
+    told = capsys.readouterr().out
+    assert "3 recordings" in told
+    assert "b.mcap" in told
+    assert "no footer" in told
+    assert main(["info", str(takes), "--write-map", str(tmp_path / "map.yaml")]) == 2
+    (takes / "b.mcap").unlink()
+    (takes / "c.mcap").unlink()
+    assert main(["info", str(takes)]) == 0
+    assert "/sensors_data_raw" in capsys.readouterr().out

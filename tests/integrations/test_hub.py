@@ -38,6 +38,7 @@ def dataset(tmp_path: Path) -> Path:
     root = hand.make_dataset(tmp_path / "set")
     (root / ".penstock").mkdir()
     (root / ".penstock/built.json").write_text("private")
+    (root / ".penstock.lock").write_text("machine, user and command line of the last writer")
     return root
 
 
@@ -45,7 +46,8 @@ def content(root: Path) -> dict[str, bytes]:
     return {
         path.relative_to(root).as_posix(): path.read_bytes()
         for path in root.rglob("*")
-        if path.is_file() and path.relative_to(root).parts[0] not in (".penstock", ".cache")
+        if path.is_file()
+        and path.relative_to(root).parts[0] not in (".penstock", ".penstock.lock", ".cache")
     }
 
 

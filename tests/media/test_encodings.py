@@ -81,8 +81,11 @@ def test_bayer(order, bits):
     cell = np.array([values[letter] for letter in order]).reshape(2, 2)
     mosaic = np.tile(cell, (HEIGHT // 2, WIDTH // 2)) * (257 if bits == 16 else 1)
     data = mosaic.astype(f"<u{bits // 8}").tobytes()
-    rgb = to_rgb(ImageDecoder().color(ImageMessage(f"bayer_{order}{bits}", data, WIDTH, HEIGHT)))
-    assert np.abs(rgb[4:-4, 4:-4].astype(int) - (200, 120, 40)).max() <= 2
+    decoder = ImageDecoder()
+    frame = decoder.color(ImageMessage(f"bayer_{order}{bits}", data, WIDTH, HEIGHT))
+    assert np.abs(to_rgb(frame)[4:-4, 4:-4].astype(int) - (200, 120, 40)).max() <= 2
+    small = to_rgb(decoder.resize(frame, WIDTH // 2, HEIGHT // 2))
+    assert np.abs(small[4:-4, 4:-4].astype(int) - (200, 120, 40)).max() <= 2
 
 
 @pytest.mark.parametrize("encoding", ["8UC2", "32FC3", "64FC4", "16SC2", "h264", "", "\x1b[31m"])

@@ -15,6 +15,7 @@ import pytest
 
 from penstock.errors import CorruptFile, DataError, StorageError, UsageError
 from penstock.media.depth import DepthCoding
+from penstock.media.encodings import ImageMessage
 from penstock.media.images import ImageDecoder, to_rgb
 from penstock.media.remux import Clip, coding, join
 from penstock.media.video import VideoSettings, VideoWriter, read_video
@@ -145,13 +146,23 @@ def test_colours_are_those_of_the_jpeg(tmp_path: Path, codec: str, kind: str) ->
     assert np.sqrt(((other - expected)[inner] ** 2).mean()) < 2.5
 
 
-@pytest.mark.parametrize("kind", ["420", "422", "444", "rgb"])
+@pytest.mark.parametrize("kind", ["420", "422", "444", "rgb", "bgr8", "bayer_rggb8"])
 def test_pictures_become_neither_darker_nor_tinted(tmp_path: Path, kind: str) -> None:
-    """Narrowing the range with FFmpeg alone moves green down by half a step, red and blue up."""
+    """Narrowing the range with FFmpeg alone moves green down by half a step, red and blue up.
+
+    Its short ways from BGR and Bayer make pictures darker and green.
+    """
     y, x = np.mgrid[0:H, 0:W]
     waves = [128 + 90 * np.sin(x / 20 + k) * np.cos(y / (15 + 5 * k)) for k in range(3)]
     pixels = np.stack(waves, axis=-1).astype(np.uint8)
-    frame = None if kind == "rgb" else ImageDecoder().jpeg(s.jpeg(pixels, f"yuvj{kind}p"))
+    if kind == "rgb":
+        frame = None
+    elif kind.startswith("b"):
+        raw = pixels[..., ::-1] if kind == "bgr8" else pixels[..., :1]
+        image = ImageMessage(kind, memoryview(raw.tobytes()), W, H, W * raw.shape[2])
+        frame = ImageDecoder().color(image)
+    else:
+        frame = ImageDecoder().jpeg(s.jpeg(pixels, f"yuvj{kind}p"))
     with VideoWriter(tmp_path / "a.mp4", VideoSettings("h264", crf=1), 30, W, H) as writer:
         writer.encode(pixels if frame is None else frame)
     expected = pixels if frame is None else to_rgb(frame)

@@ -29,23 +29,35 @@ from penstock.nav.simulation.kernels import (
 )
 from penstock.nav.simulation.simulator import Observation
 from penstock.nav.simulation.task import (
-    ACCELERATION,
+    AX,
     AXIS,
-    DIRECTION,
-    HEADING,
-    HEIGHTS,
+    AZ,
+    DIRECTION_X,
+    HEADING_X,
+    HEADING_Y,
+    HIGHEST,
+    LOWEST,
     NEAREST,
     PHYSICS_DT_S,
     POSITION,
     QUATERNION,
     RATES,
     RETURN,
-    TARGET,
-    THROTTLE,
+    ROTOR,
+    TARGET_X,
+    TARGET_Z,
     VELOCITY,
     Settings,
 )
 from penstock.nav.simulation.world import CELLS, GROUND_M, Maps, Obstacles
+
+# Columns of a drone's row, besides those of task.py.
+ACCELERATION = slice(AX, AZ + 1)  # of the fast drone
+THROTTLE = slice(ROTOR, ROTOR + 4)
+HEADING = slice(HEADING_X, HEADING_Y + 1)  # cosine and sine of the yaw
+DIRECTION = slice(DIRECTION_X, DIRECTION_X + 3)  # target - start, horizontal, not normalised
+TARGET = slice(TARGET_X, TARGET_Z + 1)
+HEIGHTS = slice(LOWEST, HIGHEST + 1)  # lowest and highest of start and target
 
 _TINY = 1e-9  # stands for a component of 0, so that nothing is divided by it
 _FLAT = 1e-7  # likewise for the slope of a level beam

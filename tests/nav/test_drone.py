@@ -4,26 +4,27 @@ import numpy as np
 import pytest
 import torch
 
-from penstock.nav.simulation.kernels import HOVER_THROTTLE, fly_fast, fly_hummingbird
+from penstock.nav.simulation.kernels import fly_fast, fly_hummingbird, start
 from penstock.nav.simulation.task import (
     AXIS,
-    HEADING,
     POSITION,
     QUATERNION,
-    THROTTLE,
+    ROW,
     VELOCITY,
-    fresh_rows,
 )
 
-from .reference import fly, rotation
+from .reference import HEADING, THROTTLE, fly, rotation
 
 DRONES = ["hummingbird", "fast"]
 
 
 def at_rest(targets):
-    start = np.zeros((len(targets), 3), np.float32)
-    start[:, 2] = 2.0
-    return torch.from_numpy(fresh_rows(start, np.array(targets, np.float32), HOVER_THROTTLE))
+    places = np.zeros((2, len(targets), 3), np.float32)
+    places[0, :, 2] = 2.0
+    places[1] = targets
+    rows = np.zeros((len(targets), ROW), np.float32)
+    start(np.arange(len(targets)), places, rows)
+    return torch.from_numpy(rows)
 
 
 @pytest.mark.parametrize("drone", DRONES)

@@ -14,7 +14,7 @@ from penstock.nav.networks import (
     PRESETS,
     FoldedConvolutions,
     Policy,
-    _MaxPool,
+    _Pool,
     describe_obstacles,
     has_bf16,
 )
@@ -166,8 +166,12 @@ def test_an_unknown_preset_gets_a_hint() -> None:
         Policy("fats")
 
 
-def test_the_most_of_several_and_its_gradient() -> None:
+def test_the_pool_of_several_and_its_gradient() -> None:
     generator = torch.Generator().manual_seed(0)
-    each = torch.randn(7, 5, 3, generator=generator, dtype=torch.double, requires_grad=True)
-    assert torch.equal(_MaxPool.apply(each), each.max(1).values)
-    assert torch.autograd.gradcheck(_MaxPool.apply, (each,))
+    there = torch.arange(0, 35, 2)  # of 5 obstacles of 7 drones
+    found = torch.randn(18, 3, generator=generator, dtype=torch.double, requires_grad=True)
+    every = torch.zeros(35, 3, dtype=torch.double).index_copy(0, there, found).view(5, 7, 3)
+    most, mean = _Pool.apply(found, there, 7)
+    assert torch.equal(most, every.amax(0))
+    assert torch.equal(mean, every.mean(0))
+    assert torch.autograd.gradcheck(lambda given: _Pool.apply(given, there, 7), (found,))

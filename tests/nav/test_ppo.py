@@ -293,8 +293,8 @@ def test_the_learning_rates_follow_the_schedule() -> None:
     ("changes", "message"),
     [
         ({"gamma": 1.5}, "gamma is 1.5; give a number from 0 to 1"),
-        ({"epochs": 0}, "epochs is 0; give a whole number"),
-        ({"minibatches": 2.0}, "minibatches is 2.0; give a whole number"),
+        ({"epochs": 0}, "epochs is 0; give a number, whole"),
+        ({"minibatches": 2.0}, "minibatches is 2.0; give a number, whole"),
         ({"lr": float("nan")}, "lr is nan; give a number above 0"),
         ({"schedule": "cosin"}, "no schedule 'cosin'; did you mean 'cosine'"),
         ({"gama": 0.9}, "no setting 'gama'; did you mean 'gamma'"),

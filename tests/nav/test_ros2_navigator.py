@@ -14,7 +14,7 @@ from rosbags.typesys import Stores, get_typestore
 from penstock.nav import Navigator
 from penstock.nav.shield import Shield
 from penstock.nav.simulation.simulator import Simulator
-from penstock.nav.simulation.task import POSITION, TARGET, VELOCITY, Settings
+from penstock.nav.simulation.task import POSITION, TARGET_X, TARGET_Z, VELOCITY, Settings
 
 FILE = Path(__file__).parents[2] / "examples/ros2_navigator.py"
 TYPES = get_typestore(Stores.ROS2_HUMBLE).types
@@ -110,7 +110,7 @@ def test_observations_are_those_of_the_simulator(node: ModuleType, yaw: float) -
     with Simulator(SETTINGS, seed=3) as sim:
         sim.reset()
         flier = pilot(node)
-        flier.on_goal(goal(sim.rows[0, TARGET].tolist()))
+        flier.on_goal(goal(sim.rows[0, TARGET_X : TARGET_Z + 1].tolist()))
         flier.start = sim.rows[0, POSITION].numpy().astype(float)
         for _ in range(120):
             obs, _, terminated, _, _ = sim.step(torch.tensor([[0.9, 0.5, 0.5]]), restart=False)

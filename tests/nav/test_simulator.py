@@ -7,8 +7,9 @@ import pytest
 import torch
 
 from penstock.errors import UsageError
+from penstock.nav.simulation.kernels import training_places
 from penstock.nav.simulation.simulator import Simulator
-from penstock.nav.simulation.task import DRAWS, Reward, Settings, training_places
+from penstock.nav.simulation.task import DRAWS, Reward, Settings
 
 EMPTY = {"num_obstacles": 0, "dynamic_obstacles": 0}
 

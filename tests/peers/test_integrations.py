@@ -13,8 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from penstock.checkpoints.convert import to_torch
-from penstock.checkpoints.load import load_checkpoint
+from penstock.checkpoints.load import load_checkpoint, to_torch
 
 HERE = Path(__file__).parent
 PROJECT = HERE.parent.parent
@@ -65,9 +64,13 @@ def test_lightning_resumes_bit_for_bit(tmp_path: Path, average: str) -> None:
     assert same(resumed["optimizer"], straight["optimizer"])
     # ModelCheckpoint has chosen, loaded and removed as ever.
     assert resumed["best"][0] == straight["best"][0]
-    left = sorted(path.name for path in (tmp_path / "a").glob("*.ckpt"))
-    assert left == sorted(path.name for path in (tmp_path / "straight").glob("*.ckpt"))
-    assert len(left) == 3
+    kept = {path.name for path in (tmp_path / "straight").glob("*.ckpt")}
+    left = {path.name for path in (tmp_path / "a").glob("*.ckpt")}
+    assert len(kept) == 3
+    # A kill between a save and the removal that it allows leaves a file that Lightning has
+    # forgotten; there is at most one.
+    assert kept <= left
+    assert len(left) <= 4
 
 
 def test_lightning_kill_never_finds_nothing(tmp_path: Path) -> None:

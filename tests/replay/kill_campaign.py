@@ -19,7 +19,7 @@ from tensordict import TensorDict
 from harness import run_and_kill
 from penstock.errors import DataError
 from penstock.replay.episodes.buffer import DictReplayBuffer
-from penstock.replay.segments import MANIFEST, SegmentLog
+from penstock.replay.segments import MANIFEST, LogReader
 from penstock.replay.torchrl.storage import CompressedStorage
 
 SLOTS = 1100
@@ -109,7 +109,7 @@ def save_for_ever(kind, folder, anew, acknowledge):
 
 def was_interrupted(folder):
     """Tell whether the victim left something that a finished save does not leave."""
-    with SegmentLog.read(folder) as log:
+    with LogReader(folder) as log:
         listed = set(log.segments)
     there = {path.name for path in folder.glob("segment_*")}
     return there != listed or any(folder.glob(".penstock-tmp*"))

@@ -6,8 +6,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from penstock.errors import StorageError, UsageError
-from penstock.replay import kernels
 from penstock.replay.arena import Arena
+from penstock.replay.frames import RawFrames
 
 
 def piece(number, size):
@@ -25,7 +25,7 @@ def same(arena, held):
             out = np.empty((len(chosen), size), np.uint8)
             where = np.array([where for where, _ in chosen], np.int64)
             lengths = np.full(len(chosen), size, np.int64)
-            assert kernels.copy_frames(arena.addresses(where), lengths, out) == -1
+            RawFrames(size).decode(arena.addresses(where), lengths, out)
             assert (out == np.stack([content for _, content in chosen])).all()
 
 
@@ -117,3 +117,21 @@ def test_bad_settings(tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(StorageError, match="file"):
         Arena(memory_bytes=1, spill_dir=tmp_path / "file" / "below")
+
+
+def test_pieces_that_came_before_a_failure_are_given_back(monkeypatch):
+    arena = Arena()
+    arena.put_many(np.zeros(1000, np.uint8), np.array([1000]))
+    before, original, chunks = arena.live_bytes, Arena._new_chunk, []
+
+    def limited(self, size):
+        chunks.append(size)
+        if len(chunks) > 2:
+            raise MemoryError
+        return original(self, size)
+
+    monkeypatch.setattr(Arena, "_new_chunk", limited)
+    with pytest.raises(MemoryError):
+        arena.put_many(np.zeros(1_200_000, np.uint8), np.full(4, 300_000))
+    assert arena.live_bytes == before
+    assert arena.nbytes < 300_000

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import signal
 import threading
 import time
 from pathlib import Path
@@ -14,7 +15,9 @@ import torch
 from tensordict import TensorDict
 
 from penstock.errors import UnsupportedValue, UsageError
+from penstock.replay.arena import Arena
 from penstock.replay.episodes.buffer import DictReplayBuffer
+from penstock.replay.episodes.index import EpisodeIndex
 
 KEYS = ["obs", "reward", "done"]
 
@@ -433,3 +436,67 @@ def test_four_threads_add_and_sample() -> None:
     assert not problems
     assert min(counts) > 5
     assert len(buffer) <= 3000
+
+
+@pytest.mark.usefixtures("interruptible")
+@pytest.mark.parametrize("point", ["before", "after"])
+@pytest.mark.parametrize(
+    ("owner", "call"),
+    [(Arena, "put"), (Arena, "free"), (EpisodeIndex, "append"), (EpisodeIndex, "remove")],
+)
+@pytest.mark.parametrize("way", ["add", "episode", "remove"])
+def test_an_interrupt_leaves_no_episode_half_there(
+    monkeypatch: pytest.MonkeyPatch, way: str, owner: Any, call: str, point: str
+) -> None:
+    """Ctrl-C in the midst of a call: what it drew by afterwards would be frames that are gone."""
+    buffer = DictReplayBuffer(40, KEYS, img_compressed=True, priority=True, seed=0)
+    for serial in range(4):
+        buffer.add(episode(10, serial))
+    original = getattr(owner, call)
+
+    def interrupted(self: Any, *arguments: Any) -> Any:
+        if point == "before":
+            signal.raise_signal(signal.SIGINT)
+        result = original(self, *arguments)
+        if point == "after":
+            signal.raise_signal(signal.SIGINT)
+        return result
+
+    monkeypatch.setattr(owner, call, interrupted)
+    with contextlib.suppress(KeyboardInterrupt):
+        if way == "add":
+            buffer.add(episode(20, 4))
+        elif way == "episode":
+            with buffer.episode() as parts:
+                parts.extend(episode(20, 4))
+        else:
+            buffer.remove(1)
+    monkeypatch.undo()
+    assert buffer.episodes == ([0, 2, 3] if way == "remove" else [2, 3, 4])
+    assert len(buffer) == (30 if way == "remove" else 40)
+    for _ in range(20):
+        batch = buffer.sample(32)
+        serials, steps = batch["obs"][:, 0, 0].float(), batch["obs"][:, 1, 0].float()
+        assert torch.equal(batch["reward"], 1000 * serials + steps)
+        buffer.update_priority(batch["index"], torch.rand(32))
+
+
+@pytest.mark.parametrize("fails", [True, False])
+def test_an_episode_in_parts_is_used_once(fails: bool) -> None:
+    buffer = DictReplayBuffer(100, KEYS, priority=True, seed=0)
+    buffer.add(episode(10, 0))
+    parts = buffer.episode()
+    with contextlib.suppress(ZeroDivisionError), parts:
+        parts.extend(episode(5, 1))
+        if fails:
+            raise ZeroDivisionError
+    held = buffer.episodes
+    with pytest.raises(UsageError, match="begin another"):
+        parts.extend(episode(5, 2))
+    with pytest.raises(UsageError, match="begin another"), parts:
+        raise AssertionError("not entered")
+    assert buffer.episodes == held
+    for _ in range(5):
+        batch = buffer.sample(32)
+        serials, steps = batch["obs"][:, 0, 0].float(), batch["obs"][:, 1, 0].float()
+        assert torch.equal(batch["reward"], 1000 * serials + steps)

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from penstock import errors
 from penstock.replay import arena as module
-from penstock.replay.arena import Arena, CompressedColumns, Encoded
+from penstock.replay.arena import Arena, CompressedColumns
 from penstock.replay.frames import choose_codec
 
 SIZE = 400
@@ -34,7 +34,9 @@ def read(columns, column, slots):
 
 
 def put(columns, slots, content):
-    encoded = {column: columns.encode(column, content) for column in range(len(columns.codecs))}
+    encoded = {
+        column: columns.codecs[column].encode(content) for column in range(len(columns.codecs))
+    }
     columns.store(np.asarray(slots, np.int64), encoded)
 
 
@@ -59,7 +61,7 @@ def test_one_column_alone():
     columns = make(4)
     content = frames(4, 9)
     put(columns, range(4), content)
-    columns.store(np.array([1]), {1: columns.encode(1, content[:1])})
+    columns.store(np.array([1]), {1: columns.codecs[1].encode(content[:1])})
     np.testing.assert_array_equal(read(columns, 0, [1]), content[1:2])
     np.testing.assert_array_equal(read(columns, 1, [1]), content[:1])
 
@@ -73,9 +75,9 @@ def test_what_is_gathered_can_be_stored_elsewhere():
         where = np.array(slots, np.int64)
         parts = {column: columns.gather(column, where) for column in (0, 1)}
         for column, (data, lengths) in parts.items():
-            expected = columns.encode(column, content[where])
-            np.testing.assert_array_equal(data, expected.data)
-            np.testing.assert_array_equal(lengths, expected.lengths)
+            expected = columns.codecs[column].encode(content[where])
+            np.testing.assert_array_equal(data, expected[0])
+            np.testing.assert_array_equal(lengths, expected[1])
         other.store(where, parts)
         np.testing.assert_array_equal(read(other, 1, where), content[where])
 
@@ -85,7 +87,7 @@ def test_a_column_that_does_not_fit_leaves_all_as_they_are(tmp_path, monkeypatch
     content = frames(10, 6)
     put(columns, range(10), content)
     before = columns.arena.live_bytes
-    encoded = {column: columns.encode(column, frames(3, 8)) for column in (0, 1)}
+    encoded = {column: columns.codecs[column].encode(frames(3, 8)) for column in (0, 1)}
     original, calls = Arena.put_many, []
 
     def full(self, data, lengths):
@@ -125,7 +127,7 @@ def test_any_run_of_writes(data, tmp_path_factory):
                 np.testing.assert_array_equal(
                     read(columns, column, rows), np.stack(list(truth.values()))
                 )
-        lengths = [columns.gather(column, np.array(rows)).lengths.sum() for column in (0, 1)]
+        lengths = [columns.gather(column, np.array(rows))[1].sum() for column in (0, 1)]
         assert columns.arena.live_bytes == sum(lengths)
 
 
@@ -142,5 +144,5 @@ def test_random_overwriting_does_not_grow(monkeypatch):
 
 def test_empty_frames():
     columns = CompressedColumns(3, {0: choose_codec(np.empty((3, 0), np.uint8))})
-    columns.store(np.arange(3), {0: Encoded(np.empty(0, np.uint8), np.zeros(3, np.int64))})
+    columns.store(np.arange(3), {0: (np.empty(0, np.uint8), np.zeros(3, np.int64))})
     columns.decode(0, np.arange(3), np.empty((3, 0), np.uint8))

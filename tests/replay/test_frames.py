@@ -9,6 +9,7 @@ from penstock.errors import CorruptFile, UsageError
 from penstock.replay import frames as module
 from penstock.replay.frames import (
     BitFrames,
+    GradientFrames,
     Lz4Frames,
     MixedFrames,
     NarrowFrames,
@@ -48,6 +49,7 @@ def codecs_for(size):
     found += [BitFrames(size), MixedFrames(size)]
     if size % 4 == 0:
         found += [SparseFrames(size), NarrowFrames(size), NarrowFrames(size, 1, size // 8, 1)]
+        found += [GradientFrames(size, row) for row in (1, 5, 21) if row <= size // 4]
     return found
 
 
@@ -96,6 +98,16 @@ def test_floats_that_are_bytes_and_those_that_are_not(scale, seed, odd):
         assert (decoded(codec, data, lengths, np.arange(12)) == frames).all()
         good = np.isin(np.arange(12), [frame for frame, _ in odd], invert=True)
         assert (lengths[good] <= 80).all()
+
+
+@pytest.mark.parametrize("scale", [1, 255])
+def test_every_byte_is_widened_as_a_division_would(scale):
+    levels = np.arange(256, dtype=np.float32)[None] / np.float32(scale)
+    codec = NarrowFrames(1024, scale)
+    _, exact = codec.narrowed(levels.view(np.uint8))
+    assert exact.all()
+    data, lengths = codec.encode(np.repeat(levels, 2, axis=0).view(np.uint8))
+    assert (decoded(codec, data, lengths, np.arange(2)).view(np.float32) == levels).all()
 
 
 def test_float_pictures_are_kept_as_bytes():
@@ -184,6 +196,19 @@ def test_auto_takes_a_third_of_clean_depth_at_most():
     assert used * 3 < frames.size
 
 
+@pytest.mark.parametrize("least", [3.0, 1.2])
+def test_depth_in_metres(least):
+    """Float32 that are no bytes: smooth surfaces, and with noise on every value."""
+    rows, columns = np.mgrid[0:84, 0:84]
+    clean = np.stack([2 + 0.01 * rows + 0.1 * np.sin(columns / 20 + t) for t in range(20)])
+    noise = RNG.normal(0, 0.02, clean.shape) if least < 2 else 0
+    sample = (clean + noise).astype(np.float32)
+    codec = choose_codec(sample)
+    _, lengths = codec.encode(sample.reshape(20, -1).view(np.uint8))
+    assert codec.id == "gradient"
+    assert sample.nbytes > least * lengths.sum()
+
+
 @pytest.mark.parametrize("layout", ["chw", "hwc"])
 def test_colour_pictures_find_the_row_above(layout):
     grey = pictures(20, side=64)
@@ -208,7 +233,8 @@ def test_a_name_is_obeyed_or_refused():
 @pytest.mark.parametrize(
     "config",
     [{}, {"id": "x"}, {"id": "lz4"}, {"id": "lz4", "size": -1}, {"id": "lz4", "size": "4"},
-     {"id": "sparse", "size": 3}, {"id": "raw", "size": 4, "more": 1}, {"id": "raw", "size": True}],
+     {"id": "sparse", "size": 3}, {"id": "raw", "size": 4, "more": 1}, {"id": "raw", "size": True},
+     {"id": "gradient", "size": 8, "row": 0}, {"id": "gradient", "size": 6}],
 )  # fmt: skip
 def test_settings_from_a_file_are_checked(config):
     with pytest.raises(CorruptFile):

@@ -79,7 +79,8 @@ def test_the_index_equals_lists(script: list[tuple[str, int, int]]) -> None:
         if what == "append":
             assert index.append(length, [number]) == slow.append(length, number)
         elif what == "evict" and slow.episodes:
-            assert index.evict_oldest() == slow.episodes.pop(0)[0]
+            assert index.ids[0] == slow.episodes.pop(0)[0]
+            index.remove(0)
         elif what == "remove" and slow.episodes:
             row = number % len(slow.episodes)
             assert index.row_of(slow.episodes[row][0]) == row
@@ -103,7 +104,7 @@ def test_the_index_equals_lists(script: list[tuple[str, int, int]]) -> None:
         assert index.ids.tolist() == [identity for identity, _, _ in slow.episodes]
         assert index.starts.tolist() == [frames[0] for _, frames, _ in slow.episodes]
         assert index.lengths.tolist() == [len(frames) for _, frames, _ in slow.episodes]
-        assert index.column(0).tolist() == [extra for _, _, extra in slow.episodes]
+        assert index.extra[0].tolist() == [extra for _, _, extra in slow.episodes]
 
 
 @settings(max_examples=RUNS, deadline=None)
@@ -247,7 +248,5 @@ def test_its_arrays_cannot_be_written_to() -> None:
 
 def test_an_empty_index_evicts_nothing() -> None:
     index = EpisodeIndex()
-    with pytest.raises(UsageError, match="no episode to evict"):
-        index.evict_oldest()
     with pytest.raises(UsageError, match="row 0"):
         index.remove(0)

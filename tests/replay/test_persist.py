@@ -14,7 +14,7 @@ import torch
 
 from penstock.errors import CorruptFile, DataError, StorageError, UnknownFormat, UsageError
 from penstock.replay.episodes.buffer import DictReplayBuffer
-from penstock.replay.segments import SegmentLog
+from penstock.replay.segments import LogReader, SegmentLog
 
 FILES = Path(__file__).parent / "files"
 KEYS = ["obs", ("deep", "x"), "reward", "done"]
@@ -241,7 +241,7 @@ def test_what_is_no_saved_buffer_is_refused(tmp_path: Path) -> None:
     (tmp_path / "thesis.txt").write_text("words")
     with pytest.raises(UsageError, match=r"thesis\.txt"):
         made().save(tmp_path)
-    with SegmentLog.create_or_open(tmp_path / "other", "torchrl") as log:
+    with SegmentLog(tmp_path / "other", "torchrl") as log:
         log.commit({}, keep=[])
     with pytest.raises(UnknownFormat, match="torchrl"):
         DictReplayBuffer.load(tmp_path / "other")
@@ -292,14 +292,14 @@ def test_no_flipped_bit_and_no_cut_goes_unnoticed(tmp_path: Path, count: int) ->
 
 def hostile(folder: Path, change: Any) -> None:
     """Write a log whose checksums are right and whose content is not."""
-    with SegmentLog.read(folder) as log:
+    with LogReader(folder) as log:
         state, items = log.state, {name: log.item(name).copy() for name in log.names}
         with log.open_segment(log.segments[0]) as segment:
             records = {name: segment.read(name).copy() for name in segment.names}
     change(state, items, records)
     from penstock.core.pack import Item
 
-    with SegmentLog.create_or_open(folder, "dict") as log:
+    with SegmentLog(folder, "dict") as log:
         name = log.append([Item(key, values) for key, values in records.items()], {})
         log.commit(state, [Item(key, values) for key, values in items.items()], keep=[name])
 

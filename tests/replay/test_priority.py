@@ -39,7 +39,8 @@ def test_the_tree_equals_an_array(
         positive = slow[slow > 0]
         assert tree.min == (positive.min() if positive.size else np.inf)
         if positive.size:
-            drawn = tree.sample(50, stratified=stratified)
+            points = np.random.default_rng(seed).random(50) * tree.total
+            drawn = tree.sample(50) if stratified else tree.find(points)
             assert (slow[drawn] > 0).all()
             assert ((drawn >= 0) & (drawn < capacity)).all()
         else:
@@ -54,8 +55,8 @@ def test_each_draw_is_the_entry_that_a_running_sum_gives(capacity: int) -> None:
     tree, values = SumTree(capacity), rng.integers(0, 4, capacity).astype(float)
     values[-1] = 1
     tree.set(np.arange(capacity), values)
-    drawn = tree.sample(2000, np.random.default_rng(1), stratified=False)
     points = np.random.default_rng(1).random(2000) * values.sum()
+    drawn = tree.find(points)
     assert drawn.tolist() == np.searchsorted(np.cumsum(values), points, side="right").tolist()
 
 
@@ -64,9 +65,10 @@ def test_draws_are_in_proportion(stratified: bool) -> None:
     values = np.array([0.0, 1.0, 2.0, 0.0, 5.0, 0.5] * 50)
     tree = SumTree(values.size, seed=3)
     tree.set(np.arange(values.size), values)
-    counts = np.zeros(values.size)
+    counts, rng = np.zeros(values.size), np.random.default_rng(4)
     for _ in range(400):
-        counts += np.bincount(tree.sample(256, stratified=stratified), minlength=values.size)
+        drawn = tree.sample(256) if stratified else tree.find(rng.random(256) * tree.total)
+        counts += np.bincount(drawn, minlength=values.size)
     expected = values / values.sum() * counts.sum()
     held = expected > 0
     chi_squared = ((counts - expected)[held] ** 2 / expected[held]).sum()
@@ -109,7 +111,8 @@ def test_a_rest_from_rounding_ends_at_the_last_entry() -> None:
     values = rng.random(5000) * 10.0 ** rng.integers(-12, 3, 5000)
     values[4000:] = 0
     tree.set(np.arange(5000), values)
-    assert (tree.get(tree.sample(8, Last(), stratified=False)) > 0).all()  # type: ignore[arg-type]
+    assert (tree.get(tree.sample(8, Last())) > 0).all()  # type: ignore[arg-type]
+    assert (tree.get(tree.find(Last().random(8) * tree.total)) > 0).all()
 
 
 @pytest.mark.parametrize("bad", [np.nan, -1.0, np.inf, -np.inf, 1e300])

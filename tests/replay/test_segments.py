@@ -13,7 +13,7 @@ from penstock import errors
 from penstock.core.codecs import Planes
 from penstock.core.files import FolderLock
 from penstock.core.pack import Item, PackReader, PackWriter
-from penstock.replay.segments import MANIFEST, SegmentLog
+from penstock.replay.segments import MANIFEST, LogReader, SegmentLog
 
 
 def numbers(n):
@@ -26,7 +26,7 @@ def files(folder):
 
 def content(folder):
     """Everything that a reader sees."""
-    with SegmentLog.read(folder) as log:
+    with LogReader(folder) as log:
         found = []
         for name in log.segments:
             with log.open_segment(name) as segment:
@@ -35,7 +35,7 @@ def content(folder):
 
 
 def save(folder, *counts, keep_old=True):
-    with SegmentLog.create_or_open(folder) as log:
+    with SegmentLog(folder) as log:
         names = [log.append([Item("data", numbers(n))], {"n": n}) for n in counts]
         log.commit({"counts": counts}, keep=[*(log.segments if keep_old else []), *names])
         return names
@@ -43,7 +43,7 @@ def save(folder, *counts, keep_old=True):
 
 def test_what_is_committed_is_read(tmp_path):
     folder = tmp_path / "a" / "replay"
-    with SegmentLog.create_or_open(folder) as log:
+    with SegmentLog(folder) as log:
         assert log.segments == []
         assert log.digest == ""
         packed = Item("packed", np.arange(100_000, dtype=np.float32), codec=Planes())
@@ -51,7 +51,7 @@ def test_what_is_committed_is_read(tmp_path):
         second = log.append([Item("data", numbers(700_000))], {})
         log.commit({"a": {"b": 1.5}}, [Item("live", numbers(3))], keep=[second, first])
         assert log.segments == [second, first]
-    with SegmentLog.read(folder) as log:
+    with LogReader(folder) as log:
         assert (log.state, log.segments, log.names) == (
             {"a": {"b": 1.5}},
             [second, first],
@@ -70,7 +70,7 @@ def test_what_is_committed_is_read(tmp_path):
 def test_only_new_segments_are_written_and_old_ones_go(tmp_path):
     first, second = save(tmp_path, 10, 20)
     before = (tmp_path / second).stat()
-    with SegmentLog.create_or_open(tmp_path) as log:
+    with SegmentLog(tmp_path) as log:
         third = log.append([Item("data", numbers(30))], {})
         log.commit({}, keep=[second, third])
         assert files(tmp_path) == [MANIFEST, second, third]
@@ -82,7 +82,7 @@ def test_only_new_segments_are_written_and_old_ones_go(tmp_path):
 def test_what_is_appended_and_not_committed_does_not_exist(tmp_path):
     (first,) = save(tmp_path, 10)
     state = content(tmp_path)[0]
-    log = SegmentLog.create_or_open(tmp_path)
+    log = SegmentLog(tmp_path)
     orphan = log.append([Item("data", numbers(99))], {})
     assert orphan in files(tmp_path)
     assert content(tmp_path)[0] == state
@@ -96,7 +96,7 @@ def test_a_dead_writers_leftovers_are_swept(tmp_path):
     temporary = tmp_path / ".penstock-tmp-host-1-1-abcdef"  # of another host: never guessed
     temporary.write_bytes(b"x")
     (tmp_path / "notes.txt").write_text("mine")
-    SegmentLog.create_or_open(tmp_path).close()
+    SegmentLog(tmp_path).close()
     assert files(tmp_path) == ["notes.txt", MANIFEST, first]
     assert temporary.exists()
 
@@ -104,7 +104,7 @@ def test_a_dead_writers_leftovers_are_swept(tmp_path):
 def test_segments_before_the_first_commit_are_leftovers(tmp_path):
     save(tmp_path, 10)
     (tmp_path / MANIFEST).unlink()  # as if it had never got so far
-    with SegmentLog.create_or_open(tmp_path) as log:
+    with SegmentLog(tmp_path) as log:
         assert log.segments == []
         assert files(tmp_path) == []
 
@@ -118,15 +118,15 @@ def test_a_name_is_never_used_again(tmp_path):
 
 def test_the_digest_tells_that_somebody_else_saved(tmp_path):
     save(tmp_path, 1)
-    with SegmentLog.create_or_open(tmp_path) as log:
+    with SegmentLog(tmp_path) as log:
         mine = log.digest
-    with SegmentLog.read(tmp_path) as reader:
+    with LogReader(tmp_path) as reader:
         assert reader.digest == mine
-    with SegmentLog.create_or_open(tmp_path) as log:
+    with SegmentLog(tmp_path) as log:
         log.commit({"n": 2}, keep=log.segments)
         assert log.digest != mine
         latest = log.digest
-    with SegmentLog.create_or_open(tmp_path) as log:
+    with SegmentLog(tmp_path) as log:
         assert log.digest == latest
 
 
@@ -134,7 +134,7 @@ def test_the_digest_tells_that_somebody_else_saved(tmp_path):
 def test_a_folder_with_something_else_is_refused(tmp_path, entry):
     (tmp_path / entry).mkdir()
     with pytest.raises(errors.UsageError, match=rf"holds something else \({entry}\)"):
-        SegmentLog.create_or_open(tmp_path)
+        SegmentLog(tmp_path)
     assert [p.name for p in tmp_path.iterdir()] == [entry]
 
 
@@ -142,7 +142,7 @@ def test_another_pack_under_the_name_is_refused(tmp_path):
     with PackWriter(tmp_path / MANIFEST, kind="checkpoint") as pack:
         pack.write([Item("x", numbers(3))])
     before = (tmp_path / MANIFEST).read_bytes()
-    for call in (SegmentLog.create_or_open, SegmentLog.read):
+    for call in (SegmentLog, LogReader):
         with pytest.raises(errors.UnknownFormat, match="is a 'checkpoint', not a saved replay"):
             call(tmp_path)
     assert (tmp_path / MANIFEST).read_bytes() == before
@@ -150,32 +150,32 @@ def test_another_pack_under_the_name_is_refused(tmp_path):
 
 
 def test_a_log_of_another_holder_is_refused(tmp_path):
-    with SegmentLog.create_or_open(tmp_path, "CompressedStorage") as log:
+    with SegmentLog(tmp_path, "CompressedStorage") as log:
         log.commit({}, keep=[])
     with pytest.raises(errors.UsageError, match="saved by 'CompressedStorage'"):
-        SegmentLog.create_or_open(tmp_path, "DictReplayBuffer")
+        SegmentLog(tmp_path, "DictReplayBuffer")
     with pytest.raises(errors.UnknownFormat, match="saved by 'CompressedStorage'"):
-        SegmentLog.read(tmp_path, "DictReplayBuffer")
-    SegmentLog.read(tmp_path, "CompressedStorage").close()
+        LogReader(tmp_path, "DictReplayBuffer")
+    LogReader(tmp_path, "CompressedStorage").close()
 
 
 def test_one_writer_at_a_time(tmp_path):
     with (
-        SegmentLog.create_or_open(tmp_path),
+        SegmentLog(tmp_path),
         pytest.raises(errors.LockHeld, match="is being written"),
     ):
-        SegmentLog.create_or_open(tmp_path)
-    SegmentLog.create_or_open(tmp_path).close()
+        SegmentLog(tmp_path)
+    SegmentLog(tmp_path).close()
 
 
 def test_nothing_there(tmp_path):
     for folder in (tmp_path, tmp_path / "none"):
         with pytest.raises(errors.UnknownFormat, match=f"there is no {MANIFEST}"):
-            SegmentLog.read(folder)
+            LogReader(folder)
 
 
 def test_wrong_calls(tmp_path):
-    with SegmentLog.create_or_open(tmp_path) as log:
+    with SegmentLog(tmp_path) as log:
         name = log.append([Item("data", numbers(1))], {})
         for keep in (["segment_000077.pack"], [name, name]):
             with pytest.raises(errors.UsageError, match="cannot keep"):
@@ -188,7 +188,7 @@ def test_wrong_calls(tmp_path):
     with pytest.raises(errors.UsageError, match="was closed"):
         log.commit({}, keep=[])
     log.close()
-    with SegmentLog.read(tmp_path) as reader:
+    with LogReader(tmp_path) as reader:
         with pytest.raises(errors.UsageError, match="lists no segment"):
             reader.open_segment("../x")
         with pytest.raises(errors.CorruptFile, match="holds no 'missing'"):
@@ -227,12 +227,12 @@ def test_a_manifest_that_makes_no_sense(tmp_path, meta):
     with PackWriter(tmp_path / MANIFEST, kind="replay", meta=meta):
         pass
     with pytest.raises(errors.CorruptFile, match="makes no sense"):
-        SegmentLog.read(tmp_path)
+        LogReader(tmp_path)
 
 
 def test_a_reader_that_is_overtaken_says_so(tmp_path):
     (first,) = save(tmp_path, 10)
-    with SegmentLog.read(tmp_path) as log:
+    with LogReader(tmp_path) as log:
         save(tmp_path, 20, keep_old=False)
         with pytest.raises(errors.StorageError, match="saved again while it was read"):
             log.open_segment(first)
@@ -247,7 +247,7 @@ def test_a_failing_disk_changes_nothing(tmp_path, monkeypatch, call, step):
     def broken(*_, **__):
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-    with SegmentLog.create_or_open(tmp_path) as log:
+    with SegmentLog(tmp_path) as log:
         name = log.append([Item("data", numbers(5))], {})
         with monkeypatch.context() as patch:
             if call == "write":
@@ -291,7 +291,7 @@ def test_dying_anywhere_leaves_the_last_commit(tmp_path_factory, data):
 
         attempt = truth
         with pytest.MonkeyPatch.context() as patch:
-            log = SegmentLog.create_or_open(folder)
+            log = SegmentLog(folder)
             try:
                 patch.setattr(os, "replace", dying(os.replace))
                 patch.setattr(os, "unlink", dying(os.unlink))
@@ -346,14 +346,14 @@ def test_every_bit_counts(tmp_path):
 
 def test_verify_names_every_bad_file(tmp_path):
     first, second, third, fourth = save(tmp_path, 10, 20, 30, 40)
-    with SegmentLog.read(tmp_path) as log:
+    with LogReader(tmp_path) as log:
         assert list(log.verify()) == []
     data = bytearray((tmp_path / first).read_bytes())
     data[-1] ^= 1
     (tmp_path / first).write_bytes(data)
     (tmp_path / third).unlink()
     os.truncate(tmp_path / fourth, 50)
-    with SegmentLog.read(tmp_path) as log:
+    with LogReader(tmp_path) as log:
         found = dict(log.verify())
     assert set(found) == {first, third, fourth}
     assert second not in found

@@ -18,7 +18,8 @@ from tensordict import TensorDict
 from torchrl.data import ReplayBuffer, TensorDictReplayBuffer
 
 from penstock import errors
-from penstock.replay.segments import MANIFEST, SegmentLog
+from penstock.core.pack import Item
+from penstock.replay.segments import MANIFEST, LogReader, SegmentLog
 from penstock.replay.torchrl.save import BLOCK, HOLDER
 from penstock.replay.torchrl.storage import CompressedStorage
 
@@ -61,6 +62,27 @@ def loaded(folder, size):
 
 def segments(folder):
     return {p.name: p.stat().st_size for p in folder.iterdir() if p.name.startswith("segment")}
+
+
+def test_a_folder_of_before_is_read(tmp_path):
+    """Its manifest has one table: per block the number of its segment, -1 for none."""
+    buffer = filled(1000, 600)
+    buffer._storage.dumps(tmp_path)
+    buffer[300:400] = numbered(5000, 100)
+    buffer._storage.dumps(tmp_path)
+    with LogReader(tmp_path) as log:
+        state, kept, (block, segment) = log.state, log.segments, log.ints("block", "segment")
+    home = np.full(-(-1000 // BLOCK), -1, np.int32)
+    home[block] = segment
+    with SegmentLog(tmp_path, HOLDER) as log:
+        log.commit(state, [Item("home", home)], keep=kept)
+    other = CompressedStorage(1000)
+    other.loads(tmp_path)
+    assert_equal(buffer[:], other[:])
+    before = segments(tmp_path)
+    other.dumps(tmp_path)  # and gone on from
+    assert segments(tmp_path) == before
+    assert_equal(buffer[:], loaded(tmp_path, 1000)[:])
 
 
 def test_a_whole_buffer(tmp_path):
@@ -185,7 +207,7 @@ def test_wrong_folders(tmp_path):
         loaded(tmp_path, 700)
     with pytest.raises(errors.UnknownFormat, match="no saved replay"):
         loaded(tmp_path / "none", 600)
-    with SegmentLog.create_or_open(tmp_path / "dict", "DictReplayBuffer") as log:
+    with SegmentLog(tmp_path / "dict", "DictReplayBuffer") as log:
         log.commit({}, keep=[])
     with pytest.raises(errors.UnknownFormat, match="saved by 'DictReplayBuffer'"):
         loaded(tmp_path / "dict", 600)
@@ -397,4 +419,4 @@ def test_flips_and_cuts(tmp_path, count):
             assert_equal(truth, storage[:])
         (bad / name).write_bytes(whole[name])
     assert detected > 0.9 * count
-    assert SegmentLog.read(bad, HOLDER).state["len"] == len(buffer)
+    assert LogReader(bad, HOLDER).state["len"] == len(buffer)

@@ -1,5 +1,8 @@
 """Writing to a CompressedStorage: wrong data, in place, by a collector, from many threads."""
 
+import copy
+import pickle
+import signal
 import threading
 
 import pytest
@@ -19,7 +22,9 @@ from torchrl.data import (
 )
 from torchrl.envs import EnvBase, SerialEnv
 
-from penstock import errors
+from penstock import AsyncCheckpointSaver, RolloutStorage, errors, load_checkpoint
+from penstock.replay.arena import CompressedColumns
+from penstock.replay.torchrl.save import SlotTracker
 from penstock.replay.torchrl.storage import CompressedStorage
 
 from .torchrl_items import assert_same, items, pair
@@ -401,3 +406,180 @@ def test_a_later_key_that_does_not_fit_changes_nothing():
     storage.set(range(5, 7), late)
     assert storage[:]["a", "b"].sum(1).tolist() == [0, 0, 0, 0, 0, 3, 3]
     assert_same(late.to("cpu"), storage[5:7])
+
+
+SELF = {
+    "extend": lambda buffer: buffer.extend(buffer[:3]),
+    "extend, around the end": lambda buffer: buffer.extend(buffer[:6]),
+    "set": lambda buffer: buffer.storage.set(range(1, 5), buffer[:4], set_cursor=False),
+    "slice": lambda buffer: buffer.storage[:].__setitem__(slice(1, 5), buffer[:4]),
+    "update_": lambda buffer: buffer.storage[1:5].update_(buffer[:4]),
+}
+
+
+@pytest.mark.parametrize("way", SELF)
+def test_a_buffer_takes_a_part_of_itself(way):
+    """Its plain keys are views of the very memory that is written, the others are copies."""
+    buffer, apart = (ReplayBuffer(storage=CompressedStorage(10), batch_size=4) for _ in range(2))
+    data = items(7)
+    buffer.extend(data)
+    SELF[way](buffer)
+    apart.extend(data)
+    copy = data.clone()  # the same, of data that shares nothing
+    {
+        "extend": lambda: apart.extend(copy[:3]),
+        "extend, around the end": lambda: apart.extend(copy[:6]),
+    }.get(way, lambda: apart.storage.set(range(1, 5), copy[:4], set_cursor=False))()
+    assert_same(buffer[:], apart[:])
+
+
+@pytest.mark.usefixtures("interruptible")
+@pytest.mark.parametrize("point", ["before", "after"])
+@pytest.mark.parametrize("call", ["store", "touch"])
+@pytest.mark.parametrize("way", ["extend", "update_", "setitem"])
+def test_an_interrupt_leaves_no_record_half_written(monkeypatch, call, point, way):
+    buffer = ReplayBuffer(storage=CompressedStorage(8), batch_size=4)
+    old, new = items(8), items(8, seed=1)
+    buffer.extend(old)
+    owner = CompressedColumns if call == "store" else SlotTracker
+    original = getattr(owner, call)
+
+    def interrupted(self, *arguments):
+        if point == "before":
+            signal.raise_signal(signal.SIGINT)
+        original(self, *arguments)
+        if point == "after":
+            signal.raise_signal(signal.SIGINT)
+
+    monkeypatch.setattr(owner, call, interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        if way == "extend":
+            buffer.extend(new)
+        elif way == "update_":
+            buffer.storage[:].update_(new)
+        else:
+            buffer.storage[:][:] = new
+    monkeypatch.undo()
+    assert_same(new.to("cpu"), buffer[:])
+
+
+BROKEN = {
+    "dtype": {"mask": torch.zeros(2, 300)},
+    "shape": {"noise": torch.zeros(2, 71)},
+    "tree": {"noise": TensorDict({"y": torch.zeros(2, 70)}, [2])},
+    "disk": {},
+}
+
+
+@pytest.mark.parametrize("broken", BROKEN)
+@pytest.mark.parametrize("way", ["index", "slice", "dict", "update_", "in place"])
+def test_what_fails_by_a_slice_changes_nothing(monkeypatch, way, broken):
+    """A key that does not fit, or a full disk, after other keys were written already."""
+    _, storage = pair(8)
+    data = items(8).exclude("half", "wave")
+    storage.set(range(8), data)
+    new = items(2, seed=1).exclude("half", "wave").update(BROKEN[broken])
+
+    def refuse(*_):
+        raise errors.StorageError("the disk is full")
+
+    if broken == "disk":
+        monkeypatch.setattr(CompressedColumns, "store", refuse)
+    try:
+        if way == "update_":
+            storage[1:3].update_(new)
+        elif way == "in place":
+            storage.set(torch.tensor([1, 2]), new, set_cursor=False)
+        else:
+            value = dict(new.items()) if way == "dict" else new
+            storage[:][slice(1, 3) if way == "slice" else torch.tensor([1, 2])] = value
+    except (errors.PenstockError, RuntimeError, TypeError):
+        monkeypatch.undo()
+        assert_same(data.to("cpu"), storage[:])
+        return
+    pixels = storage[:]["pixels"][1:3]
+    assert torch.equal(pixels, new["pixels"])  # torch converts what it can
+    assert torch.equal(storage[:]["action"][1:3], new["action"])
+
+
+def _masked(part):
+    part.masked_fill_(torch.arange(len(part)) == 2, 1)
+
+
+DERIVED = {
+    "zero_": lambda part: part.zero_(),
+    "apply_": lambda part: part.apply_(lambda leaf: leaf.copy_(leaf.flip(0))),
+    "fill_": lambda part: part.fill_("pixels", 3),
+    "masked_fill_": _masked,
+    "split": lambda part: part.split(4)[1].update_(items(4, seed=60)),
+    "unbind": lambda part: part.unbind(0)[3].update_(items(1, seed=60)[0]),
+    "view": lambda part: part.view(2, 4).update_(items(8, seed=60).view(2, 4)),
+    "unsqueeze": lambda part: part.unsqueeze(0).update_(items(8, seed=60).unsqueeze(0)),
+    "select": lambda part: part.select("pixels", "flag").update_(
+        items(8, seed=60).select("pixels", "flag")
+    ),
+    "flatten_keys": lambda part: part.flatten_keys(".").update_(
+        items(8, seed=60).flatten_keys(".")
+    ),
+    "nested": lambda part: part["next"].update_(items(8, seed=60)["next"]),
+    "part of nested": lambda part: part["next"].__setitem__(slice(2, 5), items(3, seed=60)["next"]),
+    "into a tensor": lambda part: part["pixels"][3].fill_(9),
+    "into a nested tensor": lambda part: part["next", "pixels"][2:4, 0].add_(1),
+    "out": lambda part: torch.add(part["pixels"][:2], 1, out=part["pixels"][4:6]),
+    "by foreach": lambda part: torch._foreach_add_([part["pixels"], part["next", "pixels"]], 1),
+}
+
+
+@pytest.mark.parametrize("derived", DERIVED.values(), ids=DERIVED)
+def test_what_is_derived_from_a_slice_writes_through(derived):
+    """TorchRL's slices are views in all their parts: no write reaches the small keys alone."""
+    reference, buffer = (ReplayBuffer(storage=storage) for storage in pair(20))
+    for each in (reference, buffer):
+        each.extend(items(20))
+        derived(each[6:14])
+    assert_same(reference[:], buffer[:])
+    assert_same(reference[torch.arange(20)], buffer[torch.arange(20)])
+
+
+def test_a_slice_shows_what_is_written_after_it():
+    """Large keys as well as small ones; and a write to it does not bring back what was there."""
+    reference, buffer = (ReplayBuffer(storage=storage) for storage in pair(20))
+    parts = []
+    for each in (reference, buffer):
+        each.extend(items(20))
+        part = each[:]
+        parts.append(part)
+        each.extend(items(7, seed=40))
+        part["pixels"][10] = 5
+        each[3:5] = items(2, seed=90)
+        part["pixels"][4, 0] = 8
+        part[6:9].update_(items(3, seed=70))
+        part[1].zero_()
+    assert_same(reference[:], buffer[:])
+    assert_same(*parts)
+    buffer.empty()
+    assert parts[1]["pixels"].shape == (20, 20, 20)
+
+
+def test_a_slice_is_data_like_any_other(tmp_path):
+    """It can be stored, copied, counted and put into another buffer, and is then no slice."""
+    reference, buffer = (ReplayBuffer(storage=storage) for storage in pair(20))
+    for each in (reference, buffer):
+        each.extend(items(20))
+    part, other = buffer[4:12], ReplayBuffer(storage=CompressedStorage(20))
+    other.extend(part)
+    other[2:4] = buffer[:][6:8]
+    assert_same(reference[6:8], other[2:4])
+    assert part.bytes() == reference[4:12].bytes()
+    assert type(part["pixels"].as_subclass(torch.Tensor)) is torch.Tensor
+    copies = [copy.deepcopy(part), pickle.loads(pickle.dumps(part)), part.clone()]
+    RolloutStorage(tmp_path / "rollouts").save(part, 0)
+    copies.append(RolloutStorage(tmp_path / "rollouts").load(0))
+    with AsyncCheckpointSaver(tmp_path / "saved") as saver:
+        saver.save_async({"pixels": part["pixels"]}, "one.pt")
+    saved = load_checkpoint(tmp_path / "saved" / "one.pt")
+    assert torch.equal(saved["pixels"], reference[4:12]["pixels"])
+    for each in copies:
+        assert torch.equal(each["next", "pixels"], reference[4:12]["next", "pixels"])
+        each["next", "pixels"].zero_()
+    assert_same(reference[:], buffer[:])

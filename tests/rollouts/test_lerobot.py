@@ -247,7 +247,7 @@ def test_wrong_arguments_touch_nothing(tmp_path) -> None:
         (folder, {"keys": ["observation.stat"]}, "did you mean 'observation.state'"),
         (folder, {"keys": "action"}, r"give a list of keys"),
         (folder, {"envs": 0}, "at least 1"),
-        (folder, {"envs": [7]}, "7 is not in an axis of 2"),
+        (folder, {"envs": [7]}, "7 is out of bounds .* axis of 2"),
         (folder, {"iterations": [3]}, "no rollout 3"),
         (folder, {"mode": "creat"}, "did you mean 'create'"),
         (folder, {"version": "v3"}, "did you mean 'v3.0'"),

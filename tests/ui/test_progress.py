@@ -52,6 +52,15 @@ def test_plain_lines_and_the_last_one(clock: Clock, capsys: pytest.CaptureFixtur
     ]
 
 
+def test_a_short_job_may_leave_no_line(clock: Clock, capsys: pytest.CaptureFixture[str]) -> None:
+    for seconds in (1.0, 7.0):
+        with Progress(2, "build", "steps", last_line=False) as progress:
+            clock.now_s += seconds
+            progress.count()
+            progress.count()
+    assert [line.split()[1] for line in capsys.readouterr().err.splitlines()] == ["1/2", "2/2"]
+
+
 def test_at_most_one_line_every_five_seconds(
     clock: Clock, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -8,8 +8,7 @@ from html.parser import HTMLParser
 import pytest
 
 from penstock.errors import UsageError
-from penstock.ui.plot import draw
-from penstock.ui.report import Report, text_table
+from penstock.ui.report import Report, draw, text_table
 
 NASTY = "<script>alert('&')</script>"
 

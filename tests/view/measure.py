@@ -27,7 +27,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from penstock.dataset import layout
-from penstock.dataset.layout import Feature, FileLimits
+from penstock.dataset.layout import Feature, FileLimits, Spec
 
 HERE = Path(__file__).parent
 tool = SimpleNamespace(**runpy.run_path(str(HERE / "browser.py")))
@@ -58,16 +58,8 @@ def write_video(path: Path) -> None:
 def make(root: Path) -> None:
     """Write the dataset: every video file has 100 episodes, and the same content."""
     count = PER_FILE * FILES
-    info = layout.info_json(
-        version="v3.0",
-        features=FEATURES,
-        fps=FPS,
-        robot_type="tester",
-        total_episodes=count,
-        total_frames=count * LENGTH,
-        total_tasks=20,
-        limits=FileLimits(),
-    )
+    spec = Spec(FEATURES, FPS, "tester", "v3.0", FileLimits())
+    info = layout.info_json(spec, count, count * LENGTH, 20)
     (root / "meta").mkdir(parents=True)
     tasks = [f"put cup {n} into the dishwasher" for n in range(20)]
     pq.write_table(layout.tasks_table(tasks), root / layout.V30.tasks)

@@ -145,6 +145,13 @@ def test_keys_mark_and_it_is_saved_at_once(made: Path, browser: Browser, tmp_pat
             browser.key(key)
         browser.until(lambda: dict(read_marks(marks).split) == {1: [20]}, 10, "a cut")
         assert dict(read_marks(marks).trim) == {1: (10, 41)}
+        for frame in (25, 29, 35, 35):
+            browser.run(f"window.penstock.player.seek({frame} / 30)")
+            browser.key("X")
+        browser.until(lambda: dict(read_marks(marks).cut) == {1: [(25, 30), (35, 36)]}, 10, "cuts")
+        browser.run("window.penstock.player.seek(26 / 30)")
+        browser.key("X")
+        browser.until(lambda: dict(read_marks(marks).cut) == {1: [(35, 36)]}, 10, "one taken back")
         browser.key("t")
         browser.wait("document.getElementById('relabel').open")
         browser.run("document.getElementById('new-task').value = 'fold <b>it</b>'")

@@ -48,7 +48,7 @@ def test_marks_come_back(tmp_path: Path) -> None:
     marks.change(2, {"trim": [3, 18], "split": [9, 5], "task": TEXT})
     marks.change(0, {"reject": True})
     again = Marks(path, LENGTHS)
-    assert again.of(2) == Mark(False, (3, 18), (5, 9), TEXT)
+    assert again.of(2) == Mark(False, (3, 18), (5, 9), task=TEXT)
     assert again.of(0).reject and again.of(1) == Mark()
     again.change(2, {"trim": None, "split": None, "task": None})
     again.change(0, {"reject": False})
@@ -60,6 +60,23 @@ def test_cuts_outside_of_what_is_kept_go(tmp_path: Path) -> None:
     marks = Marks(tmp_path / "m.yaml", LENGTHS)
     marks.change(2, {"split": [5, 10, 15]})
     assert marks.change(2, {"trim": [5, 12]}).split == (10,)
+
+
+def test_frames_in_the_middle_are_rejected(tmp_path: Path) -> None:
+    root = hand.make_dataset(tmp_path / "set")
+    with ViewServer(open_viewer(str(root), None, None)) as server:
+        visitor = Visitor(server)
+        assert visitor.post("api/mark/2", {"cut": [[12, 15], [4, 6], [5, 8]]})[0] == 200
+        assert visitor.get("api/episode/2")["mark"]["cut"] == [[4, 8], [12, 15]]
+        assert visitor.post("api/mark/2", {"trim": [0, 14]})[0] == 200
+        for wrong in ([[3, 3]], [[0, 99]], [3], "x", [[1, 2, 3]], [[1, "a"]]):
+            assert visitor.post("api/mark/2", {"cut": wrong})[0] == 404
+        rows = {row["index"]: row["mark"] for row in visitor.get("api/episodes")["rows"]}
+        assert rows[2] == "edit"
+    file = tmp_path / "set.marks.yaml"
+    assert Marks(file, LENGTHS).of(2).cut == ((4, 8), (12, 14))
+    assert penstock(["edit", str(root), "apply", str(file), "-q"]) == 0
+    assert [episode.length for episode in Dataset(root).episodes] == [12, 7, 4, 4]
 
 
 def test_the_whole_episode_is_no_trim(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""The decision: a pure function of what was measured and what the user has.
+"""What was measured, what the user has, and the decision: a pure function of both.
 
 A  don't compress             it saves too little, or costs more time than it saves
 B  compress what is stored    it lies on a disk or crosses a slow link, and fits the memory as it is
@@ -13,12 +13,17 @@ bandwidth b for up to n* = d ((1 - 1/r) / b - 1/c) uses.
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Iterable
-from dataclasses import dataclass
-from typing import Any, Literal
+from dataclasses import dataclass, field
+from decimal import Decimal
+from typing import Literal
 
-from penstock.advisor.model import CodecMeasure, KeyMeasure, Limits, Measurements
+from penstock.core.memory import parse_bytes, whole_number
+from penstock.errors import UsageError
 
+KeyPath = tuple[str, ...]
+Writer = Literal["rollouts", "checkpoint", "replay", "dataset", "recording"]
 Verdict = Literal["A", "B", "C"]
 Form = Literal["", "batch", "buffer"]
 
@@ -31,54 +36,170 @@ MEANING: dict[Verdict, str] = {
     "C": "compress in memory too",
 }
 
+_RATE = re.compile(r"\s*([0-9]+(?:\.[0-9]+)?)\s*(?:([kMGT]?)(i?)([bB])(?:/s|ps))?\s*")
+_POWERS = {"": 0, "k": 1, "M": 2, "G": 3, "T": 4}
+
+
+@dataclass(frozen=True)
+class CodecMeasure:
+    """One codec on the sample of one key, by one thread.
+
+    Attributes:
+        name: Such as "series 1", "lz4 9"; "raw" for as it is.
+        ratio: Raw bytes over coded bytes.
+        encode_bytes_s: Raw bytes compressed per second.
+        decode_bytes_s: Raw bytes restored per second.
+    """
+
+    name: str
+    ratio: float
+    encode_bytes_s: float
+    decode_bytes_s: float
+
+
+@dataclass(eq=False)
+class KeyMeasure:
+    """One key, tensor, topic or column: known when the sample is taken, then measured.
+
+    Attributes:
+        path: From the outside in.
+        writer: Which part of penstock stores it.
+        dtype: Of its elements.
+        shape: Of all of it, or of one element where there is no more to say.
+        raw_bytes: What storing it takes uncompressed.
+        memory_bytes: What holding it for use takes uncompressed (a video: its pictures).
+        note: What else is to say, such as "already compressed (jpeg)".
+        sampled_bytes: How much of it was looked at.
+        stored: As its writer stores it; None where nothing would be changed.
+        memory: As a replay buffer holds it; None where that does not apply.
+        batch: As a `CompressedDataCollector` holds it; None where that does not apply.
+        delta: Of a series of checkpoints: every so many in full, differences between; None else.
+        compared: General compressors over its plain bytes.
+        bound: The best ratio of a memoryless coder (see `measure.memoryless_bound`).
+    """
+
+    path: KeyPath
+    writer: Writer
+    dtype: str
+    shape: tuple[int, ...]
+    raw_bytes: int
+    memory_bytes: int
+    note: str = ""
+    sampled_bytes: int = 0
+    stored: CodecMeasure | None = None
+    memory: CodecMeasure | None = None
+    batch: CodecMeasure | None = None
+    delta: CodecMeasure | None = None
+    compared: tuple[CodecMeasure, ...] = ()
+    bound: float | None = None
+
+    @property
+    def name(self) -> str:
+        """Its path, for people."""
+        return ".".join(self.path) or "data"
+
+    @property
+    def is_compressed(self) -> bool:
+        """Whether its elements are compressed pictures."""
+        return self.note.startswith("already compressed")
+
+
+@dataclass(frozen=True)
+class Machine:
+    """What this machine does; None for what was refused, or came out of the cache."""
+
+    cores: int = 1
+    memory_bytes: int = 0
+    copy_bytes_s: float = 1.0
+    write_bytes_s: float | None = None
+    read_bytes_s: float | None = None
+
+
+@dataclass
+class Measurements:
+    """Everything the decision depends on, beside the limits: facts of the data, then measures.
+
+    Attributes:
+        kind: What the data is, in words.
+        where: Its path; "" for data in memory.
+        frames: Frames that a replay buffer would hold; 0 where there are none.
+        environments: Rows of a batch, each with its own time; 0 where there are none.
+        disk_bytes: What the data takes on disk now; 0 for data in memory.
+        slots: Of the storage of TorchRL that the data is in; 0 for none.
+        delta_every: Checkpoints per keyframe that `KeyMeasure.delta` was measured for; 0 for none.
+        notes: What else the user should know, a line each.
+        keys: One entry per key; when they are measured, the largest first.
+        overhead_bytes: What the headers of stored files take, all together.
+        machine: Where all of it was measured.
+    """
+
+    kind: str
+    where: str = ""
+    frames: int = 0
+    environments: int = 0
+    disk_bytes: int = 0
+    slots: int = 0
+    delta_every: int = 0
+    notes: list[str] = field(default_factory=list)
+    keys: list[KeyMeasure] = field(default_factory=list)
+    overhead_bytes: int = 0
+    machine: Machine = field(default_factory=Machine)
+
+    @property
+    def on_disk(self) -> bool:
+        """Whether it lies on a disk."""
+        return bool(self.where)
+
+
+@dataclass(frozen=True)
+class Limits:
+    """What the user has, in bytes and bytes per second; None where nothing was said."""
+
+    memory: int | None = None
+    bandwidth: float | None = None
+    reuse: int | None = None
+    device_memory: int | None = None
+
+    @classmethod
+    def parse(
+        cls,
+        memory: str | int | None,
+        bandwidth: str | float | None,
+        reuse: int | None,
+        device_memory: str | int | None,
+    ) -> Limits:
+        """Read limits as a user writes them: "2GB", "1Gb/s", 10.
+
+        Raises:
+            UsageError: One of them makes no sense.
+        """
+        return cls(
+            _size("memory", memory),
+            None if bandwidth is None else parse_rate(bandwidth),
+            None if reuse is None else whole_number("reuse", reuse),
+            _size("device_memory", device_memory),
+        )
+
 
 @dataclass(frozen=True)
 class BreakEven:
-    """Where compression begins to save time.
+    """Where compression begins to save time: below which bandwidth, and up to how many uses.
 
-    Attributes:
-        bandwidth: Bytes per second below which it does, for a link crossed once.
-        reuse: Uses that this is computed for.
-        at: The bandwidth asked about: the user's, or that of writing to the disk; None for neither.
-        uses: At that bandwidth, for up to so many uses; 0 for none.
+    The latter at the user's bandwidth, or that of writing to the disk; None for neither.
     """
 
-    bandwidth: float
+    bandwidth_bytes_s: float
     reuse: int
-    at: float | None
+    at_bytes_s: float | None
     uses: int | None
 
 
 @dataclass(frozen=True)
 class Decision:
-    """What to do, and the numbers it rests on.
+    """What to do, and the numbers it rests on: docs/metrics.md says what each is.
 
-    Attributes:
-        verdict: A, B or C.
-        reason: Which rule decided, in a word.
-        form: In which form it is held for C, "batch" (a `CompressedDataCollector`) or "buffer" (a
-            replay buffer); "" for the others.
-        fits: Whether the memory holds it in the form advised.
-        raw_bytes: Stored uncompressed.
-        stored_bytes: Stored compressed, as predicted.
-        memory_bytes: Held uncompressed.
-        compressed_bytes: Held compressed in a replay buffer; None where that does not apply.
-        batch_bytes: Held as batches of a `CompressedDataCollector`; None where there are none.
-        ratio: Of the form advised.
-        ratio_stored: Of storing.
-        ratio_full: Of storing every checkpoint in full; None where differences were not measured.
-        ratio_delta: Of storing differences between full ones; None where they were not measured.
-        delta_every: Checkpoints per full one, differences between; 0 for full ones only.
-        ratio_in_memory: Of holding it in a replay buffer; None where that does not apply.
-        ratio_batch: Of holding it as compressed batches; None where that does not apply.
-        break_even: See there.
-        encode_bytes_s: Of storing, all keys together.
-        decode_bytes_s: Of reading, all keys together.
-        limit_bytes: The tightest memory, if it does not fit uncompressed.
-        limit_is_device: Whether that is the device's.
-        spill: Whether a replay buffer of it needs a disk besides.
-        fitting_frames: How many frames fit that memory uncompressed.
-        pays: Names of the keys that get smaller by `LEAST_RATIO`, in the form advised.
+    Besides: the speeds of storing and reading all keys together, the tightest memory that it does
+    not fit uncompressed, and the names of the keys that get smaller by `LEAST_RATIO`.
     """
 
     verdict: Verdict
@@ -109,81 +230,70 @@ class Decision:
 
 def decide(measurements: Measurements, limits: Limits) -> Decision:
     """Decide; the same measurements and limits always give the same answer."""
-    keys = measurements.keys
-    raw = sum(key.raw_bytes for key in keys)
-    full, delta = _stored(measurements, 0), _stored(measurements, measurements.delta_every)
-    delta_every = measurements.delta_every if _differences_pay(measurements, full, delta) else 0
+    keys, every = measurements.keys, measurements.delta_every
+    raw, held = sum(key.raw_bytes for key in keys), sum(key.memory_bytes for key in keys)
+    overhead = measurements.overhead_bytes
+    full, delta = (_coded(keys, "", some) + overhead for some in (0, every))
+    delta_every = every if _differences_pay(keys, raw, full, delta) else 0
     stored = delta if delta_every else full
     ratio_stored = raw / max(1, stored)
-    in_series = bool(measurements.delta_every)
-    held = sum(key.memory_bytes for key in keys)
-    compressed = math.ceil(sum(_coded(key.memory_bytes, key.memory) for key in keys))
-    batches = math.ceil(sum(_coded(key.memory_bytes, key.batch) for key in keys))
-    applies = any(key.memory is not None for key in keys)
-    ratio_memory = held / max(1, compressed) if applies else None
+    compressed, batches = _coded(keys, "buffer"), _coded(keys, "batch")
+    ratio_memory = held / max(1, compressed) if any(key.memory for key in keys) else None
     ratio_batch = held / max(1, batches) if any(key.batch for key in keys) else None
-    encode, decode = _speeds(keys, delta_every)
-    even = _break_even(measurements, limits, ratio_stored, encode, decode)
+    codecs = [(key, codec_of(key, "", delta_every)) for key in keys]
+    speeds = together((key.raw_bytes, codec) for key, codec in codecs if codec)
+    even = _break_even(measurements, limits, ratio_stored, speeds)
 
-    given = [
-        (size, device)
-        for size, device in ((limits.memory, False), (limits.device_memory, True))
-        if size is not None and held > size
-    ]
-    limit, device = min(given, default=(None, False))
+    given = ((limits.memory, False), (limits.device_memory, True))
+    too_small = [(size, device) for size, device in given if size is not None and held > size]
+    limit, device = min(too_small, default=(None, False))
     # Batches first: what was collected as batches is used as such.
-    forms: list[tuple[Form, float | None, int, float]] = [
-        ("batch", ratio_batch, batches, 1.0),
-        ("buffer", ratio_memory, compressed, SLACK),
-    ]
-    form, in_memory, size, slack = next(
-        (one for one in forms if (one[1] or 1.0) >= LEAST_RATIO), ("", None, held, 1.0)
+    forms: tuple[tuple[Form, float | None, float], ...] = (
+        ("batch", ratio_batch, batches),
+        ("buffer", ratio_memory, compressed * SLACK),
     )
-    stores = measurements.on_disk or limits.bandwidth is not None
+    fitting = ((form, ratio, size) for form, ratio, size in forms if (ratio or 1.0) >= LEAST_RATIO)
+    form, in_memory, size = next(fitting, ("", 1.0, 0.0))
+    verdict: Verdict = "A"
     if limit is not None and form:
         verdict, reason = "C", "does not fit"
     elif ratio_stored < LEAST_RATIO:
-        verdict, reason = "A", "saves too little"
-    elif not stores:
-        verdict, reason = "A", "in memory"
-    elif limits.bandwidth is not None and limits.bandwidth > even.bandwidth:
-        verdict, reason = "A", "link is fast"
+        reason = "saves too little"
+    elif not measurements.on_disk and limits.bandwidth is None:
+        reason = "in memory"
+    elif limits.bandwidth is not None and limits.bandwidth > even.bandwidth_bytes_s:
+        reason = "link is fast"
     else:
         verdict, reason = "B", "stored"
-    held_so = verdict == "C"  # compressed, in host memory
-    ratio = {"A": 1.0, "B": ratio_stored, "C": in_memory or 1.0}[verdict]
-    frame_bytes = held / max(1, measurements.frames)
+    if verdict != "C":
+        form = ""
     memory = limits.memory or math.inf
+    judged = ((key.name, codec_of(key, form, delta_every)) for key in keys)
     return Decision(
-        verdict=verdict,  # type: ignore[arg-type]
+        verdict=verdict,
         reason=reason,
-        form=form if held_so else "",
-        fits=size * slack <= memory if held_so else limit is None,
+        form=form,
+        fits=size <= memory if form else limit is None,
         raw_bytes=raw,
         stored_bytes=stored,
         memory_bytes=held,
-        compressed_bytes=compressed if applies else None,
+        compressed_bytes=compressed if ratio_memory is not None else None,
         batch_bytes=batches if ratio_batch is not None else None,
-        ratio=ratio,
+        ratio={"A": 1.0, "B": ratio_stored, "C": in_memory or 1.0}[verdict],
         ratio_stored=ratio_stored,
-        ratio_full=raw / max(1, full) if in_series else None,
-        ratio_delta=raw / max(1, delta) if in_series else None,
+        ratio_full=raw / max(1, full) if every else None,
+        ratio_delta=raw / max(1, delta) if every else None,
         delta_every=delta_every,
         ratio_in_memory=ratio_memory,
         ratio_batch=ratio_batch,
         break_even=even,
-        encode_bytes_s=encode,
-        decode_bytes_s=decode,
+        encode_bytes_s=speeds.encode_bytes_s,
+        decode_bytes_s=speeds.decode_bytes_s,
         limit_bytes=limit,
         limit_is_device=device,
-        spill=held_so and applies and compressed * SLACK > memory,
-        fitting_frames=int(limit // frame_bytes) if limit is not None and frame_bytes else 0,
-        pays=tuple(
-            key.name
-            for key in keys
-            if (codec := codec_of(key, form if held_so else "", delta_every))
-            and codec.ratio >= LEAST_RATIO
-        ),
+        spill=bool(form) and ratio_memory is not None and compressed * SLACK > memory,
+        fitting_frames=int(limit * measurements.frames // held) if limit is not None else 0,
+        pays=tuple(name for name, codec in judged if codec and codec.ratio >= LEAST_RATIO),
     )
 
 
@@ -194,57 +304,78 @@ def codec_of(key: KeyMeasure, form: Form, delta_every: int) -> CodecMeasure | No
     return key.delta if delta_every and key.delta else key.stored
 
 
-def _stored(measurements: Measurements, delta_every: int) -> int:
-    """Return the bytes stored, headers included."""
-    coded = (_coded(k.raw_bytes, codec_of(k, "", delta_every)) for k in measurements.keys)
-    return math.ceil(sum(coded)) + measurements.overhead_bytes
+def _coded(keys: Iterable[KeyMeasure], form: Form, delta_every: int = 0) -> int:
+    """Return the bytes of all keys as they are held, or else as they are stored."""
+    total = 0.0
+    for key in keys:
+        codec = codec_of(key, form, delta_every)
+        total += (key.memory_bytes if form else key.raw_bytes) / (codec.ratio if codec else 1.0)
+    return math.ceil(total)
 
 
-def _differences_pay(measurements: Measurements, full: int, delta: int) -> bool:
+def _differences_pay(keys: Iterable[KeyMeasure], raw: int, full: int, delta: int) -> bool:
     """Tell whether differences make the checkpoints clearly smaller, or all of it small enough."""
-    series = [key for key in measurements.keys if key.delta]
-    before = sum(_coded(key.raw_bytes, key.stored) for key in series)
-    after = sum(_coded(key.raw_bytes, key.delta) for key in series)
-    enough = sum(key.raw_bytes for key in measurements.keys) / LEAST_RATIO
-    return before > LEAST_GAIN * after or delta <= enough < full
+    series = [key for key in keys if key.delta]
+    clearly = _coded(series, "") > LEAST_GAIN * _coded(series, "", 1)
+    return clearly or delta <= raw / LEAST_RATIO < full
 
 
-def _coded(size: int, codec: CodecMeasure | None) -> float:
-    return size / codec.ratio if codec else float(size)
-
-
-def _speeds(keys: Iterable[KeyMeasure], delta_every: int) -> tuple[float, float]:
-    """Speeds of all keys together, by their bytes."""
-    found = [(key.raw_bytes, codec_of(key, "", delta_every)) for key in keys]
-    coded = [(size, codec) for size, codec in found if codec and size]
-    total = sum(size for size, _ in coded)
-    if not total:
-        return 0.0, 0.0
-    encode_s = sum(size / max(1.0, codec.encode_bytes_s) for size, codec in coded)
-    decode_s = sum(size / max(1.0, codec.decode_bytes_s) for size, codec in coded)
-    return total / encode_s, total / decode_s
+def together(parts: Iterable[tuple[int, CodecMeasure | None]]) -> CodecMeasure:
+    """Return what codecs make of parts of so many bytes, all together; None leaves one as it is."""
+    size = coded = encode_s = decode_s = 0.0
+    for part, codec in parts:
+        size += part
+        coded += part / (codec.ratio if codec else 1.0)
+        encode_s += part / max(1.0, codec.encode_bytes_s) if codec else 0.0
+        decode_s += part / max(1.0, codec.decode_bytes_s) if codec else 0.0
+    if not encode_s:
+        return CodecMeasure("", 1.0, 0.0, 0.0)
+    return CodecMeasure("", size / coded, size / encode_s, size / decode_s)
 
 
 def _break_even(
-    measurements: Measurements, limits: Limits, ratio: float, encode: float, decode: float
+    measurements: Measurements, limits: Limits, ratio: float, speeds: CodecMeasure
 ) -> BreakEven:
     uses = limits.reuse or 1
     at = limits.bandwidth
     if at is None and measurements.on_disk:
         at = measurements.machine.write_bytes_s
-    saved = max(0.0, 1 - 1 / ratio) if ratio > 0 else 0.0
-    if not encode or not decode or not saved:
+    saved = 1 - 1 / max(1.0, ratio)
+    encode, decode = speeds.encode_bytes_s, speeds.decode_bytes_s
+    if not encode or not saved:
         return BreakEven(0.0, uses, at, None if at is None else 0)
     bandwidth = saved / (1 / encode + uses / decode)
     most = None if at is None else max(0, math.floor(decode * (saved / at - 1 / encode)))
     return BreakEven(bandwidth, uses, at, most)
 
 
-def to_json(even: BreakEven) -> dict[str, Any]:
-    """Return JSON-able values, units in the names."""
-    return {
-        "bandwidth_bytes_s": even.bandwidth,
-        "reuse": even.reuse,
-        "at_bytes_s": even.at,
-        "uses": even.uses,
-    }
+def parse_rate(value: str | float) -> float:
+    """Return bytes per second: "1Gb/s" is 125e6 (b are bits), so is "125MB/s" (B are bytes).
+
+    Raises:
+        UsageError: It is no such rate, or zero.
+    """
+    rate = 0.0
+    if isinstance(value, str) and (match := _RATE.fullmatch(value)):
+        number, power, binary, unit = match.groups(default="")
+        base = 1024 if binary else 1000
+        rate = float(Decimal(number) * base ** _POWERS[power]) / (8 if unit == "b" else 1)
+    elif isinstance(value, int | float) and not isinstance(value, bool):
+        rate = float(value)
+    if not (math.isfinite(rate) and rate > 0):
+        raise UsageError(
+            f"not a bandwidth: {value!r}; write for example 1Gb/s (bits), 125MB/s (bytes)"
+        )
+    return rate
+
+
+def _size(name: str, value: str | int | None) -> int | None:
+    if value is None:
+        return None
+    try:
+        size = parse_bytes(value)
+    except UsageError:
+        size = 0
+    if size < 1:
+        raise UsageError(f"{name}={value!r} is no size; write for example 512MB or 2GiB")
+    return size

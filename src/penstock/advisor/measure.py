@@ -1,260 +1,342 @@
-"""Measure a sample: the ratio and speed of each codec on each key, by the code that is used."""
+"""Measure a sample: what each part of penstock makes of each key, by the code that is used.
+
+Samples are stored by the writers themselves, and what the index of such a file says is what the
+whole data will become. Checkpoints of a series are stored twice: full, and those between keyframes
+as differences, as `delta_every` would do it.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import tempfile
 import time
-from collections import Counter
-from collections.abc import Sequence
-from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from collections import Counter, defaultdict
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, field, replace
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
 
-from penstock.advisor.decide import LEAST_RATIO
-from penstock.advisor.entropy import memoryless_bound
-from penstock.advisor.model import CodecMeasure, KeyMeasure, Machine, Measurements
-from penstock.advisor.sample import Key, Source, joined, spread
-from penstock.advisor.stored import store
-from penstock.advisor.timing import best, raw, timed
-from penstock.core.codecs import Codec, Lz4, Zstd, bytes_of
+from penstock.advisor.decide import LEAST_RATIO, CodecMeasure, KeyMeasure, Machine
+from penstock.advisor.sample import Array, Piece, Sample, Source, nbytes, positions, spread, thinned
+from penstock.advisor.speeds import HIGHEST, best, raw, timed
+from penstock.core.codecs import Codec, Delta, Lz4, Planes, Zstd, bytes_of
+from penstock.core.codecs.base import SIGNED, UNSIGNED
+from penstock.core.pack import Entry, Item, PackReader, PackWriter
 from penstock.errors import MissingExtra, UsageError
 
 if TYPE_CHECKING:
     from penstock.replay.frames import FrameCodec
 
-Array = NDArray[Any]
+ROLLOUT_LEVEL = 9  # the default of RolloutStorage
+BATCH_LEVEL = 1  # of CompressedDataCollector
+CHECKPOINT_LEVEL = 2  # of AsyncCheckpointSaver
 
-BATCH_LEVEL = 1  # the default of CompressedDataCollector
-COMPARED: tuple[tuple[str, Codec], ...] = (
-    ("lz4 0", Lz4(0)),
-    ("lz4 9", Lz4(9)),
-    ("zstd 1", Zstd(1)),
-    ("zstd 3", Zstd(3)),
-)
-_CHUNK_BYTES = 1 << 20
-_TIMED_BYTES = 2 << 20
-_FRAMES_BYTES = 16 << 20
-_LEAST_FRAMES_BYTES, _MOST_FRAMES_BYTES = 256 << 10, 8 << 20
-_BOUND_BYTES = 512 << 10
-_COMPARED_BYTES = 6 << 20  # of all keys together, as the next
+_PLAIN_BYTES = 4096  # smaller tensors of a checkpoint are stored as they are
+_WORTH_IT = 0.9  # a saver stores a difference if it is at least so much smaller
+_TIMED_BYTES, _TIMED_BLOCKS = 2 << 20, 256
+_BLOCK_HEADER_BYTES = 24  # per block in the header of a pack
+_COMPARED: tuple[Codec, ...] = (Lz4(0), Lz4(9), Zstd(1), Zstd(3))
 _COMPARED_KEYS = 16
-_BOUND_KEYS = 64
+_CHUNK_BYTES, _LEAST_CHUNK_BYTES = 1 << 20, 1 << 12
+_RECORDED_BYTES = 8 << 20
+_FRAMES_BYTES, _LEAST_FRAMES_BYTES = 8 << 20, 256 << 10  # of all keys, of one
+_BOUND_BYTES, _BOUND_MOST_BYTES, _BOUND_KEYS = 512 << 10, 2 << 20, 64
 _SMALL_FRAME_BYTES = 256  # a replay buffer leaves smaller ones alone unless it is told otherwise
 _SMALL_CODECS = ("sparse", "lz4")  # in this order: the first is many times faster
-_FEW_FRAMES = 512
-_SHORT_S = 0.05  # what takes less is measured again
 _CLEARLY = 0.9
 _MANIFEST_BYTES, _RECORD_BYTES = 8000, 1400  # of a saved replay buffer, and per key
 _TABLE_BYTES = 4  # per frame of a compressed key in a replay buffer
 
 
-def measure_source(source: Source, machine: Machine, seconds: float) -> Measurements:
-    """Measure every key of a sample.
-
-    Args:
-        source: The sample.
-        machine: Where it is measured.
-        seconds: After so long nothing is measured any more that the decision does not need.
-    """
+def measure_source(source: Source, seconds: float) -> None:
+    """Measure every key of a sample; after so long only what the decision needs."""
     until = time.perf_counter() + seconds
-    stored = store(source, machine)
-    overhead = stored.overhead_bytes
-    batches = _batches(source, machine)
-    keys = []
-    order = sorted(range(len(source.keys)), key=lambda n: -source.keys[n].raw_bytes)
+    _store(source)
+    _compress_batches(source)
+    pieces: defaultdict[KeyMeasure, list[Piece]] = defaultdict(list)
+    for sample in source.samples:
+        for piece in sample.pieces:
+            pieces[piece.key].append(piece)
+    source.keys.sort(key=lambda key: -key.raw_bytes)
     whole = sum(key.raw_bytes for key in source.keys)
-    for rank, number in enumerate(order):
-        key = source.keys[number]
-        share = key.raw_bytes / max(1, whole)
-        compare = rank < _COMPARED_KEYS and time.perf_counter() < until
-        measured = _measure_key(key, stored.codecs.get(number), machine, share, compare)
-        bound = _bound(key) if rank < _BOUND_KEYS else None
-        delta = stored.differences.get(number)
-        keys.append(replace(measured, batch=batches.get(number), delta=delta, bound=bound))
-    if not source.environments and _buffer_is_smaller(keys, overhead):
-        keys = [replace(key, writer="replay", stored=key.memory) for key in keys]
-        overhead = _buffer_overhead(keys)
-    return Measurements(
-        kind=source.kind,
-        where=source.where,
-        on_disk=bool(source.where),
-        frames=source.frames,
-        environments=source.environments,
-        overhead_bytes=overhead,
-        disk_bytes=source.disk_bytes,
-        delta_every=source.delta_every if stored.differences else 0,
-        notes=tuple(source.notes),
-        slots=source.slots,
-        keys=tuple(keys),
-        machine=machine,
-    )
+    for rank, key in enumerate(source.keys):
+        words = [piece.words for piece in pieces[key]]
+        frames = [piece.frames for piece in pieces[key] if piece.frames is not None]
+        # Files of before may hold others.
+        frames = [some for some in frames if some[0].shape == frames[-1][0].shape]
+        budget = max(_LEAST_FRAMES_BYTES, _FRAMES_BYTES * key.raw_bytes // max(1, whole))
+        key.sampled_bytes = sum(array.nbytes for array in words)
+        if words and rank < _COMPARED_KEYS and time.perf_counter() < until:
+            chunks = _chunks(words, min(_CHUNK_BYTES, budget))
+            key.compared = tuple(timed(codec, chunks) for codec in _COMPARED)
+        if words and rank < _BOUND_KEYS:
+            # Where two runs of neighbours in time meet, a difference is wrong, which is rare.
+            shaped = frames or [array.reshape(-1) for array in words]
+            key.bound = memoryless_bound(thinned(shaped, _BOUND_BYTES))
+        if frames:
+            key.memory = _hold(key, thinned(frames, budget), source.machine)
+        if key.writer == "replay":
+            key.stored = key.memory
+        elif key.writer == "recording" and words and not key.is_compressed:
+            key.stored = timed(Zstd(3), _chunks(words, _RECORDED_BYTES))
+        elif key.writer == "dataset" and key.stored:  # by snappy, which is about as fast as LZ4
+            like = key.compared[0] if key.compared else raw(source.machine)
+            key.stored = replace(like, name=key.stored.name, ratio=key.stored.ratio)
+    _prefer_buffer(source)
+    source.samples.clear()
 
 
-def _buffer_is_smaller(keys: Sequence[KeyMeasure], overhead: int) -> bool:
-    """Tell whether frames are stored better as a saved replay buffer than as a rollout.
+def _prefer_buffer(source: Source) -> None:
+    """Store frames as a saved replay buffer if that is smaller than a rollout.
 
     Pictures, mostly: its codecs know of rows.
     """
-    stored, buffer = float(overhead), float(_buffer_overhead(keys))
-    for key in keys:
+    overhead = _MANIFEST_BYTES + _RECORD_BYTES * len(source.keys)
+    stored, buffer = float(source.overhead_bytes), float(overhead)
+    for key in source.keys:
         if key.writer != "rollouts" or (key.memory is None and key.raw_bytes):
-            return False
+            return
         stored += key.raw_bytes / (key.stored.ratio if key.stored else 1.0)
         buffer += key.memory_bytes / (key.memory.ratio if key.memory else 1.0)
-    return buffer < _CLEARLY * stored
-
-
-def _buffer_overhead(keys: Sequence[KeyMeasure]) -> int:
-    """About what the headers of a saved replay buffer take."""
-    return _MANIFEST_BYTES + _RECORD_BYTES * len(keys)
-
-
-def _measure_key(
-    key: Key, stored: CodecMeasure | None, machine: Machine, share: float, compare: bool
-) -> KeyMeasure:
-    taken = [sample.words for sample in key.samples if sample.words.size]
-    frames = [s.frames for s in key.samples if s.frames is not None and s.frames.size]
-    fixed = key.note.startswith("already compressed")
-    compared = _compare(taken, int(share * _COMPARED_BYTES)) if compare and taken else ()
-    most = min(_MOST_FRAMES_BYTES, max(_LEAST_FRAMES_BYTES, int(share * _FRAMES_BYTES)))
-    memory = _memory(key, _thinned(frames, most), machine) if frames else None
-    if key.writer == "replay":
-        stored = memory
-    elif key.writer == "recording" and taken and not fixed:
-        chunks = _chunks(taken, _TIMED_BYTES * 4)
-        stored = timed("zstd 3", Zstd(3), chunks)
-    elif key.stored_ratio is not None:
-        speed = next((c for c in compared if c.name == "lz4 0"), raw(machine))  # like snappy
-        ratio = key.stored_ratio
-        stored = CodecMeasure("parquet", ratio, speed.encode_bytes_s, speed.decode_bytes_s)
-    return KeyMeasure(
-        name=".".join(key.path) or "data",
-        path=key.path,
-        writer=key.writer,
-        dtype=key.dtype,
-        shape=tuple(key.shape),
-        raw_bytes=key.raw_bytes,
-        memory_bytes=key.memory_bytes,
-        sampled_bytes=sum(words.nbytes for words in taken),
-        stored=stored,
-        memory=memory,
-        compared=compared,
-        note=key.note,
-    )
-
-
-def _batches(source: Source, machine: Machine) -> dict[int, CodecMeasure]:
-    """Measure what a `CompressedDataCollector` makes of batches [env, time]."""
-    before: Counter[int] = Counter()
-    coded: Counter[int] = Counter()
-    seconds: dict[int, list[float]] = {}
-    for group in source.groups:
-        lead, env, when = group.axes
-        if group.writer != "rollouts" or (env, when) != (0, 1) or not source.environments:
-            continue
-        from penstock.rollouts.compressed import compress_key
-        from penstock.rollouts.structure import Leaf
-
-        for key, words in group.items:
-            if words.shape[:2] != lead:
-                continue
-            leaf = Leaf(str(key), source.keys[key].path, source.keys[key].dtype, words)
-            for _ in range(1 if seconds else 2):  # the very first includes what is made ready
-                begin = time.perf_counter()
-                column = compress_key(leaf, True, BATCH_LEVEL)
-                middle = time.perf_counter()
-                if column:
-                    column.decode()
-                end = time.perf_counter()
-            spent = seconds.setdefault(key, [1e-9, 1e-9])
-            spent[0] += middle - begin
-            spent[1] += end - middle
-            before[key] += words.nbytes
-            coded[key] += column.nbytes if column else words.nbytes
-    return {
-        key: CodecMeasure(
-            "series groups", size / max(1, coded[key]), *(size / s for s in seconds[key])
-        )
-        if coded[key] < size
-        else raw(machine)
-        for key, size in before.items()
-    }
+    if not source.environments and buffer < _CLEARLY * stored:
+        source.overhead_bytes = overhead
+        for key in source.keys:
+            key.writer, key.stored = "replay", key.memory
 
 
 def _chunks(arrays: Sequence[Array], most_bytes: int) -> list[Array]:
     """Cut about so many bytes out of arrays, from everywhere, in pieces of up to 1 MiB."""
-    found: list[Array] = []
+    most = max(_LEAST_CHUNK_BYTES, most_bytes // len(arrays))
+    run = min(_CHUNK_BYTES, max(_LEAST_CHUNK_BYTES, most // 4))
+    chunks: list[Array] = []
     for array in arrays:
         data = np.frombuffer(bytes_of(np.ascontiguousarray(array).reshape(-1)), np.uint8)
-        most = max(1 << 12, most_bytes // len(arrays))
-        run = min(_CHUNK_BYTES, max(1 << 12, most // 4))
-        found += [data[some] for some in spread(data.size, run, max(1, most // run))]
-    return found
+        chunks += [data[some] for some in spread(data.size, run, max(1, most // run))]
+    return chunks
 
 
-def _compare(arrays: Sequence[Array], most_bytes: int) -> tuple[CodecMeasure, ...]:
-    chunks = _chunks(arrays, min(_CHUNK_BYTES, max(1 << 16, most_bytes)))
-    return tuple(timed(name, codec, chunks) for name, codec in COMPARED)
-
-
-def _thinned(frames: Sequence[Array], most_bytes: int) -> Array:
-    """Return about so many bytes of frames, runs from everywhere."""
-    each = most_bytes // len(frames)
-    parts = []
-    for some in frames:
-        count = max(1, each // max(1, some[0].nbytes))
-        run = max(1, count // 48)
-        parts.append(joined(some, spread(len(some), run, max(1, count // run)), 0))
-    return np.concatenate(parts)
-
-
-def _bound(key: Key) -> float | None:
-    arrays = [s.words if s.frames is None else s.frames for s in key.samples if s.words.size]
-    if not arrays:
-        return None
-    arrays = [array.reshape(1) if array.ndim == 0 else array for array in arrays]
-    # Runs of neighbours in time: where two runs meet, a difference is wrong, which is rare.
-    return memoryless_bound(_thinned(arrays, _BOUND_BYTES))
-
-
-def _memory(key: Key, frames: Array, machine: Machine) -> CodecMeasure | None:
+def _hold(key: KeyMeasure, frames: Array, machine: Machine) -> CodecMeasure | None:
     """Measure what a replay buffer makes of these frames."""
     try:
         from penstock.replay.frames import choose_codec
     except MissingExtra:
         return None
-    sample = np.ascontiguousarray(frames)
-    where = key.path[-1] if key.path else "the data"
-    rows = sample.reshape(len(sample), -1).view(np.uint8)
-    codec = choose_codec(sample, "auto", where)
-    if codec.id != "raw":
-        return _frame_measure(codec, rows)
-    if rows.shape[1] < _SMALL_FRAME_BYTES:
-        few = np.ascontiguousarray(rows[:: max(1, len(rows) // _FEW_FRAMES)])
-        for name in _SMALL_CODECS:
-            with contextlib.suppress(UsageError):  # it cannot hold frames of this size
-                codec = choose_codec(sample, name, where)
-                if few.size >= LEAST_RATIO * _coded_bytes(codec.encode(few)[1]):
-                    return _frame_measure(codec, rows)
+    rows = frames.reshape(len(frames), -1).view(np.uint8)
+    for name in ("auto", *(_SMALL_CODECS if rows.shape[1] < _SMALL_FRAME_BYTES else ())):
+        with contextlib.suppress(UsageError):  # it cannot hold frames of this size
+            codec = choose_codec(frames, name, key.name)
+            if codec.id != "raw":
+                found = _timed_frames(codec, rows)
+                if name == "auto" or found.ratio >= LEAST_RATIO:
+                    return found
     return raw(machine)
 
 
-def _coded_bytes(lengths: NDArray[np.int64]) -> int:
-    return int(lengths.sum()) + _TABLE_BYTES * len(lengths)
-
-
-def _frame_measure(codec: FrameCodec, rows: NDArray[np.uint8]) -> CodecMeasure:
-    begin = time.perf_counter()
+def _timed_frames(codec: FrameCodec, rows: NDArray[np.uint8]) -> CodecMeasure:
+    encode_s = best(lambda: codec.encode(rows))
     data, lengths = codec.encode(rows)
-    encode_s = time.perf_counter() - begin
-    if encode_s < _SHORT_S:
-        encode_s = best(lambda: codec.encode(rows))
     data = np.ascontiguousarray(data)
     starts = (np.cumsum(lengths) - lengths).astype(np.uint64)
     starts += np.uint64(data.__array_interface__["data"][0])
     out = np.empty_like(rows)
     decode_s = best(lambda: codec.decode(starts, lengths, out))
-    ratio = rows.size / _coded_bytes(lengths)
+    ratio = rows.size / (int(lengths.sum()) + _TABLE_BYTES * len(lengths))
     return CodecMeasure(codec.id, ratio, rows.size / encode_s, rows.size / decode_s)
+
+
+def _compress_batches(source: Source) -> None:
+    """Measure what a `CompressedDataCollector` makes of batches [env, time]."""
+    sums: defaultdict[KeyMeasure, NDArray[np.float64]] = defaultdict(lambda: np.full(4, 1e-9))
+    for sample in source.samples:
+        axes = sample.axes
+        if sample.writer != "rollouts" or not axes or (axes.env, axes.time) != (0, 1):
+            continue
+        from penstock.rollouts.compressed import compress_key
+        from penstock.rollouts.structure import Leaf
+
+        for key, words, _ in sample.pieces:
+            if source.environments and words.shape[:2] == axes.batch:
+                compress = partial(
+                    compress_key, Leaf("", key.path, key.dtype, words), True, BATCH_LEVEL
+                )
+                column = compress()  # the very first includes what is made ready
+                coded = column.nbytes if column else words.nbytes
+                decode_s = best(column.decode) if column else 0.0
+                sums[key] += (words.nbytes, coded, best(compress), decode_s)
+    for key, (size, coded, encode_s, decode_s) in sums.items():
+        key.batch = raw(source.machine)
+        if coded < size:
+            speeds = float(size / encode_s), float(size / decode_s)
+            key.batch = CodecMeasure("series groups", float(size / coded), *speeds)
+
+
+@dataclass
+class _Sum:
+    """What all pieces of a key came to, each weighted by what it stands for."""
+
+    raw_bytes: float = 0.0
+    coded_bytes: float = 0.0
+    codec: Codec | None = None
+    blocks: list[Array] = field(default_factory=list)
+    bases: list[Array] = field(default_factory=list)
+
+    def add(self, piece: Piece, entry: Entry, weight: float) -> None:
+        """Count what became of a piece."""
+        self.raw_bytes += piece.words.nbytes * weight
+        self.coded_bytes += entry.stored_bytes * weight
+
+    def add_blocks(
+        self, entry: Entry, most_bytes: int, pack: PackReader, base: PackReader | None = None
+    ) -> None:
+        """Keep some blocks, from everywhere, to measure the speed of their codec."""
+        self.codec = entry.codec
+        most = min(_TIMED_BLOCKS, max(1, most_bytes // entry.block_bytes))
+        for block in positions(spread(entry.blocks, 1, most)):
+            self.blocks.append(pack.read_block(entry.name, block))
+            if base is not None:
+                self.bases.append(base.read_block(entry.name, block))
+
+    def measure(self, plain: CodecMeasure) -> CodecMeasure:
+        """Measure the codec; `plain` where there is none, and to read what it builds on."""
+        found = timed(self.codec, self.blocks, self.bases) if self.codec else plain
+        if self.bases:
+            read_s = 1 / plain.decode_bytes_s
+            found = replace(
+                found,
+                encode_bytes_s=1 / (1 / found.encode_bytes_s + read_s),
+                decode_bytes_s=1 / (1 / found.decode_bytes_s + read_s),
+            )
+        return replace(found, ratio=self.raw_bytes / max(1.0, self.coded_bytes))
+
+
+def _store(source: Source) -> None:
+    """Write the samples into a temporary folder, and read what became of their keys."""
+    full: defaultdict[KeyMeasure, _Sum] = defaultdict(_Sum)
+    series: defaultdict[KeyMeasure, _Sum] = defaultdict(_Sum)
+    written = [sample for sample in source.samples if sample.writer in ("rollouts", "checkpoint")]
+    blocks_bytes = _TIMED_BYTES // max(1, len(written))
+    files: Counter[str] = Counter()
+    for sample in written:
+        files[sample.writer] += sample.files  # type: ignore[assignment]
+    overhead = 0.0
+    with tempfile.TemporaryDirectory(prefix="penstock-advise-") as folder, ExitStack() as stack:
+        packs: dict[Sample, PackReader] = {}
+        for number, sample in enumerate(written):
+            path = Path(folder) / f"{number}.pack"
+            names = (_write_rollout if sample.writer == "rollouts" else _write_state)(path, sample)
+            pack = packs[sample] = stack.enter_context(PackReader(path))
+            base, smaller = packs[sample.base] if sample.base else None, {}
+            if base is not None:
+                path = path.with_suffix(".delta")
+                _write_state(path, sample, base)
+                delta = stack.enter_context(PackReader(path))
+                smaller = {entry.name: entry for entry in _differences(pack, delta)}
+            header = pack.index.header_bytes
+            for piece, name in zip(sample.pieces, names, strict=True):
+                entry, total = pack.entry(name), full[piece.key]
+                total.add(piece, entry, sample.files)
+                per_file = piece.key.raw_bytes / max(1.0, files[sample.writer])
+                more = per_file / entry.block_bytes - entry.blocks
+                header += int(_BLOCK_HEADER_BYTES * max(0.0, more))
+                if entry.codec.id != "raw":
+                    total.add_blocks(entry, blocks_bytes, pack)
+                if sample.share:
+                    series[piece.key].add(piece, smaller.get(name, entry), sample.share)
+                if name in smaller:
+                    series[piece.key].add_blocks(smaller[name], blocks_bytes, delta, base)
+            overhead += header * sample.files
+        for key, total in full.items():
+            key.stored = total.measure(raw(source.machine))
+        for key, total in series.items():
+            key.delta = total.measure(key.stored or raw(source.machine))
+    source.overhead_bytes = int(overhead)
+
+
+def _write_rollout(path: Path, sample: Sample) -> list[str]:
+    from penstock.rollouts.file import write_rollout
+    from penstock.rollouts.structure import take_apart
+
+    assert sample.axes is not None
+    batch = take_apart({key.path: np.ascontiguousarray(words) for key, words, _ in sample.pieces})
+    write_rollout(path, batch, sample.axes, 0, ROLLOUT_LEVEL)
+    return [leaf.item for leaf in batch.leaves]
+
+
+def _write_state(path: Path, sample: Sample, base: PackReader | None = None) -> list[str]:
+    planes = Planes(level=CHECKPOINT_LEVEL)
+    items = []
+    for key, words, _ in sample.pieces:
+        # By the size of the tensor, not that of the sample.
+        coded = nbytes(key.dtype, key.shape) >= _PLAIN_BYTES
+        codec = (Delta(planes) if base else planes) if coded else None
+        items.append(Item(repr(key.path), words, key.dtype, codec))
+    with PackWriter(path, kind="checkpoint", meta=sample.meta, base=base) as writer:
+        writer.write(items)
+    return [item.name for item in items]
+
+
+def _differences(full: PackReader, delta: PackReader) -> list[Entry]:
+    """Return the tensors that a saver would store as differences."""
+    sizes = {name: entry.stored_bytes for name, entry in full.index.entries.items()}
+    coded = [entry for entry in delta.index.entries.values() if entry.codec.id != "raw"]
+    smaller = [entry for entry in coded if entry.stored_bytes < sizes[entry.name]]
+    before = sum(sizes[entry.name] for entry in coded)
+    saved = sum(sizes[entry.name] - entry.stored_bytes for entry in smaller)
+    return smaller if before - saved <= _WORTH_IT * before else []
+
+
+def memoryless_bound(frames: Array) -> float:
+    """Return the best ratio that a coder without memory could reach on frames [time, ...].
+
+    That is the order-0 entropy of the byte planes of one of: the values; their differences in time;
+    the values without the zeros, which are a bitmap; the differences between what is left; the
+    differences to the row above. The smallest counts. A coder that also finds repeats may
+    do better.
+
+    Neighbours in time lie along the first axis; complex numbers count as two.
+    """
+    if frames.dtype.kind == "c":
+        half = np.float32 if frames.itemsize == 8 else np.float64
+        frames = np.ascontiguousarray(frames)[..., np.newaxis].view(half)
+    words = np.ascontiguousarray(frames).view(UNSIGNED[frames.itemsize])
+    if not words.size:
+        return 1.0
+    words = words[: max(2, _BOUND_MOST_BYTES // max(1, words[0].nbytes))]
+    bits = min(_candidates(words))
+    return min(HIGHEST, 8 * words.nbytes / bits) if bits else HIGHEST
+
+
+def _candidates(words: Array) -> Iterator[float]:
+    yield _plane_bits(words)
+    yield _plane_bits(_gaps(words))
+    series = words.reshape(len(words), -1).T.reshape(-1)  # time comes last
+    kept = series[series != 0]
+    share = kept.size / series.size
+    bitmap = -sum(series.size * p * float(np.log2(p)) for p in (share, 1 - share) if p)
+    yield bitmap + _plane_bits(kept)
+    yield bitmap + _plane_bits(_gaps(kept))
+    if words.ndim >= 3:
+        yield _plane_bits(_gaps(np.moveaxis(words, 1, 0)))
+
+
+def _gaps(words: Array) -> Array:
+    """Return the first of the values, then differences, the sign in the lowest bit."""
+    gaps = np.diff(words, axis=0).view(SIGNED[words.itemsize])
+    codes = ((gaps << 1) ^ (gaps >> (8 * words.itemsize - 1))).view(words.dtype)
+    return np.concatenate([words[:1], codes])
+
+
+def _plane_bits(words: Array) -> float:
+    """Return the bits of the byte planes of values, each byte coded by how often it appears."""
+    planes = np.ascontiguousarray(words).reshape(-1).view(np.uint8).reshape(-1, words.itemsize)
+    bits = 0.0
+    for k in range(words.itemsize):
+        counts = np.bincount(planes[:, k], minlength=256)
+        counts = counts[counts > 0]
+        bits -= float(np.sum(counts * np.log2(counts / len(planes))))
+    return bits

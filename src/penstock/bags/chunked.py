@@ -20,14 +20,7 @@ from numpy.typing import NDArray
 from penstock.bags.limits import BadRecord, Limits, expect
 from penstock.bags.reader import Bag, Message, SalvageReport, Selection, Topic, among, join_topics
 from penstock.bags.scan import Scanner
-from penstock.bags.source import (
-    SMALL_PART,
-    ZSTD_MAGIC,
-    ChunkStream,
-    Stored,
-    inflate_message,
-    open_source,
-)
+from penstock.bags.source import SMALL_PART, ZSTD_MAGIC, ChunkStream, Stored, open_source
 from penstock.bags.spool import ROW, Rows
 from penstock.bags.table import LOOSE, Chunk, ChunkTable
 from penstock.core.threads import CORES, parallel_map
@@ -162,11 +155,16 @@ class ChunkedBag(Bag):
         keys = self._keys(selection.topics)
         with self._named():
             for chosen, stream in self._streams(self._chosen(selection, keys)):
-                for rows in self._rows([chosen.number]):
-                    places, ordinals = chosen.selection.pick(rows["key"], keys)
-                    yield from self._cut(stream, rows[places], ordinals)
+                for rows, ordinals in self._picked(chosen, keys):
+                    yield from self._cut(stream, rows, ordinals)
                 stream.finish()
                 del stream  # else two chunks are in memory while the next is loaded
+
+    def _picked(self, chosen: _Chosen, keys: Keys) -> Iterator[tuple[Rows, Numbers]]:
+        """Yield the places of the wanted messages of a chunk, and their ordinals."""
+        for rows in self._rows([chosen.number]):
+            places, ordinals = chosen.selection.pick(rows["key"], keys)
+            yield rows[places], ordinals
 
     def _chosen(self, selection: Selection, keys: Keys) -> Iterator[_Chosen]:
         """Yield the chunks that hold wanted messages, with those messages."""
@@ -227,8 +225,6 @@ class ChunkedBag(Bag):
                 message = data[start:stop]
             else:
                 message = memoryview(data)[start:stop]
-            if connection.encoding == "cdr" and message[:4] == ZSTD_MAGIC:
-                message = inflate_message(self.path, message, self.limits)
             yield Message(connection.topic, ordinal, t_ns, message)
 
     def _has_near_heads(self, topics: Sequence[str]) -> bool:
@@ -243,10 +239,9 @@ class ChunkedBag(Bag):
         parse, most = self._head_parser(), self._HEAD_BYTES
         with self._named():
             for chosen in self._chosen(selection, keys):
-                for rows in self._rows([chosen.number]):
-                    places, ordinals = chosen.selection.pick(rows["key"], keys)
+                for rows, ordinals in self._picked(chosen, keys):
                     for (key, t_ns, offset), ordinal in zip(
-                        rows[places].tolist(), ordinals.tolist(), strict=True
+                        rows.tolist(), ordinals.tolist(), strict=True
                     ):
                         topic = self._connections[key].topic
                         pos = chosen.stored.start + offset
@@ -257,8 +252,6 @@ class ChunkedBag(Bag):
                         if len(head) < size_bytes or head[:4] == ZSTD_MAGIC:
                             self.limits.check_record(self.path, stop - start, topic)
                             head = self._source.read(pos + start, stop - start, "a message")
-                        if head[:4] == ZSTD_MAGIC and self._connections[key].encoding == "cdr":
-                            head = inflate_message(self.path, head, self.limits)
                         yield Message(topic, ordinal, t_ns, head)
 
     def _rows(self, numbers: Sequence[int]) -> Iterator[Rows]:

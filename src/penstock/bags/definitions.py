@@ -21,6 +21,7 @@ _FIELD: Final = re.compile(
 )
 _CONSTANT: Final = re.compile(rf"[A-Za-z0-9]+(?:<=[0-9]{{1,10}})?[ \t]+{_NAME}[ \t]*=[^\n]*")
 _SEPARATOR: Final = re.compile(r"={3,}")
+_NOT_IDL: Final = re.compile(r"={3,}\s*$|IDL: |\s*#")
 _TYPE_NAME: Final = re.compile(rf"{_NAME}(?:/{_NAME}){{1,3}}")
 _LONGEST_NAME: Final = 255
 # Fields of a type with all its sub-messages laid out; no real message comes near.
@@ -184,8 +185,10 @@ def _is_idl(text: str) -> bool:
 def _parse_idl(text: str) -> Types:
     from rosbags.typesys import get_types_from_idl
 
+    # rosbag2 puts a line with its name before each type, and the grammar knows no #include.
+    kept = [line for line in text.splitlines() if not _NOT_IDL.match(line)]
     try:
-        parsed: Any = get_types_from_idl(text)
+        parsed: Any = get_types_from_idl("\n".join(kept))
         return _from_rosbags(parsed)
     except DataError:
         raise
@@ -240,7 +243,8 @@ class _Collector:
             if not re.fullmatch(_NAME, field.name) or field.name in found.fields:
                 raise DataError(f"the message type {name} has a bad field name {field.name[:80]!r}")
             if field.type in NUMBERS or field.type in _OTHERS:
-                inner, each = Node(field.type, field.size), 1
+                signed = field.type == "byte" and self._encoding == "ros1"  # in ROS 2 it is not
+                inner, each = Node("int8" if signed else field.type, field.size), 1
             else:
                 _check_type_name(field.type)
                 known = self.node(field.type, (*above, name))

@@ -11,8 +11,8 @@ from penstock.bags.limits import Limits
 from penstock.bags.reader import Bag
 from penstock.bags.source import ZSTD_MAGIC
 from penstock.core.files import storage_error
-from penstock.core.objects import ObjectPath, as_object, is_object
 from penstock.errors import DataError, UnknownFormat
+from penstock.objects import ObjectPath, as_object, is_object
 
 _MAGICS = {b"#ROSBAG": "bag", b"\x89MCAP": "mcap", b"SQLite format 3\0": "db3"}
 
@@ -52,11 +52,7 @@ def open_bag(
         LimitExceeded: It asks for more than the limits.
     """
     path, limits = to_path(path), limits or Limits()
-    if path.is_dir():
-        from penstock.bags.folder import FolderBag
-
-        return FolderBag(path, limits, salvage, scratch)
-    kind = _kind(path)
+    kind = "folder" if path.is_dir() else _kind(path)
     if kind == "bag":
         from penstock.bags.ros1 import Ros1Bag
 
@@ -65,15 +61,16 @@ def open_bag(
         from penstock.bags.mcap import McapBag
 
         return McapBag(path, limits, salvage, scratch)
-    if as_object(path) is not None:
+    if kind != "folder" and as_object(path) is not None:
         raise DataError(f"{path}: .bag and .mcap are read from object storage; copy it to a disk")
     if kind == "db3":
         from penstock.bags.sqlite import SqliteBag
 
         return SqliteBag(path, limits, salvage, scratch)
-    from penstock.bags.folder import JoinedBag
+    from penstock.bags.folder import JoinedBag, folder_parts
 
-    return JoinedBag(path, [path], limits, salvage, scratch)
+    parts = folder_parts(path, salvage) if kind == "folder" else [path]
+    return JoinedBag(path, parts, limits, salvage, scratch)
 
 
 def find_bags(paths: Sequence[Path | str]) -> list[Path]:
@@ -111,6 +108,12 @@ def parts_of(folder: Path) -> list[Path]:
     return [p for p in names if p.suffix != ".zstd" or p.stem not in plain]
 
 
+def is_split(names: Sequence[str], stem: str) -> bool:
+    """Tell whether files are named as a recorder names the parts of one bag: take_0, take_1, …."""
+    bare = sorted(name.partition(".")[0] for name in names)
+    return len(names) > 1 and bare == sorted(f"{stem}_{number}" for number in range(len(names)))
+
+
 def _bags_in(path: Path) -> list[Path]:
     try:
         if path.is_file():
@@ -122,7 +125,8 @@ def _bags_in(path: Path) -> list[Path]:
     remote = as_object(path)
     if remote is not None:
         return _objects_in(remote)
-    if (path / METADATA).is_file():
+    # A recorder that was killed wrote no metadata, and named the parts after the folder.
+    if (path / METADATA).is_file() or is_split([p.name for p in parts_of(path)], path.name):
         return [path]
     return [
         entry

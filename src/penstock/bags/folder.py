@@ -131,23 +131,22 @@ class JoinedBag(Bag):
         return target
 
 
-class FolderBag(JoinedBag):
-    """The folder of a ROS 2 bag, with or without a metadata.yaml."""
-
-    def __init__(
-        self, path: Path, limits: Limits, salvage: bool = False, scratch: Path | None = None
-    ) -> None:
-        parts = _listed_parts(path, salvage) if (path / METADATA).is_file() else parts_of(path)
-        if not parts:
-            raise DataError(f"{path} is not a ROS 2 bag folder: it holds no .db3 or .mcap file")
-        kinds = {part.name.removesuffix(".zstd").rpartition(".")[2] for part in parts}
-        if len(kinds) > 1:
-            raise DataError(f"{path} holds both .db3 and .mcap files; pass one of them")
-        super().__init__(path, parts, limits, salvage, scratch)
+def folder_parts(path: Path, salvage: bool) -> list[Path]:
+    """Return the files of a ROS 2 bag folder, with or without a metadata.yaml."""
+    parts = _listed_parts(path, salvage) if (path / METADATA).is_file() else parts_of(path)
+    if not parts:
+        raise DataError(f"{path} is not a ROS 2 bag folder: it holds no .db3 or .mcap file")
+    kinds = {part.name.removesuffix(".zstd").rpartition(".")[2] for part in parts}
+    if len(kinds) > 1:
+        raise DataError(f"{path} holds both .db3 and .mcap files; pass one of them")
+    return parts
 
 
 def _listed_parts(folder: Path, salvage: bool) -> list[Path]:
-    """Return the files that metadata.yaml names, in its order."""
+    """Return the files that metadata.yaml names, in its order.
+
+    Behind them those that are named alike: a recorder that was killed lists the last ones never.
+    """
     try:
         names = _file_names(folder / METADATA)
         parts = [_find_part(folder, name) for name in names]
@@ -161,7 +160,16 @@ def _listed_parts(folder: Path, salvage: bool) -> list[Path]:
             f"{folder}: {METADATA} names the file {missing[0]!r}, which is missing; pass --salvage "
             "to read the others"
         )
-    return [part for part in parts if part is not None]
+    listed = [part for part in parts if part is not None]
+    series = {_series(part) for part in listed}
+    return listed + [p for p in parts_of(folder) if p not in listed and _series(p) in series]
+
+
+def _series(part: Path) -> str:
+    """Return the name of a split file without its number; the whole name if it has none."""
+    stem = part.name.partition(".")[0]
+    head, _, number = stem.rpartition("_")
+    return head if number.isdigit() else stem
 
 
 def _find_part(folder: Path, name: str) -> Path | None:

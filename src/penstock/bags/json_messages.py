@@ -9,7 +9,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any, Final
 
-from penstock.bags.layout import MOST_VALUES, STEP, Data, Layout, Node, Tree, Wants
+from penstock.bags.layout import MOST_VALUES, NUMBERS, STEP, Data, Layout, Node, Tree, Wants
 from penstock.bags.limits import Limits
 from penstock.bags.reader import Topic
 from penstock.errors import DataError, LimitExceeded
@@ -21,16 +21,7 @@ _NUMBERS: Final = {"number": "float64", "integer": "int64", "boolean": "bool"}
 
 
 class JsonLayout(Layout):
-    """Messages of one topic in JSON.
-
-    Args:
-        topic: Its definition is a JSON schema, or "".
-        limits: Of the definition.
-        sample: A message, to tell the fields by if there is no schema.
-
-    Raises:
-        DataError: The schema is none.
-    """
+    """Messages of one topic in JSON: by their schema, or by a sample if it names no fields."""
 
     def __init__(self, topic: Topic, limits: Limits, sample: Data | None = None) -> None:
         super().__init__()
@@ -38,11 +29,10 @@ class JsonLayout(Layout):
         definition = str(topic.definition)
         if len(definition) > limits.definition_bytes:
             raise LimitExceeded(f"the definition of {topic.type[:80]!r} is too long")
-        if definition.strip():
-            self._schema = _load(definition.encode(), "its JSON schema")
-            self.root = self._node(self._schema, 0) or Node("message")
-        else:
-            self.root = self._like({} if sample is None else _load(sample, "its first message"), 0)
+        self._schema = _load(definition.encode(), "its JSON schema") if definition.strip() else {}
+        self.root = self._node(self._schema, 0) or Node("message")
+        if sample is not None and self.root.type == "message" and not self.root.fields:
+            self.root = self._like(_load(sample, "its first message"), 0)
         if self.root.type != "message" or self.root.size is not None:
             raise DataError(f"the JSON schema of {topic.type[:80]!r} describes no object")
 
@@ -59,9 +49,15 @@ class JsonLayout(Layout):
     def _node(self, schema: Any, depth: int) -> Node | None:
         """Return the node of a schema; None for what has no numbers, texts or objects."""
         for _ in range(8):
-            if not isinstance(schema, dict) or "$ref" not in schema:
+            if not isinstance(schema, dict):
                 break
-            schema = self._referenced(schema["$ref"])
+            either = schema.get("anyOf", schema.get("oneOf"))
+            if "$ref" in schema:
+                schema = self._referenced(schema["$ref"])
+            elif isinstance(either, list):  # as optional values are written: a number, or null
+                schema = next((one for one in either if one != {"type": "null"}), None)
+            else:
+                break
         self._fields += 1
         if not isinstance(schema, dict) or depth > self._limits.nesting:
             return None
@@ -77,7 +73,7 @@ class JsonLayout(Layout):
             return Node("bytes" if encoded else "string", optional=True)
         if kind == "array":
             item = self._node(schema.get("items"), depth + 1)
-            if item is None or item.size is not None:
+            if item is None or (item.size is not None and item.type not in NUMBERS):
                 return None
             return replace(item, size=-1, optional=False)
         if kind != "object" or not isinstance(schema.get("properties", {}), dict):

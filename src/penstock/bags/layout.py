@@ -31,6 +31,7 @@ STEP: Final = re.compile(r"([A-Za-z_][A-Za-z0-9_]*)(?:\[([0-9]{1,9})\])?")
 HEADER: Final = "std_msgs/msg/Header"
 MOST_VALUES: Final = 200_000  # in one message, but for arrays of numbers and bytes
 CUT: Final = "the message is cut"
+_UNWANTED: Final = object()
 _TIMES: Final = ("time", "duration")
 _MOST_LISTED: Final = 2000
 _MOST_FIELDS: Final = 20_000
@@ -86,11 +87,7 @@ class _Step:
 
 
 class Layout(ABC):
-    """The fields of a message type, and how to find them in a message.
-
-    Attributes:
-        root: The type.
-    """
+    """The fields of a message type, and how to find them in a message."""
 
     root: Node
 
@@ -101,11 +98,7 @@ class Layout(ABC):
 
     @abstractmethod
     def parser(self, wants: Wants) -> Callable[[Data], Tree]:
-        """Return a function from a message to nested dicts of the wanted fields.
-
-        Raises:
-            DataError: They cannot be read.
-        """
+        """Return a function from a message to nested dicts of the wanted fields."""
 
     def leaves(self) -> Iterator[tuple[str, str]]:
         """Yield the paths of all numbers and times, and the text of their types."""
@@ -115,9 +108,6 @@ class Layout(ABC):
         """Return a function from a message to the numbers at a path.
 
         The path may lead through a list: "joints.position" are the positions of all joints.
-
-        Raises:
-            DataError: There are no numbers at that path.
         """
         steps, node = self._resolve(path)
         _count_numbers(node, path, (), {})
@@ -186,9 +176,6 @@ class Layout(ABC):
         Args:
             path: Of the list; "" for the message itself.
             names: The paths of the texts within an item.
-
-        Raises:
-            DataError: There are no such texts.
         """
         if path and self._resolve(path)[1].size is None:
             raise DataError(f"{path!r} is no list")
@@ -205,11 +192,7 @@ class Layout(ABC):
         return texts
 
     def find_bytes(self, path: str) -> Callable[[Data], memoryview]:
-        """Return a function from a message to the bytes of a text or blob.
-
-        Raises:
-            DataError: There is none at that path.
-        """
+        """Return a function from a message to the bytes of a text or blob."""
         _, node = self._resolve(path)
         single = node.size is None and node.type in ("string", "bytes")
         if not single and (node.size != -1 or NUMBERS.get(node.type) not in ("u1", "i1")):
@@ -218,11 +201,7 @@ class Layout(ABC):
         return lambda data: as_bytes(get(self._tree(data))[0])
 
     def values(self, *paths: str) -> Callable[[Data], list[Any]]:
-        """Return a function from a message to the values at some paths; None where one is missing.
-
-        Raises:
-            DataError: There is no such field, or it is a list.
-        """
+        """Return a function from a message to the values at some paths; None for a missing one."""
         getters = [self._getter(path) for path in paths]
 
         def values(data: Data) -> list[Any]:
@@ -286,15 +265,26 @@ class Layout(ABC):
     def _getter(self, path: str) -> Callable[[Tree], list[Any]]:
         """Return a function from a parsed message to the values at a path: they are wanted now."""
         steps, _ = self._resolve(path)
-        wants = self._wants
-        for step in steps[:-1]:
-            inner = wants.setdefault(step.name, {})
-            if inner is None:
+        wants: Wants | None = self._wants
+        changed: tuple[Wants, str, Any] | None = None  # the first change, and what was there
+        for step in steps:
+            assert wants is not None
+            before = wants.get(step.name, _UNWANTED)
+            if before is None:
                 break  # all of it is wanted
-            wants = inner
-        else:
-            wants[steps[-1].name] = None
-        self._parse, self._last = self.parser(self._wants), (None, {})
+            if before is _UNWANTED or step is steps[-1]:
+                changed = changed or (wants, step.name, before)
+                wants[step.name] = None if step is steps[-1] else {}
+            wants = wants[step.name]
+        try:
+            self._parse, self._last = self.parser(self._wants), (None, {})
+        except DataError:  # nobody wants what cannot be read: the other fields can be
+            if changed is not None:
+                place, name, before = changed
+                place[name] = before
+                if before is _UNWANTED:
+                    del place[name]
+            raise
         last = steps[-1]
 
         def get(tree: Tree) -> list[Any]:

@@ -23,6 +23,7 @@ from numpy.typing import NDArray
 
 from penstock.bags.chunked import ChunkedBag, Connection, HeadParser, Numbers, Record
 from penstock.bags.limits import BadRecord, Limits, expect
+from penstock.bags.reader import full_type
 from penstock.bags.scan import Scanner
 from penstock.bags.source import ChunkStream, Stored
 from penstock.bags.table import LOOSE, Chunk
@@ -47,13 +48,6 @@ _TEXT_SCHEMAS: Final = ("ros1msg", "ros2msg", "ros2idl", "jsonschema", "omgidl",
 # A chunk or message record below 1 TB: rare enough by chance to look closer at each.
 _MARK: Final = re.compile(rb"[\x05\x06][\s\S]{5}\0\0\0")
 _DAY_NS: Final = 86400 * 10**9
-_U16: Final = Struct("<H")
-_U32: Final = Struct("<I")
-_U64: Final = Struct("<Q")
-_TWO_U16: Final = Struct("<HH")
-_TWO_U64: Final = Struct("<QQ")
-_STATISTICS: Final = Struct("<QHIIIIQQ")
-_CHUNK_INDEX: Final = Struct("<QQQQ")
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,18 +67,18 @@ class Fields:
         self._pos = 0
         self._what = what
 
-    def numbers(self, layout: Struct) -> tuple[int, ...]:
-        """Return some numbers."""
+    def numbers(self, letters: str) -> tuple[int, ...]:
+        """Return some numbers, by their letters of `struct`."""
         try:
-            found = layout.unpack_from(self._data, self._pos)
+            found = struct.unpack_from(f"<{letters}", self._data, self._pos)
         except struct.error:
             raise BadRecord(f"{self._what} is cut") from None
-        self._pos += layout.size
+        self._pos += struct.calcsize(f"<{letters}")
         return found
 
     def blob(self) -> bytes:
         """Return bytes after their length."""
-        (length,) = self.numbers(_U32)
+        (length,) = self.numbers("I")
         if length > len(self._data) - self._pos:
             raise BadRecord(f"{self._what} is cut")
         self._pos += length
@@ -118,7 +112,7 @@ def record_at(data: bytes, pos: int) -> tuple[int, int, int]:
 def parse_schema(data: bytes | memoryview, limits: Limits) -> tuple[int, Schema]:
     """Return a schema and its number."""
     fields = Fields(data, "a schema")
-    (key,) = fields.numbers(_U16)
+    (key,) = fields.numbers("H")
     name, encoding = fields.text(), fields.text()
     blob = fields.blob()
     if len(blob) > limits.definition_bytes:
@@ -130,11 +124,10 @@ def parse_schema(data: bytes | memoryview, limits: Limits) -> tuple[int, Schema]
 def parse_channel(data: bytes | memoryview, schemas: dict[int, Schema]) -> Connection:
     """Return a channel; one without a schema has the type ""."""
     fields = Fields(data, "a channel")
-    key, schema_key = fields.numbers(_TWO_U16)
+    key, schema_key = fields.numbers("HH")
     topic, encoding = fields.text(), fields.text()
     schema = schemas.get(schema_key, Schema("", "", ""))
-    parts = schema.name.split("/")
-    kind = f"{parts[0]}/msg/{parts[1]}" if len(parts) == 2 else schema.name
+    kind = full_type(schema.name)
     return Connection(key, topic, kind, schema.definition, encoding, schema.encoding)
 
 
@@ -150,7 +143,7 @@ def parse_chunk_head(data: bytes, pos: int) -> Stored:
     if text_bytes > 16 or len(data) < at + 8:
         raise BadRecord("a chunk has no known compression")
     compression = data[at - text_bytes : at].decode("ascii", "replace")
-    (stored_bytes,) = _U64.unpack_from(data, at)
+    (stored_bytes,) = struct.unpack_from("<Q", data, at)
     if stored_bytes != stop - at - 8 or size_bytes > _LATEST_NS:
         raise BadRecord("a chunk does not fill its record")
     return Stored(pos + at + 8, pos + stop, size_bytes, crc, compression)
@@ -171,11 +164,11 @@ class ChunkIndex(NamedTuple):
 def parse_chunk_index(data: bytes | memoryview) -> ChunkIndex:
     """Return an entry about a chunk; its counts are None if they cannot be told from it."""
     fields = Fields(data, "a chunk index")
-    start_ns, end_ns, pos, length = fields.numbers(_CHUNK_INDEX)
+    start_ns, end_ns, pos, length = fields.numbers("QQQQ")
     keys, values = fields.pairs()
-    (index_bytes,) = fields.numbers(_U64)
+    (index_bytes,) = fields.numbers("Q")
     compression = fields.text()
-    fields.numbers(_TWO_U64)
+    fields.numbers("QQ")
     stop = pos + length + index_bytes
     if max(end_ns, stop, *values.tolist()) > _LATEST_NS:
         raise BadRecord("a chunk index holds an impossible number")
@@ -188,15 +181,8 @@ def parse_chunk_index(data: bytes | memoryview) -> ChunkIndex:
         counts, rest = np.divmod(np.diff(places, append=stop) - _INDEX_HEAD.size, 16)
         if np.any(rest) or np.any(counts < 0):
             counts = None
-    return ChunkIndex(
-        start_ns,
-        end_ns,
-        pos,
-        stop,
-        keys[order].astype(np.int64),
-        counts,
-        compression,
-    )
+    found = keys[order].astype(np.int64)
+    return ChunkIndex(start_ns, end_ns, pos, stop, found, counts, compression)
 
 
 class McapBag(ChunkedBag):
@@ -213,19 +199,13 @@ class McapBag(ChunkedBag):
             raise UnknownFormat(f"{self.path} is not an MCAP file of version 0")
 
     def _read_index(self) -> int | None:
-        expect(
-            self.size_bytes >= len(MAGIC) + FOOTER_BYTES,
-            self.path,
-            "the file is cut: it has no footer",
-        )
+        cut = "the file is cut: it has no footer"
+        expect(self.size_bytes >= len(MAGIC) + FOOTER_BYTES, self.path, cut)
         footer_pos = self.size_bytes - FOOTER_BYTES
         footer = self._source.read(footer_pos, FOOTER_BYTES)
         kind, start, stop = record_at(footer, 0)
-        expect(
-            (kind, stop) == (FOOTER, FOOTER_BYTES - 8) and footer.endswith(MAGIC),
-            self.path,
-            "the file is cut: it has no footer",
-        )
+        whole = (kind, stop) == (FOOTER, FOOTER_BYTES - 8) and footer.endswith(MAGIC)
+        expect(whole, self.path, cut)
         summary_pos = int.from_bytes(footer[start : start + 8], "little")
         crc = int.from_bytes(footer[start + 16 : start + 20], "little")
         if summary_pos == 0:
@@ -256,7 +236,7 @@ class McapBag(ChunkedBag):
                 self._learn(kind, stream.take(start, stop - start))
             elif kind == STATISTICS:
                 fields = Fields(stream.take(start, stop - start), "the statistics")
-                fields.numbers(_STATISTICS)
+                fields.numbers("QHIIIIQQ")
                 keys, counts = fields.pairs()
                 pairs = zip(keys.tolist(), counts.tolist(), strict=True)
                 statistics = {key: count for key, count in pairs if count}

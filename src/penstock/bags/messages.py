@@ -85,13 +85,10 @@ class Decoder:
         find = self._found.get(("vector", path))
         if find is None:
             try:
-                if is_pair(path):
-                    find = partial(self.transforms.vector, path=path)
-                else:
-                    find = self._layout.find(path)
+                pair = partial(self.transforms.vector, path=path) if is_pair(path) else None
+                find = self._found["vector", path] = pair or self._layout.find(path)
             except DataError as error:
                 raise DataError(f"{self._where}: {error}; {self._hint(path)}") from None
-            self._found["vector", path] = find
         try:
             numbers: NDArray[np.float64] = find(data)
             return numbers
@@ -113,22 +110,14 @@ class Decoder:
 
     @property
     def transforms(self) -> Transforms:
-        """The transforms of its messages.
-
-        Raises:
-            DataError: They hold none.
-        """
+        """The transforms of its messages."""
         with self._named():
             if self._transforms is None:
                 self._transforms = Transforms(self._layout)
             return self._transforms
 
     def text(self, data: Data, path: str) -> str:
-        """Return the text at a path.
-
-        Raises:
-            DataError: There is no text at that path, or the message is damaged.
-        """
+        """Return the text at a path."""
         with self._named():
             if ("text", path) not in self._found:
                 self._found["text", path] = self._layout.find_bytes(path)
@@ -145,7 +134,7 @@ class Decoder:
 
     def stamp_reader(self) -> Callable[[Data], int] | None:
         """Return the function from a message to its header stamp; None if there is no header."""
-        return None if self._stamp is None else self._stamp_of
+        return None if self._stamp is None else lambda data: self.stamp_ns(data) or 0
 
     def image(self, data: Data) -> ImageMessage:
         """Return the picture, or the packet of a video, of a message (see `Topic.media`).
@@ -159,9 +148,6 @@ class Decoder:
             if self._image is None:
                 self._image = self._image_reader()
             return self._image(data)
-
-    def _stamp_of(self, data: Data) -> int:
-        return self.stamp_ns(data) or 0
 
     def _hint(self, path: str) -> str:
         names = list(self.fields())

@@ -105,15 +105,7 @@ class _Field:
 
 
 class ProtobufLayout(Layout):
-    """Messages of one protobuf type.
-
-    Args:
-        topic: Its definition is a serialised FileDescriptorSet.
-        limits: Of the definition.
-
-    Raises:
-        DataError: The definition is damaged, or the type is not in it.
-    """
+    """Messages of one protobuf type; its definition is a serialised FileDescriptorSet."""
 
     def __init__(self, topic: Topic, limits: Limits) -> None:
         super().__init__()

@@ -16,6 +16,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, Literal, NamedTuple
 
@@ -25,6 +26,7 @@ from typing_extensions import Self
 
 from penstock.bags.definitions import same_definition
 from penstock.bags.limits import Limits
+from penstock.bags.source import ZSTD_MAGIC, inflate_message
 from penstock.bags.spool import Spool
 from penstock.errors import CorruptFile, DataError, UsageError
 from penstock.ui.suggestions import did_you_mean
@@ -44,6 +46,8 @@ _MEDIA: Final[dict[str, Literal["image", "video"]]] = {
     "foxglove_msgs/msg/CompressedVideo": "video",
     "ffmpeg_image_transport_msgs/msg/FFMPEGPacket": "video",
 }
+_KEPT_BYTES: Final = 1 << 14  # of a first message
+_MOST_KEPT: Final = 500
 Wanted = Mapping[str, NDArray[np.int64]]  # for some topics, the ordinals to yield, rising
 
 
@@ -122,6 +126,12 @@ class SalvageReport:
         )
 
 
+def full_type(name: str) -> str:
+    """Return a message type in ROS 2 spelling: of "sensor_msgs/Image", "sensor_msgs/msg/Image"."""
+    parts = name.split("/")
+    return f"{parts[0]}/msg/{parts[1]}" if len(parts) == 2 else name
+
+
 def join_topics(topics: Iterable[Topic]) -> dict[str, Topic]:
     """Join the entries of each topic: counts add up, the first type and definition stay."""
     joined: dict[str, Topic] = {}
@@ -184,12 +194,7 @@ class Selection:
     def pick(
         self, keys: NDArray[Any], connections: Mapping[str, Sequence[int]]
     ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        """Take the next messages by their connections; return where the wanted are, and ordinals.
-
-        Args:
-            keys: The connection of each message.
-            connections: Those of each topic.
-        """
+        """Take the next messages by their connections; return places and ordinals of the wanted."""
         ordinals = np.full(len(keys), -1, np.int64)
         for topic, first in self._next.items():
             own = connections[topic]
@@ -233,6 +238,11 @@ class Bag(ABC):
     salvage: SalvageReport | None = None
     _scratch: Path | None = None  # the folder for temporary files; None for the system's
     _spool: Spool | None = None
+
+    @cached_property
+    def _firsts(self) -> dict[str, Message]:
+        """The small ones of the first messages that were asked for."""
+        return {}
 
     @property
     def message_count(self) -> int:
@@ -333,11 +343,19 @@ class Bag(ABC):
         return found
 
     def first_messages(self, topics: Iterable[str]) -> dict[str, Message]:
-        """Return the first message of each topic that has one; what lies between is passed over."""
+        """Return the first message of each topic that has one; what lies between is passed over.
+
+        Small ones are kept: whoever asks for all topics at once has each chunk read once.
+        """
         names = [name for name in dict.fromkeys(topics) if self.topic(name).count]
-        found = {}
-        for message in self.read(names, {name: np.zeros(1, np.int64) for name in names}):
-            found[message.topic] = message._replace(data=bytes(message.data))
+        firsts = self._firsts
+        found = {name: firsts[name] for name in names if name in firsts}
+        missing = {name: np.zeros(1, np.int64) for name in names if name not in found}
+        for message in self.read(missing, missing):
+            first = message._replace(data=bytes(message.data))
+            found[message.topic] = first
+            if len(first.data) <= _KEPT_BYTES and len(firsts) < _MOST_KEPT:
+                firsts[message.topic] = first
             if len(found) == len(names):
                 break
         return found
@@ -347,7 +365,7 @@ class Bag(ABC):
         from penstock.bags.messages import Decoder
 
         found, sample = self.topic(topic), None
-        if found.encoding == "json" and not found.definition and found.count:
+        if found.encoding == "json" and "properties" not in str(found.definition) and found.count:
             sample = self.first_messages([topic])[topic].data
         return Decoder(found, str(self.path), self.limits, sample)
 
@@ -369,10 +387,13 @@ class Bag(ABC):
         raise NotImplementedError
 
     def _checked(self, messages: Iterator[Message], expected: dict[str, int]) -> Iterator[Message]:
-        """Pass messages on, and make sure at the end that there were as many as promised."""
+        """Pass messages on, decompressed, and make sure that there are as many as promised."""
         found = dict.fromkeys(expected, 0)
         for message in messages:
             found[message.topic] += 1
+            if message.data[:4] == ZSTD_MAGIC and self.topics[message.topic].encoding == "cdr":
+                plain = inflate_message(self.path, message.data, self.limits)
+                message = message._replace(data=plain)
             yield message
         for name, count in expected.items():
             if found[name] != count:

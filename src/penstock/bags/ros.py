@@ -82,15 +82,7 @@ class Reader:
 
 
 class RosLayout(Layout):
-    """Messages of one ROS type.
-
-    Args:
-        topic: The topic, with the definition of its type.
-        limits: Of the definition.
-
-    Raises:
-        DataError: The type is not defined, or hostile.
-    """
+    """Messages of one ROS type."""
 
     def __init__(self, topic: Topic, limits: Limits) -> None:
         super().__init__()

@@ -15,6 +15,7 @@ import numpy as np
 
 from penstock.bags.chunked import ChunkedBag, Connection, HeadParser, Numbers, Record
 from penstock.bags.limits import BadRecord, Limits, expect
+from penstock.bags.reader import full_type
 from penstock.bags.scan import Scanner
 from penstock.bags.source import ChunkStream, Stored
 from penstock.bags.table import Chunk
@@ -95,13 +96,18 @@ def parse_connection(fields: Fields, data: bytes, limits: Limits) -> Connection:
         raise BadRecord(f"a message definition has {len(definition)} bytes, more than the limit")
     try:
         topic = fields[b"topic"].decode()
-        parts = inner[b"type"].decode().split("/")
+        kind = full_type(inner[b"type"].decode())
         text = definition.decode("utf-8", "replace")
     except (KeyError, UnicodeDecodeError) as error:
         raise BadRecord(f"a connection record is damaged ({error!r})") from None
-    kind = f"{parts[0]}/msg/{parts[1]}" if len(parts) == 2 else "/".join(parts)
     topic = re.sub("/+", "/", topic)  # as rosbags and rospy resolve it
     return Connection(number(fields, b"conn"), topic.rstrip("/") or "/", kind, text, "ros1")
+
+
+def parse_chunk(fields: Fields, start: int, stop: int) -> Stored:
+    """Return how a chunk is stored whose data lies there."""
+    name = fields.get(b"compression", b"?").decode("ascii", "replace")
+    return Stored(start, stop, number(fields, b"size"), 0, name)
 
 
 class Ros1Bag(ChunkedBag):
@@ -174,10 +180,9 @@ class Ros1Bag(ChunkedBag):
     def _stored_at(self, pos: int) -> Stored:
         peek = self._source.peek(pos, _CHUNK_HEAD_BYTES)
         fields, start, stop = parse_record(peek, 0, len(peek))
-        if opcode(fields) != CHUNK or b"compression" not in fields:
+        if opcode(fields) != CHUNK:
             raise BadRecord(f"the chunk at {pos} is damaged")
-        name = fields[b"compression"].decode("ascii", "replace")
-        return Stored(pos + start, pos + stop, number(fields, b"size"), 0, name)
+        return parse_chunk(fields, pos + start, pos + stop)
 
     def _head_parser(self) -> HeadParser:
         # Headers of one connection differ in the time alone, which is the last field as nearly
@@ -242,8 +247,7 @@ class _Ros1Scanner(Scanner):
         if kind == CHUNK:
             if fields.get(b"compression") not in _COMPRESSIONS:
                 raise BadRecord(f"the chunk at {pos} has an unknown compression")
-            name = fields[b"compression"].decode()
-            return self.chunk(pos, Stored(start, stop, number(fields, b"size"), 0, name))
+            return self.chunk(pos, parse_chunk(fields, start, stop))
         if stop > self.source.size_bytes or not MESSAGE <= kind <= CONNECTION:
             raise BadRecord(f"there is no record at {pos}")
         if kind == CONNECTION and stop - start <= self.limits.definition_bytes * 2:

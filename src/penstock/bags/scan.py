@@ -154,9 +154,4 @@ class Scanner(ABC):
 
     @abstractmethod
     def candidates(self, window: bytes, at: int) -> Iterator[int]:
-        """Yield the positions at which records seem to begin.
-
-        Args:
-            window: Bytes of the file.
-            at: Where they begin.
-        """
+        """Yield the positions at which records seem to begin, of bytes that begin at a position."""

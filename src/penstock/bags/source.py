@@ -15,8 +15,8 @@ from isal import isal_zlib
 from penstock.bags.limits import BadRecord, Limits, expect
 from penstock.core.codecs import zstd
 from penstock.core.files import storage_error
-from penstock.core.objects import ObjectPath, as_object
 from penstock.errors import CorruptFile, DataError, UnknownFormat, UsageError
+from penstock.objects import ObjectPath, as_object
 
 PLAIN: Final = ("none", "")
 DECOMPRESSION_ERRORS: Final = (
@@ -221,11 +221,7 @@ class ChunkStream:
         return self._crc[0]
 
     def window(self, offset: int, size_bytes: int) -> tuple[bytes, int]:
-        """Return a piece, and where in it the bytes at an offset are; fewer at the chunk's end.
-
-        Raises:
-            BadRecord: They were passed over already.
-        """
+        """Return a piece, and where in it the bytes at an offset are; fewer at the chunk's end."""
         at = offset - self._first
         if at < 0:
             raise BadRecord("the messages of a chunk overlap")
@@ -243,11 +239,7 @@ class ChunkStream:
         return self._data, at
 
     def take(self, offset: int, size_bytes: int) -> bytes | memoryview:
-        """Return the bytes at an offset; they stay valid for as long as they are held.
-
-        Raises:
-            BadRecord: The chunk ends before.
-        """
+        """Return the bytes at an offset; they stay valid for as long as they are held."""
         piece, at = self.window(offset, 1 if size_bytes else 0)
         if at + size_bytes <= len(piece):
             view = memoryview(piece)[at : at + size_bytes]

@@ -22,10 +22,9 @@ if TYPE_CHECKING:
 # A message: its connection, its time, and its offset in a chunk, number in a table, or length.
 ROW: Final = np.dtype([("key", "<u4"), ("t_ns", "<i8"), ("place", "<i8")])
 _PACK_ROW: Final = Struct("<Iqq").pack
-_BLOCK_ROWS: Final = 1 << 16
+_BLOCK_ROWS: Final = 1 << 13
 _BLOCK_BYTES: Final = 1 << 20
 _ROWS_BYTES: Final = 2 << 20  # of rows in memory: more would grow with the recording
-_HEAD: Final = Struct("<IQ")  # of a block of messages: how many there are, and their bytes
 
 Rows = NDArray[Any]  # of ROW
 
@@ -40,11 +39,7 @@ def _storage(folder: Path | None) -> Iterator[None]:
 
 
 class RowStore:
-    """The places of messages in file order: in memory, beyond a limit in a temporary file.
-
-    Args:
-        folder: Of the temporary file; None for the system's.
-    """
+    """The places of messages in file order: in memory, beyond a limit in a temporary file."""
 
     def __init__(self, folder: Path | None) -> None:
         self._file = tempfile.SpooledTemporaryFile(  # noqa: SIM115 - closed with the bag
@@ -100,76 +95,61 @@ class RowStore:
 
 
 class Spool:
-    """The messages of some topics in a temporary file, in the order in which they came.
-
-    Args:
-        topics: Their names.
-        folder: Of the temporary file; None for the system's.
-
-    Attributes:
-        topics: Their names.
-    """
+    """The messages of some topics in a temporary file, in the order in which they came."""
 
     def __init__(self, topics: Collection[str], folder: Path | None) -> None:
         self.topics = frozenset(topics)
         self._keys = {topic: [number] for number, topic in enumerate(topics)}
         self._names = list(topics)
         self._folder, self._lock = folder, threading.Lock()
-        self._table, self._data = bytearray(), bytearray()
+        self._rows = RowStore(folder)  # their lengths: they lie behind each other
         self._file: Any = io.BytesIO()  # there even if the next line fails
         with _storage(folder):
-            self._file = tempfile.TemporaryFile(dir=folder)  # noqa: SIM115 - closed with the bag
+            self._file = tempfile.TemporaryFile(  # noqa: SIM115 - closed with the bag
+                dir=folder, buffering=1 << 16
+            )
 
     def put(self, message: Message) -> bool:
         """Add a message; False if the disk has no room, so that the spool is of no use."""
-        self._table += _PACK_ROW(self._keys[message.topic][0], message.t_ns, len(message.data))
-        self._data += message.data
-        return len(self._data) + len(self._table) < _BLOCK_BYTES or self.flush()
+        try:
+            self._rows.append(self._keys[message.topic][0], message.t_ns, len(message.data))
+            self._file.write(message.data)
+            return True
+        except OSError:
+            return self._give_up()
 
     def flush(self) -> bool:
         """Write what waits; False if the disk has no room."""
-        with self._lock:
-            try:
-                if self._table:
-                    head = _HEAD.pack(len(self._table) // ROW.itemsize, len(self._data))
-                    self._file.seek(0, 2)
-                    self._file.write(head + self._table)
-                    self._file.write(self._data)
-                    self._file.flush()
-                    self._table, self._data = bytearray(), bytearray()
-                return True
-            except OSError:
-                with suppress(OSError):
-                    self.close()
-                return False
+        try:
+            self._file.flush()
+            return True
+        except OSError:
+            return self._give_up()
 
     def read(self, selection: Selection) -> Iterator[Message]:
         """Yield the wanted messages."""
         from penstock.bags.reader import Message
 
-        pos = 0
-        while head := self._at(pos, _HEAD.size):
-            count, size_bytes = _HEAD.unpack(head)
-            pos += _HEAD.size
-            table = np.frombuffer(self._at(pos, count * ROW.itemsize), ROW)
-            pos += table.nbytes
+        end = 0
+        for table in self._rows.blocks():
             places, ordinals = selection.pick(table["key"], self._keys)
-            starts = pos + np.cumsum(table["place"]) - table["place"]
-            rows = zip(
-                table[places].tolist(), starts[places].tolist(), ordinals.tolist(), strict=True
-            )
-            for (key, t_ns, length), start, ordinal in rows:
-                yield Message(self._names[key], ordinal, t_ns, self._at(start, length))
-            pos += size_bytes
+            ends = end + np.cumsum(table["place"])
+            end = int(ends[-1])
+            wanted = zip(table[places].tolist(), ends[places].tolist(), ordinals, strict=True)
+            for (key, t_ns, length), stop, ordinal in wanted:
+                with self._lock, _storage(self._folder):
+                    self._file.seek(stop - length)
+                    data: bytes = self._file.read(length)
+                yield Message(self._names[key], int(ordinal), t_ns, data)
 
-    def _at(self, pos: int, size_bytes: int) -> bytes:
-        with self._lock, _storage(self._folder):
-            self._file.seek(pos)
-            data: bytes = self._file.read(size_bytes)
-            return data
+    def _give_up(self) -> bool:
+        with suppress(OSError):
+            self.close()
+        return False
 
     def close(self) -> None:
-        """Let the file go."""
+        """Let the files go."""
+        self._rows.close()
         self._file.close()
 
     __del__ = close

@@ -1,7 +1,6 @@
 """ROS 2 bags in SQLite databases (.db3).
 
-Every reading has its own connection, so that readings may run in several threads. Messages that
-were compressed one by one (zstd) are recognised by their first bytes: CDR data never begins so.
+Every reading has its own connection, so that readings may run in several threads.
 """
 
 from __future__ import annotations
@@ -17,7 +16,16 @@ import numpy as np
 from numpy.typing import NDArray
 
 from penstock.bags.limits import Limits, expect
-from penstock.bags.reader import Bag, Message, SalvageReport, Selection, Topic, among, join_topics
+from penstock.bags.reader import (
+    Bag,
+    Message,
+    SalvageReport,
+    Selection,
+    Topic,
+    among,
+    full_type,
+    join_topics,
+)
 from penstock.bags.source import ZSTD_MAGIC, inflate_message
 from penstock.bags.spool import RowStore
 from penstock.errors import CorruptFile, DataError, LimitExceeded, UnknownFormat
@@ -105,11 +113,7 @@ class SqliteBag(Bag):
         super().close()
 
     def _read(self, selection: Selection) -> Iterator[Message]:
-        for message in self._fetch(selection, self._data_column):
-            if message.data[:4] == ZSTD_MAGIC:
-                plain = inflate_message(self.path, message.data, self.limits)
-                message = message._replace(data=plain)
-            yield message
+        return self._fetch(selection, self._data_column)
 
     def _has_near_heads(self, topics: Sequence[str]) -> bool:
         return self.compression == "none"
@@ -211,8 +215,7 @@ class SqliteBag(Bag):
             texts = all(isinstance(value, str) for value in (name, kind, encoding))
             good = isinstance(key, int) and 0 <= key <= _MOST_KEY and texts
             expect(good, self.path, "the table of topics is damaged")
-            parts = kind.split("/")
-            kind = f"{parts[0]}/msg/{parts[1]}" if len(parts) == 2 else kind
+            kind = full_type(kind)
             found.append((key, name, kind, encoding, definitions.get(kind, "")))
             self._names[key] = name
         return found
@@ -253,7 +256,7 @@ class SqliteBag(Bag):
         """Note where the messages are; their data, which comes last in a row, is not read."""
         query = "SELECT id, topic_id, timestamp FROM messages ORDER BY id"
         for row_id, key, t_ns in database.execute(query):
-            if type(t_ns) is not int or type(key) is not int:
+            if not type(row_id) is type(key) is type(t_ns) is int:
                 raise CorruptFile(
                     f"{self.path}: a row of messages holds no number where one must be"
                 )

@@ -60,11 +60,7 @@ class ChunkTable(Sequence[Chunk]):
         return Chunk(pos, stop, usable_bytes, _COMPRESSIONS[code])
 
     def add(self, chunk: Chunk, keys: NDArray[Any], counts: NDArray[Any]) -> None:
-        """Add a chunk with the numbers of messages of its connections.
-
-        Raises:
-            BadRecord: A number cannot be.
-        """
+        """Add a chunk with the numbers of messages of its connections."""
         if len(counts) and int(counts.max()) > _MOST_COUNT:
             raise BadRecord("the index promises an impossible number of messages")
         slots = np.zeros(len(keys), _SLOT)

@@ -36,11 +36,7 @@ def names_of(path: str) -> tuple[str, ...]:
 
 
 class Transforms:
-    """Finds transforms in the messages of one topic.
-
-    Raises:
-        DataError: Its messages hold none.
-    """
+    """Finds transforms in the messages of one topic."""
 
     def __init__(self, layout: Layout) -> None:
         self._layout = layout

@@ -35,7 +35,7 @@ BASE_SUFFIX = ".base"
 _NAME_BYTES = 256
 
 Direction = Literal["max", "min"]
-_Stamp = tuple[int, int, int]
+_Stamp = tuple[str, int, int, int]
 
 
 @dataclass(frozen=True)
@@ -52,21 +52,12 @@ class Saved:
     base: str | None
     digest: str
 
-    @property
-    def in_place(self) -> bool:
-        """Whether it lies under the name that it was written with."""
-        return self.name == self.path.name
-
 
 def read_saved(path: Path) -> Saved | None:
-    """Read the header of a checkpoint; None for any other, damaged or unreadable file."""
-    with contextlib.suppress(OSError):
-        return _read_saved(path)
-    return None
+    """Read the header of a checkpoint; None for any other file, or a damaged one.
 
-
-def _read_saved(path: Path) -> Saved | None:
-    """Read a header. A disk that cannot be read now raises: that says nothing of the file."""
+    A disk that cannot be read now raises: that says nothing of the file.
+    """
     try:
         if path.is_symlink() or not path.is_file() or not is_pack(path):
             return None
@@ -92,8 +83,11 @@ def _read_saved(path: Path) -> Saved | None:
 
 def list_saved(folder: Path) -> list[Saved]:
     """List the checkpoints of a folder, newest first; those of `latest`'s run before others."""
-    found = (read_saved(path) for path in folder.iterdir() if not path.name.startswith("."))
-    saved = [s for s in found if s]
+    saved = []
+    for path in folder.iterdir():
+        with contextlib.suppress(OSError):
+            if not path.name.startswith(".") and (found := read_saved(path)):
+                saved.append(found)
     newest = latest(folder)
     run = next((s.run for s in saved if s.path == newest), None)
     return sorted(saved, key=lambda s: (s.run == run, s.sequence, s.path.name), reverse=True)
@@ -134,19 +128,15 @@ def move_latest(target: Path) -> None:
         raise storage_error("move the pointer", folder / LATEST, error) from error
 
 
-def candidates(folder: Path) -> Iterator[Path]:
-    """Yield the files from which a run may go on, the newest first."""
-    newest = latest(folder)
+def candidates(folder: Path, best: bool = False) -> Iterator[Path]:
+    """Yield the files from which a run may go on: the newest first, or the best by their metric."""
+    newest = None if best else latest(folder)
     if newest is not None:
         yield newest
-    yield from (saved.path for saved in list_saved(folder) if saved.path != newest)
-
-
-def rated(folder: Path) -> Iterator[Path]:
-    """Yield the checkpoints that were saved with a metric, the best first."""
-    saved = [s for s in list_saved(folder) if s.metric is not None]
-    for one in _best_first(saved, saved[0].better if saved else "max"):
-        yield one.path
+    saved = list_saved(folder)
+    if best:
+        saved = _best_first(saved, next((s.better for s in saved if s.metric is not None), "max"))
+    yield from (s.path for s in saved if s.path != newest)
 
 
 def find_base(path: Path, link: dict[str, str]) -> Path:
@@ -159,15 +149,8 @@ class RunFolder:
     """A folder as the one saver sees that writes it: locked, its own checkpoints known.
 
     Headers are read once and then known by their file's identity, so that a save costs the same
-    however many checkpoints there are.
-
-    Args:
-        path: The folder, which is there.
-        keep_last: Newest checkpoints to keep; None keeps all.
-        keep_best: How many of the best by metric to keep besides, and which way is better.
-
-    Raises:
-        LockHeld: Another saver writes this folder.
+    however many checkpoints there are. It keeps the newest `keep_last` (None: all), and so many of
+    the best by metric besides. Raises LockHeld while another saver writes this folder.
     """
 
     def __init__(
@@ -176,7 +159,7 @@ class RunFolder:
         self.path = path
         self._keep_last = keep_last
         self._keep_best = keep_best
-        self._headers: dict[str, tuple[_Stamp, Saved | None]] = {}
+        self._headers: dict[_Stamp, Saved | None] = {}
         self._bases: list[str] = []  # kept under hidden names
         self._sequence: int | None = None
         self._unsaved: set[int] = set()  # whose save failed, though its file may be there
@@ -198,18 +181,17 @@ class RunFolder:
                 self._run = saved.run
         self._sequence += 1
         self._unsaved.add(self._sequence)
-        better = self._keep_best[1] if self._keep_best else "max"
         return {
             "managed": self._keep_last is not None or self._keep_best is not None,
             "run": self._run,
             "name": name,
             "sequence": self._sequence,
-            "better": better,
+            "better": self._keep_best[1] if self._keep_best else "max",
         }
 
     def keep_base(self, path: Path) -> None:
         """Before `path` is written again, keep its content if other checkpoints build on it."""
-        saved = _read_saved(path)
+        saved = read_saved(path)
         if saved is None:
             return
         try:
@@ -231,7 +213,7 @@ class RunFolder:
                 self._remove_unneeded_bases(self._scan())
             return
         everything = self._scan()
-        own = [s for s in everything if s.managed and s.run == self._run and s.in_place]
+        own = [s for s in everything if s.managed and s.run == self._run and s.name == s.path.name]
         own.sort(key=lambda s: s.sequence, reverse=True)
         keep = {published, latest(self.path)}
         counted = [s for s in own if s.sequence not in self._unsaved]
@@ -265,17 +247,15 @@ class RunFolder:
                     status = entry.stat(follow_symlinks=False)
                     if status.st_mtime_ns < since_ns:
                         continue
-                    stamp = (status.st_ino, status.st_mtime_ns, status.st_size)
-                    before = known.get(name)
-                    if before is None or before[0] != stamp:
-                        before = (stamp, _read_saved(self.path / name))
-                    self._headers[name] = before
-        return [saved for _, saved in self._headers.values() if saved is not None]
+                    stamp = (name, status.st_ino, status.st_mtime_ns, status.st_size)
+                    seen = stamp in known
+                    self._headers[stamp] = known[stamp] if seen else read_saved(self.path / name)
+        return [saved for saved in self._headers.values() if saved is not None]
 
     def _remove_unneeded_bases(self, staying: list[Saved]) -> None:
         needed = tuple(_kept_tail(s.base) for s in staying if s.base)
         for kept in (self.path / name for name in self._bases):
-            saved = None if kept.name.endswith(needed) else _read_saved(kept)
+            saved = None if kept.name.endswith(needed) else read_saved(kept)
             if saved and kept == _kept_name(self.path, saved.name or "", saved.digest):
                 kept.unlink(missing_ok=True)
 

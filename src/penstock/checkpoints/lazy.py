@@ -29,17 +29,12 @@ from typing import Any, Literal
 
 import torch
 
-from penstock.checkpoints.snapshot import (
-    Snapshot,
-    StagedTensor,
-    chunks,
-    memmove,
-    written_since,
-)
+from penstock.checkpoints.snapshot import Snapshot, StagedTensor, chunks, memmove, written_since
 from penstock.tensors import PLAIN_CLASSES
 
 SETTLE_AFTER_S = 1.0
 _STRIDED = torch.strided
+_version = torch.Tensor._version.__get__  # type: ignore[attr-defined]
 _data_ptr = torch.Tensor.data_ptr
 _SAMPLE_BYTES = 32
 _MOST_SAMPLES = 4  # each is a cold page: the dearest part of a save
@@ -85,6 +80,9 @@ class LazyCapture:
         self.torn: list[StagedTensor] = []
         self._base_address = base_address
         self._tensors = snapshot.lazy
+        # Beside each other: caches are cold.
+        self._lives = [tensor.live for tensor in self._tensors]
+        self._versions = [tensor.version for tensor in self._tensors]
         self._begun_s = time.monotonic()
         self._chance = time.perf_counter_ns() * 2654435761 % 2**32
         self._samples = {tensor: self._sample(tensor) for tensor in self._choose()}
@@ -92,11 +90,6 @@ class LazyCapture:
         self._lock = threading.Lock()
         self._todo = deque(self._tensors)
         self._busy: set[int] = set()  # the threads that copy
-
-    @property
-    def finished(self) -> bool:
-        """Whether every byte is copied."""
-        return not self._todo and not self._busy
 
     def help(self) -> None:
         """Copy until nothing is left to begin; any number of threads may."""
@@ -161,7 +154,9 @@ class LazyCapture:
         """Return the tensors whose version or sample is another, or whose memory is gone."""
         samples = self._samples.items()
         changed = [tensor for tensor, before in samples if self._sample(tensor) != before]
-        return written_since(self._tensors) + changed + self._lost
+        if list(map(_version, self._lives)) != self._versions:
+            changed += written_since(self._tensors)
+        return changed + self._lost
 
     def _different(self) -> list[StagedTensor]:
         """Return the tensors of which any byte is no longer the one that was copied."""
@@ -189,11 +184,7 @@ class LazyCapture:
 
 
 class Hook:
-    """Calls a method that may be gone by then. Copies of it (in a deep-copied module) do nothing.
-
-    Args:
-        method: Only weakly referred to.
-    """
+    """Calls a method that may be gone by then; its copies (in a deep-copied module) do nothing."""
 
     def __init__(self, method: Callable[[], None] | None = None) -> None:
         self._method = weakref.WeakMethod(method) if method is not None else None
@@ -204,10 +195,7 @@ class Hook:
         if method is not None:
             method()
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> Hook:
-        return Hook()
-
-    def __reduce__(self) -> Any:
+    def __reduce__(self) -> Any:  # of copies, too
         return (Hook, ())
 
 

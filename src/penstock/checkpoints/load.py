@@ -1,14 +1,19 @@
-"""Load checkpoints: find the file, tell its kind, verify it, fall back to an older one."""
+"""Load checkpoints: find the file, tell its kind, verify it, fall back to an older one.
+
+And write them as the files of others: torch.save and plain safetensors.
+"""
 
 from __future__ import annotations
 
 import importlib
 import io
+import json
 import os
 import re
 import struct
 import sys
 import warnings
+from collections import deque
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext, suppress
 from pathlib import Path
@@ -17,10 +22,11 @@ from typing import Any
 import lz4.frame
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from penstock.checkpoints import folder
 from penstock.core import tree
-from penstock.core.files import storage_error
+from penstock.core.files import publish_bytes, storage_error
 from penstock.core.pack import PackReader, is_pack
 from penstock.core.pack.format import DIGEST_KEY, INDEX_KEY, MAX_HEADER_BYTES
 from penstock.errors import (
@@ -31,7 +37,13 @@ from penstock.errors import (
     UnknownFormat,
     UsageError,
 )
-from penstock.tensors import empty_array, empty_tensor, fetch_torch_value, flat_words
+from penstock.tensors import (
+    empty_array,
+    empty_tensor,
+    fetch_torch_value,
+    flat_words,
+    store_torch_value,
+)
 
 _LZ4_MAGIC = b"\x04\x22\x4d\x18"
 _ZIP_MAGIC = b"PK\x03\x04"
@@ -101,7 +113,7 @@ def from_newest(where: Path, load: Callable[[Path], Any], *, best: bool = False)
     What was passed over is told in a warning.
     """
     damaged: list[str] = []
-    for candidate in folder.rated(where) if best else folder.candidates(where):
+    for candidate in folder.candidates(where, best):
         try:
             result = load(candidate)
         except (CorruptFile, StorageError) as error:
@@ -125,57 +137,70 @@ def _load_file(path: Path, device: str | torch.device, only: str | None) -> Any:
         if is_pack(path):
             with PackReader(path, find_base=folder.find_base) as pack:
                 return _load_pack(pack, torch.device(device), only)
-        with path.open("rb") as file:
-            magic = file.read(9)
-        if magic[8:] == b"{":
-            return _filtered(_safetensors_load(path, device), only)
-        magic = magic[:4]
-        if magic == _LZ4_MAGIC:
-            return _filtered(_torch_load(_unlz4(path), path, device), only)
-        if magic == _ZIP_MAGIC or magic[:1] == _PICKLE_MAGIC:
-            return _filtered(_torch_load(path, path, device), only)
+        state = _load_foreign(path, device)
     except OSError as error:
         raise storage_error("read", path, error) from error
-    if folder.latest(path.parent) == path:
-        raise CorruptFile(f"{path} is damaged: its first bytes are not those of a checkpoint")
-    raise UnknownFormat(f"{path} is no checkpoint: neither penstock, safetensors, torch nor LZ4")
+    if only is None:
+        return state
+    leaves: list[Any] = []  # not by their paths: two may have the same
+
+    def store(path: str, value: Any) -> tree.Json:
+        leaves.append(value)
+        return {tree.TAG: "leaf", "v": len(leaves) - 1}
+
+    description = tree.flatten(state, store)
+    return tree.unflatten(description, lambda record: leaves[record["v"]], only)
 
 
 def _load_pack(pack: PackReader, device: torch.device, only: str | None) -> Any:
-    description = pack.index.meta.get("state")
-    if only is not None:
-        description = tree.select(description, only)
-        if description is None:
-            raise UsageError(f"{pack.path}: nothing matches only={only!r}")
     kinds: dict[str, str] = {}
-
-    def note(record: dict[str, Any]) -> None:
-        kind, name = record[tree.TAG], str(record.get("v"))
-        if kind in ("tensor", "ndarray"):
-            if name not in pack.index.entries:
-                raise CorruptFile(f"{pack.path} is damaged: tensor {name!r} is missing")
-            if kinds.setdefault(name, kind) != kind:
-                raise CorruptFile(f"{pack.path} is damaged: {name!r} is both tensor and array")
-
-    tree.unflatten(description, note)
-    entries = {name: pack.entry(name) for name in kinds}
-    pack.check_memory(sum(entry.nbytes for entry in entries.values()))
-    values: dict[str, Any] = {}
-    for name, entry in entries.items():  # arrays not by way of torch: it may lack a type of numpy's
-        empty = empty_tensor if kinds[name] == "tensor" else empty_array
-        values[name] = empty(entry.dtype, entry.shape)
-    pack.read_into(
-        (name, flat_words(value) if kinds[name] == "tensor" else value.reshape(-1))
-        for name, value in values.items()
-    )
-    if device.type != "cpu":
-        values.update((name, values[name].to(device)) for name in kinds if kinds[name] == "tensor")
+    read: dict[str, Any] = {}  # what the file is read into, ...
+    placed: dict[str, Any] = {}  # ... and what stands in the state: the same, but on a GPU
+    total_bytes = 0
 
     def fetch(record: dict[str, Any]) -> Any:
-        known = record[tree.TAG] in ("tensor", "ndarray")
-        return values[record["v"]] if known else fetch_torch_value(record)
+        nonlocal total_bytes
+        kind, name = record[tree.TAG], str(record.get("v"))
+        if kind not in ("tensor", "ndarray"):
+            return fetch_torch_value(record)
+        if name not in pack.index.entries:
+            raise CorruptFile(f"{pack.path} is damaged: tensor {name!r} is missing")
+        if kinds.setdefault(name, kind) != kind:
+            raise CorruptFile(f"{pack.path} is damaged: {name!r} is both tensor and array")
+        if name not in read:
+            entry = pack.entry(name)
+            total_bytes += entry.nbytes
+            pack.check_memory(total_bytes)
+            # Arrays not by way of torch: it may lack a type of numpy's.
+            empty = empty_tensor if kind == "tensor" else empty_array
+            read[name] = placed[name] = empty(entry.dtype, entry.shape)
+            if kind == "tensor" and device.type != "cpu":
+                placed[name] = torch.empty_like(read[name], device=device)
+        return placed[name]
 
-    return tree.unflatten(description, fetch)
+    state = tree.unflatten(pack.index.meta.get("state"), fetch, only)
+    pack.read_into(
+        (name, flat_words(value) if kinds[name] == "tensor" else value.reshape(-1))
+        for name, value in read.items()
+    )
+    for name, value in read.items():
+        if placed[name] is not value:
+            placed[name].copy_(value)
+    return state
+
+
+def _load_foreign(path: Path, device: str | torch.device) -> Any:
+    with path.open("rb") as file:
+        magic = file.read(9)
+    if magic[8:] == b"{":
+        return _safetensors_load(path, device)
+    if magic.startswith(_LZ4_MAGIC):
+        return _torch_load(_unlz4(path), path, device)
+    if magic.startswith((_ZIP_MAGIC, _PICKLE_MAGIC)):
+        return _torch_load(path, path, device)
+    if folder.latest(path.parent) == path:
+        raise CorruptFile(f"{path} is damaged: its first bytes are not those of a checkpoint")
+    raise UnknownFormat(f"{path} is no checkpoint: neither penstock, safetensors, torch nor LZ4")
 
 
 def _metadata(path: Path) -> Any:
@@ -191,10 +216,13 @@ def _torch_load(source: Path | io.BytesIO, path: Path, device: str | torch.devic
             return torch.load(source, map_location=device, weights_only=True)
     except Exception as error:  # torch raises many kinds for a damaged or a hostile file
         refused = re.search(r"(?:GLOBAL|global|class|type) '?([\w.]+\.[\w.]+)", str(error))
-        if refused and refused[1].startswith("tensordict.") and _import_tensordict():
-            if isinstance(source, io.BytesIO):
-                source.seek(0)
-            return _torch_load(source, path, device)
+        unknown = "tensordict" not in sys.modules
+        if unknown and refused and refused[1].startswith("tensordict."):
+            with suppress(ImportError):
+                importlib.import_module("tensordict")
+                if isinstance(source, io.BytesIO):
+                    source.seek(0)
+                return _torch_load(source, path, device)
         if refused and "PytorchStreamReader" not in str(error):
             raise UnknownFormat(
                 f"{path} holds a {refused[1]}, which torch does not load without running code; "
@@ -220,14 +248,6 @@ def _safe_globals() -> AbstractContextManager[Any]:
     return context
 
 
-def _import_tensordict() -> bool:
-    """Import what a file of TensorDicts needs; tell whether that is new."""
-    known = "tensordict" in sys.modules
-    with suppress(ImportError):
-        importlib.import_module("tensordict")
-    return not known and "tensordict" in sys.modules
-
-
 def _safetensors_load(path: Path, device: str | torch.device) -> dict[str, torch.Tensor]:
     from safetensors import SafetensorError
     from safetensors.torch import load_file
@@ -238,8 +258,7 @@ def _safetensors_load(path: Path, device: str | torch.device) -> dict[str, torch
         if any(f'"{key}":'.encode() in header for key in (INDEX_KEY, DIGEST_KEY)):  # one of ours
             raise CorruptFile(f"{path} is damaged: unreadable header")
     try:
-        tensors: dict[str, torch.Tensor] = load_file(path, str(device))
-        return tensors
+        return load_file(path, str(device))
     except SafetensorError as error:
         raise CorruptFile(f"{path} is no whole safetensors file: {error}") from error
 
@@ -262,16 +281,88 @@ def _unlz4(path: Path) -> io.BytesIO:
     return content
 
 
-def _filtered(state: Any, only: str | None) -> Any:
-    if only is None:
-        return state
-    leaves: dict[str, Any] = {}
+def to_torch(path: str | os.PathLike[str], out: str | os.PathLike[str]) -> Path:
+    """Write a checkpoint as a file that `torch.load(out, weights_only=True)` reads.
 
-    def store(path: str, value: Any) -> tree.Json:
-        leaves[path] = value
-        return {tree.TAG: "leaf", "v": path}
+    What that refuses is converted: numpy's arrays become tensors, its numbers Python's, frozensets
+    sets, deques lists.
 
-    chosen = tree.select(tree.flatten(state, store), only)
-    if chosen is None:
-        raise UsageError(f"nothing matches only={only!r}")
-    return tree.unflatten(chosen, lambda record: leaves[record["v"]])
+    Args:
+        path: A checkpoint, or a folder: then the newest.
+        out: The new file; one that is there is replaced.
+    """
+    content = io.BytesIO()
+    torch.save(_without_numpy(load_checkpoint(path)), content)
+    publish_bytes(out, content.getbuffer())
+    return Path(out)
+
+
+def to_safetensors(path: str | os.PathLike[str], out: str | os.PathLike[str]) -> Path:
+    """Write the tensors of a checkpoint as a plain safetensors file.
+
+    Tensors are named by their paths ("model.actor.0.weight"); what is no tensor becomes JSON in the
+    file's metadata, under its path.
+
+    Args:
+        path: A checkpoint, or a folder: then the newest.
+        out: The new file; one that is there is replaced.
+
+    Raises:
+        UsageError: There is no tensor in it.
+    """
+    from safetensors.torch import save
+
+    tensors: dict[str, torch.Tensor] = {}
+    others: dict[str, str] = {}
+
+    def collect(path: str, value: Any) -> None:
+        inside: list[Any] = []
+
+        def note(_: str, leaf: Any) -> tree.Json | None:
+            if isinstance(leaf, torch.Tensor | np.ndarray):
+                inside.append(leaf)
+                return {}
+            return store_torch_value(leaf)
+
+        text = json.dumps(tree.flatten(value, note))
+        if not inside:
+            others[tree.free_name(path, others)] = text
+        elif inside[0] is value:
+            tensor = _tensor(value) if isinstance(value, np.ndarray) else value
+            # A file of safetensors has no two names for one tensor.
+            copy = tensor.clone(memory_format=torch.contiguous_format)
+            tensors[tree.free_name(path or "tensor", tensors)] = copy
+        else:
+            for key, child in value.items() if isinstance(value, dict) else enumerate(value):
+                collect(f"{path}.{key}" if path else str(key), child)
+
+    collect("", load_checkpoint(path))
+    if not tensors:
+        raise UsageError(f"{path} holds no tensor")
+    publish_bytes(out, save(tensors, others))
+    return Path(out)
+
+
+def _without_numpy(value: Any) -> Any:
+    if isinstance(value, np.ndarray):
+        return _tensor(value)
+    if isinstance(value, np.generic):
+        return value.item()
+    if isinstance(value, dict):
+        plain: Any = type(value)()
+        plain.update({key: _without_numpy(child) for key, child in value.items()})
+        if hasattr(value, "_metadata"):
+            plain._metadata = value._metadata
+        return plain
+    if type(value) is list or type(value) is tuple:
+        return type(value)(map(_without_numpy, value))
+    if isinstance(value, deque):
+        return [_without_numpy(item) for item in value]
+    return set(value) if isinstance(value, frozenset) else value
+
+
+def _tensor(array: NDArray[Any]) -> torch.Tensor:
+    try:
+        return torch.from_numpy(array)
+    except TypeError:  # before torch 2.3 there are no uint16, uint32 and uint64
+        return torch.from_numpy(array.astype(np.int64))

@@ -13,10 +13,7 @@ from penstock.tensors import tensor_bytes
 
 
 def format_checkpoint_name(
-    iteration: int | str,
-    prefix: str = "checkpoint",
-    suffix: str = ".pt",
-    **values: float,
+    iteration: int | str, prefix: str = "checkpoint", suffix: str = ".pt", **values: float
 ) -> str:
     """Name a checkpoint: (1000, reward=1.5) gives "checkpoint_1000_reward1.5.pt".
 

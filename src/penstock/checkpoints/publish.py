@@ -31,14 +31,10 @@ _WORTH_IT = 0.9  # a delta must be at least 10 % smaller than the full checkpoin
 
 @dataclass
 class Job:
-    """One save on its way to the disk.
-
-    Attributes:
-        capture: What is still being copied, if the saver is lazy.
-    """
+    """One save on its way to the disk."""
 
     snapshot: Snapshot
-    capture: LazyCapture | None
+    capture: LazyCapture | None  # what is still being copied, if the saver is lazy
     target: RunFolder
     name: str
     compress: bool
@@ -53,12 +49,9 @@ class Job:
 
 
 class Publisher:
-    """Writes jobs, one after another, in one thread.
+    """Writes jobs, one after another, in one thread: a keyframe, then differences to it.
 
-    Args:
-        level: Of the byte-plane codec.
-        delta_every: A keyframe every so many saves, differences between; 0 for keyframes only.
-        patient: Tells whether nobody waits for a file: then the training has the cores first.
+    `patient` tells whether nobody waits for a file: then the training has the cores first.
     """
 
     def __init__(self, level: int, delta_every: int, patient: Callable[[], bool]) -> None:
@@ -71,16 +64,13 @@ class Publisher:
     def publish(self, job: Job) -> dict[str, Any]:
         """Encode, make durable, give the name, move `latest`; only then remove what may go.
 
-        Returns:
-            Sizes and times.
-
         Raises:
             SnapshotDiscarded: The lazy tensors were changed while they were copied.
         """
         if job.capture is not None:
             job.capture.finish()
         begin = time.perf_counter()
-        job.snapshot.fetch()
+        job.snapshot.devices.fetch()
         writer = self._write(job)
         try:
             written_s = time.perf_counter() - begin
@@ -124,9 +114,8 @@ class Publisher:
         base = self._open_base(job)
         if base is not None:
             try:
-                codecs = self._delta_codecs(job, base)
-                if codecs is not None:
-                    return self._encode(job, meta, codecs, base)
+                if deltas := self._deltas_of(job, base):
+                    return self._encode(job, meta, deltas, base)
             except DataError:
                 self._keyframe = None  # it does not verify: never build on it again
             finally:
@@ -137,10 +126,11 @@ class Publisher:
     def _encode(
         self, job: Job, meta: dict[str, Any], deltas: dict[str, Codec], base: PackReader | None
     ) -> PackWriter:
-        items = [
-            Item(staged.name, values, staged.dtype, self._codec(job, staged, deltas))
-            for staged, values in _tensors(job.snapshot)
-        ]
+        items = []
+        for staged, values in _tensors(job.snapshot):
+            small = staged.nbytes < _PLAIN_BYTES or not job.compress
+            codec = None if small else deltas.get(staged.name) or Planes(level=self._level)
+            items.append(Item(staged.name, values, staged.dtype, codec))
         nice, patient = ENCODERS_NICE, self._patient
         writer = PackWriter(
             job.path, kind=folder.KIND, meta=meta, base=base, nice=nice, patient=patient
@@ -154,17 +144,15 @@ class Publisher:
         path, digest = self._keyframe
         if path.parent != job.path.parent or path == job.path:
             return None
-        try:
+        with suppress(OSError, DataError):  # gone or damaged: this checkpoint stands on its own
             base = PackReader(path)
-        except (OSError, DataError):
-            return None  # gone or damaged: this checkpoint stands on its own
-        if base.index.digest == digest:
-            return base
-        base.close()
+            if base.index.digest == digest:
+                return base
+            base.close()
         return None
 
-    def _delta_codecs(self, job: Job, base: PackReader) -> dict[str, Codec] | None:
-        """Choose the tensors to store as differences; None when that is not worth it.
+    def _deltas_of(self, job: Job, base: PackReader) -> dict[str, Codec]:
+        """Choose the tensors to store as differences; none when that is not worth it.
 
         Both ways are tried on a sample of every large tensor.
         """
@@ -173,28 +161,22 @@ class Publisher:
         delta = Delta(Planes(level=self._level))
         for staged, words in _tensors(job.snapshot):
             entry = base.index.entries.get(staged.name)
-            if staged.nbytes < _PLAIN_BYTES or entry is None:
-                continue
-            if (entry.dtype, entry.shape) != (staged.dtype, staged.shape):
+            alike = entry and (entry.dtype, entry.shape) == (staged.dtype, staged.shape)
+            if staged.nbytes < _PLAIN_BYTES or not alike:
                 continue
             full, difference = _probe(words.reshape(-1), base, staged.name, delta)
             full_bytes += full * staged.nbytes
             delta_bytes += min(full, difference) * staged.nbytes
             if difference < full:
                 chosen[staged.name] = delta
-        return chosen if chosen and delta_bytes <= _WORTH_IT * full_bytes else None
-
-    def _codec(self, job: Job, staged: StagedTensor, deltas: dict[str, Codec]) -> Codec | None:
-        if not job.compress or staged.nbytes < _PLAIN_BYTES:
-            return None
-        return deltas.get(staged.name) or Planes(level=self._level)
+        return chosen if delta_bytes <= _WORTH_IT * full_bytes else {}
 
 
 def _probe(words: NDArray[Any], base: PackReader, name: str, delta: Delta) -> tuple[float, float]:
     """Return the shares of the original size that full and difference take on a sample."""
     entry = base.entry(name)
     block = entry.blocks // 2
-    start = entry.block_range(block)[0] // words.itemsize
+    start = block * entry.block_bytes // words.itemsize
     reference = base.read_block(name, block)[: _PROBE_BYTES // words.itemsize]
     sample = words[start : start + reference.size]
     full = sum(map(len, delta.inner.encode(sample)))

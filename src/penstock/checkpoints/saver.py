@@ -32,7 +32,7 @@ from penstock.checkpoints import folder
 from penstock.checkpoints.folder import Direction, RunFolder
 from penstock.checkpoints.lazy import LazyCapture, OwnedTensors, install_hooks
 from penstock.checkpoints.publish import NICE, Job, Publisher
-from penstock.checkpoints.snapshot import SMALL_STATE_BYTES, Snapshot, address_of
+from penstock.checkpoints.snapshot import Snapshot, address_of
 from penstock.core import tree
 from penstock.core.codecs import Planes
 from penstock.core.files import make_folder
@@ -40,6 +40,7 @@ from penstock.core.memory import format_bytes, whole_number
 from penstock.core.reuse import ReusedMemory
 from penstock.core.writes import OnFull, SaveHandle, Write, WriteQueue, close_after
 from penstock.errors import PenstockWarning, UsageError
+from penstock.tensors import empty_array
 from penstock.ui.monitor import PerformanceMonitor
 
 KeepBest = int | tuple[int, Direction]
@@ -120,12 +121,12 @@ class AsyncCheckpointSaver:
         self._where = str(self.directory)
         self._compress = compress
         self._verbose = verbose
-        self._keep_last, self._keep_best = keep_last, _checked_best(keep_best)
+        self._rules = keep_last, _checked_best(keep_best)
         self._folders: dict[str, RunFolder] = {}
         self._opening = threading.RLock()
         self._memory = ReusedMemory(max_staging_bytes or 0, allocate=_staging)
         self._max_staging_bytes = max_staging_bytes
-        self._queue = WriteQueue(
+        self._queue = queue = WriteQueue(
             "penstock-writer",
             max_staging_bytes,
             max_queue_size,
@@ -134,11 +135,9 @@ class AsyncCheckpointSaver:
             handle_signals=handle_signals,
             nice=NICE,
         )
-        queue = self._queue
         self._publisher = Publisher(compression_level, delta_every, lambda: not queue.awaited)
         self._blocked: deque[tuple[str, float]] = deque(maxlen=_HISTORY)
         self._last_path: str | None = None
-        self._small = False  # the last state
         self._active: LazyCapture | None = None
         self._eager: set[str] = set()  # tensors found changed past their optimizer
         self._owned = OwnedTensors(owners) if lazy else None
@@ -175,22 +174,25 @@ class AsyncCheckpointSaver:
         self._queue.check_usable()
         self.barrier()
         owned = self._owned.by_address() if self._owned else None
-        snapshot = Snapshot(checkpoint, owned, self._small)
+        snapshot = Snapshot(checkpoint, owned)
         notes = tree.flatten(metadata, lambda path, value: None)
         target, file = self._resolve(path)
         score = float(metric) if metric is not None and math.isfinite(metric) else None
 
         def prepare() -> Write:
-            capture = self._copy(snapshot)
+            if self._max_staging_bytes is None:
+                self._memory.limit_bytes = max(self._memory.limit_bytes, snapshot.size_bytes)
+            memory = self._memory.array((max(snapshot.size_bytes, 1),), np.uint8)
+            capture = LazyCapture(snapshot, address_of(memory)) if snapshot.lazy else None
+            snapshot.copy(memory)
+            self._active = capture
             squeeze = self._compress if compress is None else compress
             job = Job(snapshot, capture, target, os.path.basename(file), squeeze, notes, score)
             self._blocked.append(("call", time.perf_counter() - begin))
             return lambda: self._publish(job)
 
         barrier = self.barrier if snapshot.lazy else None
-        size_bytes = snapshot.size_bytes + snapshot.cloned_bytes
-        self._small = size_bytes <= SMALL_STATE_BYTES  # so will the next be
-        return self._queue.put(file, size_bytes, prepare, barrier)
+        return self._queue.put(file, snapshot.size_bytes, prepare, barrier)
 
     def barrier(self) -> None:
         """Finish a lazy copy in flight, helping; then tensors may be changed.
@@ -205,7 +207,7 @@ class AsyncCheckpointSaver:
             capture.barrier()
             self._active = None
             self._blocked.append(("barrier", time.perf_counter() - begin))
-            problem = self._note_torn(capture)
+            problem = self._note_torn(capture) if capture.torn else None
         if problem:
             warnings.warn(f"checkpoint discarded: {problem}", PenstockWarning, stacklevel=2)
 
@@ -255,11 +257,11 @@ class AsyncCheckpointSaver:
         blocked = PerformanceMonitor(history=_HISTORY)
         for name, blocked_s in list(self._blocked):
             blocked.record(name, blocked_s)
-        raw, stored = counts["raw_bytes"], counts["stored_bytes"]
-        seconds = counts["write_us"] / 1e6
-        fates = ("saved", "failed", "skipped", "dropped", "discarded", "deltas")
+        raw, stored, seconds = counts["raw_bytes"], counts["stored_bytes"], counts["write_s"]
+        fates = ("saved", "failed", "skipped", "dropped", "discarded")
         return {
             **{f"total_{fate}": counts[fate] for fate in fates},
+            "total_deltas": counts["delta"],
             "queue_full": counts["queue_full"],
             "queue_size": len(self._queue),
             "staged_bytes": self._queue.held_bytes,
@@ -281,54 +283,34 @@ class AsyncCheckpointSaver:
     def __reduce__(self) -> Any:
         raise UsageError("a saver belongs to its process; make a new one in the other process")
 
-    def _copy(self, snapshot: Snapshot) -> LazyCapture | None:
-        """Copy a snapshot into staging memory; return what is left to be copied."""
-        if self._max_staging_bytes is None:
-            self._memory.limit_bytes = max(self._memory.limit_bytes, snapshot.size_bytes)
-        memory = self._memory.array((max(snapshot.size_bytes, 1),), np.uint8)
-        capture = LazyCapture(snapshot, address_of(memory)) if snapshot.lazy else None
-        snapshot.copy(memory)
-        self._active = capture
-        return capture
-
     def _publish(self, job: Job) -> dict[str, Any]:
         """Write a job, in the background; return its sizes and times."""
         try:
             stats = self._publisher.publish(job)
         finally:
-            if job.capture is not None:
+            if job.capture is not None and job.capture.torn:
                 self._note_torn(job.capture)
         self._last_path = str(job.path)
-        raw, stored, seconds = stats["raw_bytes"], stats["stored_bytes"], stats["write_s"]
-        delta, write_us = int(stats["delta"]), int(seconds * 1e6)
-        self._queue.counts.update(
-            deltas=delta, raw_bytes=raw, stored_bytes=stored, write_us=write_us
-        )
-        text = (
-            f"[penstock] saved {job.path.name}: {format_bytes(stored)} of {format_bytes(raw)}"
-            f"{' (delta)' if delta else ''} in {seconds:.2f} s\n"
-        )
-        complaint, verbose = stats.pop("complaint"), self._verbose
+        complaint = stats.pop("complaint")
+        self._queue.counts.update(stats)
+        stored, raw = format_bytes(stats["stored_bytes"]), format_bytes(stats["raw_bytes"])
+        what = f"{job.path.name}: {stored} of {raw}{' (delta)' if stats['delta'] else ''}"
 
         def report() -> None:
             if complaint:
                 _LOG.warning(complaint)
-            if verbose:
-                sys.stderr.write(text)
+            if self._verbose:
+                sys.stderr.write(f"[penstock] saved {what} in {stats['write_s']:.2f} s\n")
 
         return stats | {"report": report}
 
     def _note_torn(self, capture: LazyCapture) -> str | None:
         """Remember torn tensors; return what to say of those that were not named before."""
-        if not capture.torn or self._owned is None:
-            return None
-        self._owned.exclude(tensor.owner for tensor in capture.torn)
-        problem = capture.problem()
-        names = {tensor.name for tensor in capture.torn}
-        if names <= self._eager:
-            return None
-        self._eager |= names
-        return problem
+        if self._owned is not None:
+            self._owned.exclude(tensor.owner for tensor in capture.torn)
+        new = {capture.snapshot.name_of(tensor) for tensor in capture.torn} - self._eager
+        self._eager |= new
+        return capture.problem() if new else None
 
     def _resolve(self, path: str | os.PathLike[str]) -> tuple[RunFolder, str]:
         """Return the folder, locked for this saver, and the path of a file."""
@@ -345,9 +327,7 @@ class AsyncCheckpointSaver:
             with self._opening:
                 made = self.directory if where == self._where else make_folder(where)
                 place = os.path.realpath(made)  # one folder may go by several names
-                target = self._folders.get(place)
-                if target is None:
-                    target = RunFolder(Path(place), self._keep_last, self._keep_best)
+                target = self._folders.get(place) or RunFolder(Path(place), *self._rules)
                 self._folders[where] = self._folders[place] = target
         return target, file
 
@@ -357,7 +337,7 @@ def _staging(nbytes: int) -> NDArray[np.uint8]:
     if torch.cuda.is_available():
         pinned: NDArray[np.uint8] = torch.empty(nbytes, dtype=torch.uint8, pin_memory=True).numpy()
         return pinned
-    return np.empty(nbytes, np.uint8)
+    return empty_array("uint8", (nbytes,))
 
 
 def _checked_best(value: KeepBest | None) -> tuple[int, Direction] | None:

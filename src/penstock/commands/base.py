@@ -45,6 +45,7 @@ class Command:
         run: Does it.
         usage: The usage line, where argparse's own would mislead.
         interruptible: The work calls `check_stop`, so that a signal ends it at a boundary.
+        objects: Its paths may be those of object storage.
     """
 
     summary: str
@@ -54,6 +55,7 @@ class Command:
     run: Callable[[argparse.Namespace], Outcome]
     usage: str | None = None
     interruptible: bool = False
+    objects: bool = False
 
     def add_to(self, verbs: Any, name: str) -> None:
         """Add the verb to the parser of all verbs."""

@@ -87,4 +87,5 @@ COMMAND = Command(
     _add_arguments,
     _run,
     interruptible=True,
+    objects=True,
 )

@@ -158,4 +158,5 @@ COMMAND = Command(
     _run,
     usage="penstock convert [options] BAGS... OUT [key=value ...]",
     interruptible=True,
+    objects=True,
 )

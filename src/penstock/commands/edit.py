@@ -16,8 +16,8 @@ if TYPE_CHECKING:
     from penstock.dataset.edit import EditReport, Edits
 
 OPERATIONS = (
-    "delete", "keep", "trim", "split", "relabel", "drop", "rename", "reencode", "merge", "apply",
-    "undo",
+    "delete", "keep", "trim", "split", "cut", "relabel", "drop", "rename", "reencode", "merge",
+    "apply", "undo",
 )  # fmt: skip
 
 
@@ -62,6 +62,16 @@ def _edits(operation: str, words: Sequence[str]) -> Edits:
                 end = _number(stop) if stop else None
                 found[_number(episode)] = (_number(first or "0"), end)
             return Edits(trim=found)
+        case "cut":
+            out: dict[int, list[tuple[int, int]]] = {}
+            for word in words:
+                episode, ranges = _pair(word, "EPISODE=FIRST:STOP,…")
+                for frames in ranges.split(","):
+                    first, _, stop = frames.partition(":")
+                    if not (first and stop):
+                        raise UsageError(f"{word!r} cannot be understood: EPISODE=FIRST:STOP,…")
+                    out.setdefault(_number(episode), []).append((_number(first), _number(stop)))
+            return Edits(cut=out)
         case "split":
             cuts = (_pair(word, "EPISODE=FRAME,…") for word in words)
             return Edits(split={_number(e): [_number(f) for f in at.split(",")] for e, at in cuts})
@@ -152,9 +162,9 @@ COMMAND = Command(
     "remove, shorten, split, relabel or merge episodes",
     "EDIT is one of\n"
     "  delete 3 7 10-20     keep 0-46           relabel 'pick a cup' 3 4\n"
-    "  trim 5=10:200        split 5=100,150     drop observation.wrench\n"
-    "  rename OLD=NEW       reencode h264       merge OTHER... --out OUT\n"
-    "  apply marks.yaml     undo\n"
+    "  trim 5=10:200        split 5=100,150     cut 5=40:60,100:120\n"
+    "  rename OLD=NEW       reencode h264       drop observation.wrench\n"
+    "  merge OTHER... --out OUT                 apply marks.yaml     undo\n"
     "Frames that stay are not touched: rows and video packets are copied. The result is made "
     "beside the dataset and exchanged in one step; undo puts the last one back.",
     "penstock edit dataset delete 3 7 10-20",

@@ -40,4 +40,5 @@ COMMAND = Command(
     "penstock info flight.bag --write-map map.yaml",
     _add_arguments,
     _run,
+    objects=True,
 )

@@ -76,4 +76,5 @@ COMMAND = Command(
     "penstock view dataset --with bags/",
     _add_arguments,
     _run,
+    objects=True,
 )

@@ -77,6 +77,11 @@ def in_order(times: Times, reordered: bool = False) -> Ordered:
     return Ordered(times[kept], kept, duplicates, len(left_out) - duplicates)
 
 
+def rising(ordinals: Times) -> Times:
+    """Return the different ones, rising: the same array if it is so already."""
+    return ordinals if np.all(np.diff(ordinals) > 0) else np.unique(ordinals)
+
+
 def _late(times: Times, late_run: int, late_ns: int) -> NDArray[np.bool_]:
     """Tell the messages that are a little late in the file, a few in a row at most."""
     newest = np.maximum.accumulate(times)

@@ -39,14 +39,7 @@ class Span:
 def find_spans(bag: Bag, stamps: Stamps, mapping: Mapping, start_ns: int) -> list[Span] | None:
     """Return the times of the episodes, in order; None if all of the recording is one.
 
-    Args:
-        bag: The recording.
-        stamps: Its stamps, by the clock that was asked for.
-        mapping: Says how it is cut.
-        start_ns: What the times of a table count from.
-
-    Raises:
-        DataError: There is no such topic, or times overlap.
+    The times of a table count from `start_ns`.
     """
     if mapping.episodes is not None:
         return list(_spans(*_events(bag, stamps, mapping.episodes)))

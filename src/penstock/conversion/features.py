@@ -14,6 +14,8 @@ from penstock.bags import Bag, Message
 from penstock.bags.transforms import is_pair
 from penstock.conversion.mapping import GAP_FLAG, STAMP, Mapping, Source, Vector
 from penstock.conversion.plan import CameraPlan, Plan
+from penstock.conversion.timeline import named_joints
+from penstock.conversion.topics import of_first_usable
 from penstock.dataset.layout import Feature
 from penstock.errors import DataError, UsageError
 from penstock.media.encodings import CODECS
@@ -30,11 +32,7 @@ def describe(
 ) -> dict[str, Feature]:
     """Return the features that a bag gives; the plan learns the names of joints.
 
-    Args:
-        bag: The bag.
-        mapping: What is asked of it.
-        plan: Of the bag.
-        joints: As the dataset has them; None for the first bag, whose order counts.
+    `joints` are those of the dataset; None for the first bag, whose order counts.
 
     Raises:
         DataError: A message does not hold what the mapping asks of it.
@@ -50,8 +48,7 @@ def describe(
         if size is None and camera.video is not None:
             size = camera.video.width, camera.video.height
         elif size is None:
-            image = bag.decoder(camera.topic).image(first[camera.topic].data)
-            size = picture_size(image)
+            size = _recorded_size(bag, camera.topic, first[camera.topic].data)
         codec = mapping.codec_of(feature)
         if camera.video is not None and feature.kind == "depth":
             raise DataError(f"{bag.path}: {camera.topic} is a video of colours: set kind: color")
@@ -78,6 +75,16 @@ def describe(
     return features
 
 
+def _recorded_size(bag: Bag, topic: str, first: bytes | memoryview) -> tuple[int, int]:
+    def size(data: bytes | memoryview) -> tuple[int, int]:
+        found = picture_size(bag.decoder(topic).image(data))
+        if not all(found):
+            raise DataError(f"{bag.path}: {topic} begins with pictures of no size")
+        return found
+
+    return of_first_usable(bag, topic, first, size)
+
+
 def _check_copied(bag: Bag, camera: CameraPlan, episodes: Sequence[tuple[int, int]]) -> None:
     """Check that packets can be copied: each frame shows the next one of them, and all do."""
     for number, (first, after) in enumerate(episodes):
@@ -89,12 +96,7 @@ def _check_copied(bag: Bag, camera: CameraPlan, episodes: Sequence[tuple[int, in
 
 
 def _vector(
-    bag: Bag,
-    name: str,
-    feature: Vector,
-    plan: Plan,
-    first: dict[str, Message],
-    joints: Joints,
+    bag: Bag, name: str, feature: Vector, plan: Plan, first: dict[str, Message], joints: Joints
 ) -> Feature:
     length = 0
     named_by: list[tuple[str, ...]] = []  # joint, field and topic of each number
@@ -105,8 +107,10 @@ def _vector(
             continue
         decoder, data = bag.decoder(part.topic), first[part.topic].data
         named = decoder.names(data, source.field)
-        pair = is_pair(source.field)  # it need not be in the first message
-        values = np.zeros(len(named)) if pair else decoder.vector(data, source.field)
+        if source.partial:
+            named, _ = named_joints(bag, part.topic, source.field)
+        apart = source.partial or is_pair(source.field)  # not all is in the first message
+        values = np.zeros(len(named)) if apart else decoder.vector(data, source.field)
         place = part.topic, source.field
         one = source.field.endswith("]")
         if place in joints:
@@ -183,7 +187,8 @@ def other_joints(wanted: Sequence[str], found: Sequence[str]) -> str:
         parts = ["names no joints"]
     return (
         f"{' and '.join(parts) or f'names {len(found)} joints instead of {len(wanted)}'}: the "
-        "joints must stay the same; convert it into a dataset of its own"
+        "joints must stay the same; convert it into a dataset of its own, or set partial: true of "
+        "the source if each message names some of them"
     )
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Container, Iterable
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import Final
 
@@ -21,12 +22,21 @@ from penstock.conversion.mapping import (
     Kind,
     Mapping,
     Source,
+    Tasks,
     Vector,
 )
 from penstock.conversion.timeline import first_key
-from penstock.conversion.topics import TopicChoice, choose_fields, first_message
+from penstock.conversion.topics import (
+    TopicChoice,
+    choose_fields,
+    first_message,
+    kind_of,
+    of_first_usable,
+    why_never,
+)
 from penstock.errors import DataError, UsageError
 from penstock.media.encodings import DEPTH_ENCODINGS
+from penstock.media.headers import png_bits
 from penstock.media.images import ImageDecoder
 
 DEFAULT_FPS: Final = 30
@@ -35,6 +45,12 @@ _MOST_FPS: Final = 100  # without a camera
 _MOST_IN_BURSTS: Final = 0.3
 _FAR_CLOCK_NS: Final = 10 * SECOND_NS  # between stamp and log time of one message
 _STAMPS_LOOKED_AT: Final = 500
+_MOST_OF_A_TASK: Final = 300  # characters
+_TRANSPORT: Final = re.compile(r"/(compressed|compressedDepth|zstd|theora|ffmpeg)$")
+_TASK: Final = re.compile(
+    r"(?<![a-z])((language_)?instructions?|prompt|task(_(description|name|instruction))?"
+    r"|language(_goal)?)$"
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,7 +62,7 @@ class Rate:
         usual_hz: By the median time between two: other than `hz` for bursts, or with long gaps.
         longest_gap_s: The longest time between two messages.
         disorder: Messages whose stamp does not rise.
-        in_bursts: The share of the gaps that are below a tenth of the mean one.
+        in_bursts: The share of the gaps that are below a tenth of the mean one, without pauses.
     """
 
     hz: float
@@ -59,6 +75,11 @@ class Rate:
     def is_bursty(self) -> bool:
         """Whether messages were received many at once: their log times say little."""
         return self.in_bursts > _MOST_IN_BURSTS
+
+    @property
+    def frames_hz(self) -> float:
+        """The rate of frames that follow it: neither pauses nor bursts change it."""
+        return self.hz if self.is_bursty else self.usual_hz
 
 
 def rate_of(bag: Bag, topic: str) -> Rate:
@@ -74,13 +95,14 @@ def rate_of(bag: Bag, topic: str) -> Rate:
         SECOND_NS / ordered.period_ns,
         float(steps.max()) / SECOND_NS,
         ordered.duplicates + ordered.disordered,
-        _in_bursts(ordered.times),
+        _in_bursts(np.sort(times)),
     )
 
 
 def _in_bursts(times: Times) -> float:
-    steps = np.diff(times)
-    return float((steps < steps.mean() / 10).mean()) if len(steps) else 0.0
+    steps = np.sort(np.diff(times))
+    usual = steps[: -max(1, len(steps) // 100)]  # the longest are pauses
+    return float((usual < usual.mean() / 10).mean()) if len(usual) else 0.0
 
 
 def guess_clock(bag: Bag, topics: Iterable[str]) -> Clock:
@@ -105,19 +127,22 @@ def guess_clock(bag: Bag, topics: Iterable[str]) -> Clock:
     return "header"
 
 
-def guess_mapping(bag: Bag) -> Mapping:
+def guess_mapping(bag: Bag, found: Survey | None = None) -> Mapping:
     """Guess a mapping: that of a robot which is known, or one by the types of the messages.
+
+    Args:
+        bag: The recording.
+        found: Its survey, if that was made.
 
     Raises:
         DataError: There is nothing in the bag that a dataset could hold.
     """
     speaking = {name for name, topic in bag.topics.items() if topic.count}
     robot = robots.recognise(speaking)
+    found = found or survey(bag)
     if robot is not None:
-        mapping = robot.mapping(bag, _camera_rate(bag, survey(bag).cameras))
-        used = {name for feature in mapping.features.values() for name in feature_topics(feature)}
-        return replace(mapping, clock=robot.clock or guess_clock(bag, used & speaking))
-    found = survey(bag)
+        mapping = robot.mapping(bag, _camera_rate(bag, found.cameras))
+        return replace(mapping, clock=robot.clock or guess_clock(bag, mapping.topics & speaking))
     if not found.numbers and not found.cameras:
         reasons = "; ".join(f"{name}: {reason}" for name, reason in found.left_out.items())
         raise DataError(
@@ -135,7 +160,9 @@ def guess_mapping(bag: Bag) -> Mapping:
             key = "observation.state"
         else:
             key = free_key(groups, plain_name(name))
-        groups.setdefault(key, []).extend(Source((name,), field) for field in choice.fields)
+        groups.setdefault(key, []).extend(
+            Source((name,), field, partial=choice.partial) for field in choice.fields
+        )
     features: dict[str, Vector | Camera] = {}
     for key in sorted(groups, key=lambda key: (key != "observation.state", key != "action")):
         slowest = min(rate_of(bag, source.topics[0]).hz for source in groups[key])
@@ -146,7 +173,9 @@ def guess_mapping(bag: Bag) -> Mapping:
     for topic, camera in found.cameras.items():
         name = _camera_name(topic)
         features[free_key(features, name if camera.kind == "depth" else f"images.{name}")] = camera
-    return Mapping(fps, features, clock=guess_clock(bag, [*found.numbers, *found.cameras]))
+    clock = guess_clock(bag, [*found.numbers, *found.cameras])
+    tasks = Tasks(topic=found.task) if found.task else None
+    return Mapping(fps, features, clock=clock, tasks=tasks)
 
 
 def holding(sources: list[Source], slow: bool = True) -> Vector:
@@ -165,14 +194,23 @@ def free_key(taken: Container[str], name: str) -> str:
     return key
 
 
-def feature_topics(feature: Vector | Camera) -> list[str]:
-    """Return the topics that a feature names."""
-    sources = [feature] if isinstance(feature, Camera) else feature.sources
-    return [topic for source in sources for topic in source.topics]
+def left_out(bag: Bag, found: Survey, mapping: Mapping | None) -> dict[str, str]:
+    """Return the topics with messages that no feature takes, and why."""
+    used = mapping.topics if mapping else set()
+    return {
+        name: found.left_out.get(name, "the mapping of the robot takes others")
+        for name, topic in bag.topics.items()
+        if topic.count and name not in used
+    }
 
 
-def restrict(mapping: Mapping, topics: set[str]) -> Mapping:
-    """Leave out what comes from other topics than these, unless nothing would be left."""
+def restrict(mapping: Mapping, topics: set[str], everywhere: set[str]) -> Mapping:
+    """Leave out what comes from other topics than these, unless nothing would be left.
+
+    Every bag must say what the robot does, or none is asked.
+    """
+    if mapping.tasks is not None and mapping.tasks.topic not in everywhere:
+        mapping = replace(mapping, tasks=None)
     features: dict[str, Vector | Camera] = {}
     for name, feature in mapping.features.items():
         if isinstance(feature, Camera):
@@ -193,11 +231,13 @@ class Survey:
         numbers: What to take of which topics.
         cameras: By topic.
         left_out: All other topics, and why.
+        task: The topic that says what the robot does; "" for none.
     """
 
     numbers: dict[str, TopicChoice] = field(default_factory=dict)
     cameras: dict[str, Camera] = field(default_factory=dict)
     left_out: dict[str, str] = field(default_factory=dict)
+    task: str = ""
 
 
 def survey(bag: Bag) -> Survey:
@@ -207,6 +247,9 @@ def survey(bag: Bag) -> Survey:
     single message are better than nothing: what can be had of them is taken then.
     """
     found, poor = Survey(), dict[str, TopicChoice]()
+    small = [n for n, topic in bag.topics.items() if topic.media is None and not why_never(topic)]
+    with suppress(DataError):  # in one pass: they are asked for one by one below
+        bag.first_messages(small)
     for name, topic in bag.topics.items():
         try:
             if topic.count and topic.media is not None:
@@ -232,9 +275,54 @@ def survey(bag: Bag) -> Survey:
             found.cameras.pop(name, None)
     if not spans:
         found.numbers = poor
-    for name in found.numbers:
+    _choose_transports(bag, found)
+    _choose_operators(found)
+    found.task = next((name for name in bag.topics if _says_task(bag, name)), "")
+    for name in (*found.numbers, found.task):
         found.left_out.pop(name, None)
     return found
+
+
+def _choose_transports(bag: Bag, found: Survey) -> None:
+    """Take the pictures of a camera once: raw, unless it has fewer of them."""
+    groups: dict[str, list[str]] = {}
+    for name in found.cameras:
+        groups.setdefault(_TRANSPORT.sub("", name), []).append(name)
+    for names in groups.values():
+        counts = {name: bag.topics[name].count for name in names}
+        most = max(counts.values())
+        kept = min(names, key=lambda name: (counts[name] < 0.9 * most, len(name)))
+        for name in names:
+            if name != kept:
+                del found.cameras[name]
+                found.left_out[name] = f"the pictures of {kept} once more"
+
+
+def _choose_operators(found: Survey) -> None:
+    """Take what a person moves for the action, unless the commands that it gives are there."""
+    commands = [choice for choice in found.numbers.values() if choice.role == "action"]
+    for name, choice in list(found.numbers.items()):
+        if choice.role != "operator":
+            continue
+        # Arms that lead may give but a part of the commands: as many numbers are the same ones.
+        same = [it for it in commands if it.numbers == choice.numbers or not choice.joints]
+        if same:
+            del found.numbers[name]
+            found.left_out[name] = "what a person moves; the commands are there"
+        else:
+            found.numbers[name] = replace(choice, role="action")
+
+
+def _says_task(bag: Bag, name: str) -> bool:
+    """Tell whether a topic says in words what the robot does."""
+    topic = bag.topics[name]
+    if not topic.count or kind_of(topic) != "String" or not _TASK.search(name.lower()):
+        return False
+    try:
+        text = bag.decoder(name).text(first_message(bag, name), "data").strip()
+    except DataError:
+        return False
+    return 0 < len(text) <= _MOST_OF_A_TASK and text[0] not in "{[<"
 
 
 def _span_s(bag: Bag, topic: str) -> float:
@@ -243,33 +331,37 @@ def _span_s(bag: Bag, topic: str) -> float:
 
 
 def describe_camera(bag: Bag, topic: str) -> Camera:
-    """Describe a camera by its first picture, which is decoded to see that it can be.
-
-    Raises:
-        DataError: It cannot.
-    """
+    """Describe a camera by its first picture, which is decoded to see that it can be."""
     kind: Kind = "color"
     if bag.topics[topic].media == "video":
         key = first_key(bag, topic)
         width, height = key.width, key.height
     else:
-        image = bag.decoder(topic).image(first_message(bag, topic))
-        plain = image.encoding in ("mono16", "png") and "depth" in topic.lower()
-        if plain or image.encoding in DEPTH_ENCODINGS:
-            kind = "depth"
-            height, width = ImageDecoder().depth_mm(image).shape
-        else:
-            frame = ImageDecoder().color(image)
-            width, height = frame.width, frame.height
+        kind, width, height = of_first_usable(
+            bag, topic, first_message(bag, topic), lambda data: _picture(bag, topic, data)
+        )
     if min(width, height) < 2:
         raise DataError(f"its pictures are {width}x{height}")
     even = width // 2 * 2, height // 2 * 2
     return Camera((topic,), kind=kind, resize=None if even == (width, height) else even)
 
 
+def _picture(bag: Bag, topic: str, data: bytes | memoryview) -> tuple[Kind, int, int]:
+    """Return what a message shows, its width and its height."""
+    image = bag.decoder(topic).image(data)
+    # 16 bits of grey may be either; 8 bits are a picture of distances for people.
+    deep = image.encoding == "png" and png_bits(image.data) == 16
+    grey = deep or image.encoding == "mono16"
+    if (grey and "depth" in topic.lower()) or image.encoding in DEPTH_ENCODINGS:
+        height, width = ImageDecoder().depth_mm(image).shape
+        return "depth", width, height
+    frame = ImageDecoder().color(image)
+    return "color", frame.width, frame.height
+
+
 def common_rate(bag: Bag, topics: Iterable[str]) -> int:
     """Return the rate of the topic that speaks most, for a dataset without pictures."""
-    fastest = max((rate_of(bag, name).hz for name in topics), default=DEFAULT_FPS)
+    fastest = max((rate_of(bag, name).frames_hz for name in topics), default=DEFAULT_FPS)
     return int(min(max(round(fastest), 1), _MOST_FPS))
 
 
@@ -279,7 +371,7 @@ def _camera_rate(bag: Bag, cameras: dict[str, Camera]) -> int:
     if not colour:
         return DEFAULT_FPS
     main = max(colour, key=lambda name: bag.topics[name].count)
-    return max(round(rate_of(bag, main).usual_hz), 1)
+    return max(round(rate_of(bag, main).frames_hz), 1)
 
 
 def plain_name(topic: str) -> str:

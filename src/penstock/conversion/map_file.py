@@ -12,7 +12,6 @@ from penstock.conversion.features import describe
 from penstock.conversion.guess import (
     common_rate,
     describe_camera,
-    feature_topics,
     free_key,
     holding,
     plain_name,
@@ -34,12 +33,14 @@ def to_yaml(mapping: Mapping | None, bag: Bag) -> str:
     """
     if mapping is None:
         mapping = Mapping(common_rate(bag, [t.name for t in bag.topics.values() if t.count]), {})
+    tasks = mapping.tasks
     lines = [
         f"# Mapping of {_comment(bag.path.name)}: which topics make which features.",
         "# Use it with: penstock convert BAGS OUT --map THIS_FILE",
         "",
         f"fps: {mapping.fps}                # frames per second of the dataset",
         f"task: {json.dumps(mapping.task)}           # what the robot does, for the learner",
+        *([f"tasks: {{topic: {json.dumps(tasks.topic)}}}"] if tasks and tasks.topic else []),
         f"robot_type: {json.dumps(mapping.robot_type)}",
         "# timeline: /topic     # its messages are the frames; default: the camera with the most"
         " pictures; a number is a fixed rate",
@@ -58,15 +59,14 @@ def to_yaml(mapping: Mapping | None, bag: Bag) -> str:
         lines += [f"  {name}:", *_feature_lines(feature, bag)]
     if not mapping.features:
         lines.append("  # nothing was found that a learner would want: switch on what you need")
-    used = {name for feature in mapping.features.values() for name in feature_topics(feature)}
     never = []
     for name, reason in survey(bag).left_out.items():
-        extra = None if name in used else _switchable(name, bag, mapping)
+        extra = None if name in mapping.topics else _switchable(name, bag, mapping)
         if extra is not None:
             key = free_key(mapping.features, plain_name(name))
             lines.append(f"  # {key}:    # left out: {_comment(reason)}; remove the # to take it")
             lines += [f"  # {line[2:]}" for line in _feature_lines(extra, bag)]
-        elif name not in used:
+        elif name not in mapping.topics:
             never.append(_comment(f"#   {name}: {reason}"))
     if never:
         lines += ["", "# Cannot be taken:", *never]

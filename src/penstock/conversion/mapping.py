@@ -43,7 +43,7 @@ STAMP: Final = "observation.stamp"
 # So that the datasets of earlier versions go on with the settings that they were begun with.
 _ADDED_LATER: Final = frozenset(
     ("episodes", "tasks", "table", "joints", "exclude", "offset", "window", "dtype", "stamps")
-)
+) | {"partial"}
 _FEATURE_NAME: Final = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,99}")
 
 
@@ -72,6 +72,7 @@ class Source:
         joints: Only the numbers that the message names like this, such as "arm_*" (in a file:
             field: position[arm_*]).
         exclude: Not the numbers that the message names like this.
+        partial: Each message names some of the joints alone: what was last said of each counts.
         scale: Factor.
         offset: Added after the factor.
         threshold: Instead of a factor: 1 above this value, 0 otherwise.
@@ -90,6 +91,7 @@ class Source:
     select: tuple[int, int] | None = None
     joints: tuple[str, ...] = ()
     exclude: tuple[str, ...] = ()
+    partial: bool = False
     scale: float = 1.0
     offset: float = 0.0
     threshold: float | None = None
@@ -129,6 +131,11 @@ class Vector:
     delta_from: str | None = None
     window: int | None = None
     dtype: Literal["float32", "float64"] | None = None
+
+    @property
+    def topics(self) -> tuple[str, ...]:
+        """The topics of its sources, without those that stand in for them."""
+        return tuple(topic for source in self.sources for topic in source.topics)
 
 
 @dataclass(frozen=True, slots=True)
@@ -273,6 +280,13 @@ class Mapping:
     def cameras(self) -> dict[str, Camera]:
         """The features of pictures."""
         return {k: v for k, v in self.features.items() if isinstance(v, Camera)}
+
+    @property
+    def topics(self) -> set[str]:
+        """All topics that it names."""
+        named = {topic for feature in self.features.values() for topic in feature.topics}
+        told = [part.topic for part in (self.episodes, self.tasks) if part and part.topic]
+        return named | set(told)
 
     def codec_of(self, camera: Camera) -> Codec:
         """Return the codec of a camera: its own, or that of its kind."""

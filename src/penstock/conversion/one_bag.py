@@ -31,7 +31,6 @@ from penstock.conversion.plan import Plan, plan_bag
 from penstock.conversion.rows import Rows
 from penstock.core.files import make_folder
 from penstock.core.interrupt import check_stop
-from penstock.core.objects import ObjectPath
 from penstock.dataset.layout import Feature
 from penstock.dataset.tables import give_back_unused
 from penstock.dataset.unit import Episode, UnitRecord, UnitWriter
@@ -39,6 +38,7 @@ from penstock.errors import DataError, PenstockError
 from penstock.media.encodings import CODECS
 from penstock.media.packets import KeyFrame
 from penstock.media.video import VideoSettings
+from penstock.objects import ObjectPath
 
 Advance = Callable[[int, int], None]  # bytes read, frames written, since the last call
 _REPORT_EVERY_S = 0.2
@@ -74,21 +74,9 @@ class Job:
 
 @dataclass(slots=True)
 class Converted:
-    """What came of one bag.
+    """What came of one bag, and what it took.
 
-    Attributes:
-        bag: The recording.
-        size_bytes: Its size.
-        episodes: How many.
-        account: Where the frames went.
-        skew: Time errors per feature.
-        skew_ms: A sample of the time errors per feature, for the picture in the report.
-        timeline: What the frames follow.
-        salvage: What was recovered of a damaged bag; None if it was whole.
-        previews: A small JPEG per camera.
-        wall_s: Time it took.
-        cpu_s: Processor time of all threads.
-        peak_bytes: Largest resident memory while it ran.
+    Time errors are per feature, with a sample of them for the report; previews are small JPEGs.
     """
 
     bag: Path
@@ -135,6 +123,7 @@ def convert_bag(job: Job, advance: Advance) -> Converted:
     with open_bag(job.bag, salvage=job.salvage, limits=limits, scratch=scratch) as bag:
         plan = plan_bag(bag, job.mapping, job.most_frames)
         _check_features(bag, job.features, describe(bag, job.mapping, plan, job.joints))
+        skew, skew_ms = plan.take_skews(_SKEWS)
         with MemoryWatch() as watch, _open_unit(job, plan) as unit:
             previews = _read(bag, plan, job, unit, advance)
             unit.commit()
@@ -143,11 +132,8 @@ def convert_bag(job: Job, advance: Advance) -> Converted:
         job.record.source.get("size_bytes", 0),
         len(plan.episodes),
         plan.account,
-        plan.skews(),
-        {
-            name: (skew[:: -(-len(skew) // _SKEWS)] / 1e6).tolist()
-            for name, skew in plan.skew_ns.items()
-        },
+        skew,
+        skew_ms,
         plan.timeline,
         None if bag.salvage is None else str(bag.salvage),
         previews,
@@ -277,7 +263,8 @@ def _wanted(users: Iterable[Rows | Pictures]) -> dict[str, Times]:
     found: dict[str, Times] = {}
     for user in users:
         for topic, ordinals in user.wanted.items():
-            found[topic] = np.union1d(found.get(topic, ordinals), ordinals)
+            before = found.get(topic)
+            found[topic] = ordinals if before is None else np.union1d(before, ordinals)
     return found
 
 

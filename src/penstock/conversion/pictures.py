@@ -13,9 +13,10 @@ from heapq import heappop, heappush
 from typing import Any, Final
 
 import numpy as np
+from numpy.typing import NDArray
 
 from penstock.bags import Bag, ImageMessage, Message
-from penstock.conversion.align import Times
+from penstock.conversion.align import Times, rising
 from penstock.conversion.mapping import Mapping
 from penstock.conversion.memory import encoder_bytes
 from penstock.conversion.plan import Plan
@@ -32,14 +33,6 @@ _MOST_REORDERED: Final = 16  # pictures that a decoder keeps back at most
 
 class Pictures:
     """The pictures of one camera: from its messages to the videos of its episodes.
-
-    Args:
-        name: The feature.
-        bag: Its decoder parses the messages.
-        plan: Which picture each frame shows.
-        mapping: How the pictures are stored, and what one that cannot be decoded does.
-        size: Width and height of the feature.
-        unit: Where the videos go.
 
     Attributes:
         preview: A small JPEG of a picture of the recording; None if there was none.
@@ -83,14 +76,16 @@ class Pictures:
         self._open: int | None = None  # the episode whose video is open
         self._video: Any = None
 
-    def _messages(self, edges: Times) -> tuple[Times, Times]:
+    def _messages(self, edges: Times) -> tuple[Times, NDArray[np.int32]]:
         """Return the messages in the order of the frames, and which frames show each."""
-        return self._plan.ordinals[edges[:-1]], np.stack([edges[:-1], edges[1:]], axis=1)
+        spans = np.stack([edges[:-1], edges[1:]], axis=1).astype(np.int32)
+        ordinals = self._plan.ordinals
+        return ordinals if len(spans) == len(ordinals) else ordinals[edges[:-1]], spans
 
     @property
     def wanted(self) -> dict[str, Times]:
         """The messages that some frame shows."""
-        return {self._plan.topic: np.unique(self._turns)}
+        return {self._plan.topic: rising(self._turns)}
 
     def shown(self, message: Message) -> Iterator[Shown]:
         """Yield the pictures whose turn a message makes, with their frames.
@@ -213,9 +208,11 @@ class Pictures:
 
     def _check_size(self, width: int, height: int) -> None:
         if (width, height) != self._size:
+            first = f"{self._size[0]}x{self._size[1]}"
             raise _Mismatch(
-                f"{self._where} has a picture of {width}x{height}, and the others are "
-                f"{self._size[0]}x{self._size[1]}: set resize, and a codec other than copy"
+                f"{self._where} has a picture of {width}x{height}, and the others are {first}: set "
+                f"resize (--set features.{self.name}.resize=[{first.replace('x', ',')}]), and a "
+                "codec other than copy"
             )
 
 
@@ -246,12 +243,12 @@ class VideoPictures(Pictures):
         assert self._plan.video is not None
         return self._plan.video
 
-    def _messages(self, edges: Times) -> tuple[Times, Times]:
+    def _messages(self, edges: Times) -> tuple[Times, NDArray[np.int32]]:
         """Return every packet from the first key frame on: one needs those before it."""
         shown, spans = super()._messages(edges)
         start = self._key.ordinal
         every = np.arange(start, shown.max() + 1)
-        frames = np.zeros((len(every), 2), np.int64)
+        frames = np.zeros((len(every), 2), np.int32)
         frames[shown - start] = spans
         return every, frames
 

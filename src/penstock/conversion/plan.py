@@ -31,14 +31,7 @@ _UNLIMITED: Final = float(2**62)
 
 @dataclass(slots=True)
 class SourcePlan:
-    """One source of a vector: its topic, and the messages of every frame.
-
-    Attributes:
-        source: What to take.
-        topic: The topic chosen among those of the source.
-        match: The messages.
-        gap: Frames within a hole of the topic, for a source that fills or flags them.
-    """
+    """One source of a vector: its topic, the messages of every frame, and which are in a hole."""
 
     source: Source
     topic: str
@@ -48,15 +41,7 @@ class SourcePlan:
 
 @dataclass(slots=True)
 class CameraPlan:
-    """One camera: its topic, and the picture of every frame.
-
-    Attributes:
-        camera: What is asked of it.
-        topic: The topic chosen among its own.
-        ordinals: The message of every frame.
-        video: For packets of a video, the first that stands alone; None for pictures.
-        in_file_order: The stamps of the messages rise in file order.
-    """
+    """One camera: its topic, and the message of every frame; of a video, the first key frame."""
 
     camera: Camera
     topic: str
@@ -106,26 +91,26 @@ class Plan:
         used: list[CameraPlan | SourcePlan] = [*self.cameras.values(), *self.read_sources]
         return list(dict.fromkeys(plan.topic for plan in used))
 
-    def skews(self) -> dict[str, dict[str, float]]:
-        """Return how far the messages of each feature are from their frames."""
-        facts = {}
+    def take_skews(
+        self, samples: int
+    ) -> tuple[dict[str, dict[str, float]], dict[str, list[float]]]:
+        """Return how far the messages of each feature are from their frames, and a sample of that.
+
+        The plan forgets it: it is of no use to those who read the messages.
+        """
+        facts, sampled = {}, {}
         for name, skew in self.skew_ns.items():
             middle, most, worst = np.percentile(np.abs(skew) / 1e6, (50, 95, 100)).tolist()
             facts[name] = {"p50_ms": middle, "p95_ms": most, "max_ms": worst}
-        return facts
+            sampled[name] = (skew[:: -(-len(skew) // samples)] / 1e6).tolist()
+        self.skew_ns.clear()
+        for source in (source for sources in self.vectors.values() for source in sources):
+            source.match.skew_ns = np.empty(0, np.int64)
+        return facts, sampled
 
 
 def plan_bag(bag: Bag, mapping: Mapping, most_frames: int | None = None) -> Plan:
-    """Plan one bag.
-
-    Args:
-        bag: The bag.
-        mapping: What is asked of it.
-        most_frames: For a trial: only the first frames.
-
-    Raises:
-        DataError: A topic is missing, or nothing is left.
-    """
+    """Plan one bag; for a trial, only its first frames."""
     return _Planner(bag, mapping).plan(most_frames)
 
 
@@ -229,7 +214,7 @@ class _Planner:
         key = _key(feature, source, topic)
         if key in self._matches:
             return
-        ordered, times = self._stamps.of(topic, _pair(source)), frames.times
+        ordered, times = self._stamps.of(topic, _some(source)), frames.times
         self._account.note(f"{topic}: duplicate stamps", ordered.duplicates)
         self._account.note(f"{topic}: stamps out of order", ordered.disordered)
         frame_ns = SECOND_NS / self._mapping.fps
@@ -241,7 +226,7 @@ class _Planner:
             tolerance_ns = tolerance_s * SECOND_NS or _UNLIMITED
         found = match(ordered, times, feature.align, tolerance_ns)
         slack_ns = min(tolerance_ns, frame_ns / 2)
-        early = times < ordered.times[0] - slack_ns
+        early = times < ordered.times[0] - (0 if feature.align == "hold" else slack_ns)
         late = times > ordered.times[-1] + slack_ns
         # The last value of a command holds on for as long as the other topics go on.
         if feature.align == "hold" and tolerance_ns == _UNLIMITED:
@@ -296,7 +281,7 @@ class _Planner:
                     taken[key] = self._matches.pop(key, _nothing(keep)).take(keep)
                 part = taken[key]
                 if lag:
-                    part = _earlier(part, self._stamps.of(topic, _pair(source)), lag)
+                    part = _earlier(part, self._stamps.of(topic, _some(source)), lag)
                 else:
                     skew.setdefault(name, part.skew_ns)
                 gap = None if holes is None else inside(holes, times)
@@ -308,11 +293,14 @@ def _key(feature: Vector | Camera, source: Source | Camera, topic: str) -> tuple
     """Return what decides which messages a source takes."""
     kind = "camera" if isinstance(source, Camera) else source.flag_gaps is not None
     tolerance_s = _tolerance_s(feature, source)
-    return topic, _pair(source), feature.align, tolerance_s, feature.missing, kind
+    return topic, _some(source), feature.align, tolerance_s, feature.missing, kind
 
 
-def _pair(source: Source | Camera) -> str:
-    return source.field if isinstance(source, Source) and is_pair(source.field) else ""
+def _some(source: Source | Camera) -> str:
+    """Return the field that not every message holds, or holds in part."""
+    if isinstance(source, Camera) or not (source.partial or is_pair(source.field)):
+        return ""
+    return source.field
 
 
 def _tolerance_s(feature: Vector | Camera, source: Source | Camera) -> float | None:

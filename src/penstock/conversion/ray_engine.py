@@ -20,9 +20,9 @@ from pathlib import Path
 from typing import Any, Final
 
 from penstock import __version__
+from penstock.conversion.memory import give_back_at_once
 from penstock.conversion.one_bag import Advance, Job, Outcome, outcome_of
 from penstock.core.interrupt import check_stop
-from penstock.core.memory import give_back_at_once
 from penstock.core.threads import CORES
 from penstock.dataset.plan import PLAN, UNITS
 from penstock.dataset.unit import RECORD
@@ -45,10 +45,6 @@ class RayCluster:
     Args:
         address: Of its head, such as "10.0.0.5:6379"; "auto" for the one that the environment
             names or this machine runs, and without one a cluster on this machine alone.
-
-    Attributes:
-        nodes: That are alive.
-        cpus: Of all of them.
     """
 
     def __init__(self, address: str = RAY_AUTO) -> None:

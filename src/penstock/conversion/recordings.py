@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Final
 
 from penstock.core.files import storage_error
-from penstock.core.objects import as_object
 from penstock.core.threads import parallel_map
+from penstock.objects import as_object
 
 _SAMPLES: Final = 64
 _SAMPLE_BYTES: Final = 64 * 1024

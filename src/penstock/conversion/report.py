@@ -6,20 +6,27 @@ import json
 import os
 import re
 import shlex
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 from penstock.conversion.account import Account
 from penstock.conversion.mapping import Mapping
 from penstock.conversion.one_bag import Converted
 from penstock.conversion.request import Shard
 from penstock.core.memory import format_bytes
-from penstock.core.objects import ObjectPath
 from penstock.dataset.check import Finding
+from penstock.dataset.layout import Feature
+from penstock.dataset.reader import Dataset
+from penstock.errors import DataError
+from penstock.objects import ObjectPath
 from penstock.ui.report import Report as Page
-from penstock.ui.report import aligned, command_lines
+from penstock.ui.report import aligned
+
+_POINTS, _CURVES = 400, 10  # of a curve, and in a picture
+_SHOWN_TOPICS: Final = 6
 
 
 @dataclass(slots=True)
@@ -33,6 +40,7 @@ class Report:
         skipped: Bags that were committed before.
         copies: Bags that are the same recording as another one of this run.
         unused: Bags that a setting leaves out: rosbag.num_used.
+        left_out: Topics that the guess of a mapping does not take.
         failed: Bags that could not be converted, and why.
         account: Where all frames went.
         peak_bytes: Largest resident memory, workers included.
@@ -48,6 +56,7 @@ class Report:
     copies: dict[Path, Path] = field(default_factory=dict)
     failed: dict[Path, str] = field(default_factory=dict)
     unused: int = 0
+    left_out: tuple[str, ...] = ()
     account: Account = field(default_factory=Account)
     peak_bytes: int = 0
     memory: list[tuple[float, int]] = field(default_factory=list)
@@ -100,6 +109,7 @@ class Report:
             "skipped": [str(path) for path in self.skipped],
             "copies": {str(path): str(other) for path, other in self.copies.items()},
             "unused": self.unused,
+            "left_out": list(self.left_out),
             "failed": {str(path): reason for path, reason in self.failed.items()},
             "peak_memory_bytes": self.peak_bytes,
             "memory_limit_bytes": self.memory_limit_bytes,
@@ -157,13 +167,20 @@ class Report:
             yield "copy", f"{path.name} is the same recording as {other.name}: taken once"
         if self.unused:
             yield "left out", f"{self.unused} bags, by the setting rosbag.num_used"
+        if self.left_out:
+            shown = ", ".join(self.left_out[:_SHOWN_TOPICS])
+            more = len(self.left_out) - _SHOWN_TOPICS
+            shown += f" and {more} more topics" if more > 0 else ""
+            yield "left out", f"{shown}: penstock info, of the recording, says why"
         for note in self.training:
             yield "look", f"{note.what}; {note.todo}"
         if self.bags and self.frames_out == sum(bag.episodes for bag in self.bags):
-            yield "look", "every episode is a single frame; look at what was recorded"
+            same = "duplicate stamp" in self.account.dropped
+            hint = ", or take the stamps of the messages: clock=header fps=30" if same else ""
+            yield "look", f"every episode is a single frame; look at what was recorded{hint}"
         if self.ok and self.total_frames:
             for command in self.next_steps():
-                yield "next", command_lines(command)
+                yield "next", _command_lines(command)
 
     def next_steps(self) -> list[list[str]]:
         """Return what to type next, word by word."""
@@ -184,12 +201,7 @@ class Report:
         return f"ok ({counts})" if counts and verbose else "ok"
 
     def write_page(self, path: Path, command: str = "") -> Path:
-        """Write the report as one HTML file.
-
-        Args:
-            path: The file.
-            command: What was typed.
-        """
+        """Write the report as one HTML file, with the command that was typed."""
         account, limit = self.account, format_bytes(self.memory_limit_bytes)
         page = Page(f"Conversion into {self.out.name}")
         failed = [(str(bag), reason) for bag, reason in self.failed.items()]
@@ -220,6 +232,9 @@ class Report:
         if self.bags:
             self._bags_part(page)
         self._videos_part(page, path.absolute().parent)
+        if self.shard is None and not isinstance(self.out, ObjectPath):
+            with suppress(DataError):  # the check tells of it
+                _curves_part(page, Dataset(self.out))
         if self.bags:
             self._skew_part(page)
         if len(self.memory) > 1:
@@ -237,32 +252,21 @@ class Report:
 
     def _bags_part(self, page: Page) -> None:
         page.heading("Bags")
-        columns = (
-            "bag",
-            "size",
-            "episodes",
-            "in",
-            "repeated",
-            "out",
-            "dropped",
-            "seconds",
-            "CPU s",
-        )
-        rows: list[tuple[Any, ...]] = [
-            (
-                bag.bag.name,
-                format_bytes(bag.size_bytes),
-                bag.episodes,
-                bag.account.frames_in,
-                bag.account.frames_repeated,
-                bag.account.frames_out,
-                bag.account.frames_dropped,
-                f"{bag.wall_s:.1f}",
-                f"{bag.cpu_s:.1f}",
-            )
+        rows: list[dict[str, Any]] = [
+            {
+                "bag": bag.bag.name,
+                "size": format_bytes(bag.size_bytes),
+                "episodes": bag.episodes,
+                "in": bag.account.frames_in,
+                "repeated": bag.account.frames_repeated,
+                "out": bag.account.frames_out,
+                "dropped": bag.account.frames_dropped,
+                "seconds": f"{bag.wall_s:.1f}",
+                "CPU s": f"{bag.cpu_s:.1f}",
+            }
             for bag in self.bags
         ]
-        page.table(columns, rows)
+        page.table(list(rows[0]), [list(row.values()) for row in rows])
         for bag in self.bags:
             if bag.salvage:
                 page.text(f"{bag.bag.name} was damaged. {bag.salvage}.")
@@ -302,7 +306,60 @@ class Report:
             page.plot(series, "ms", "frames", "histogram", "time errors of all bags")
 
 
+def _curves_part(page: Page, dataset: Dataset) -> None:
+    """Show how long the episodes are, and the numbers of the first one."""
+    if len(dataset) > 1:
+        page.heading("Episodes")
+        page.plot({"length": [e.length / dataset.fps for e in dataset.episodes]}, "episode", "s")
+    numbers = {
+        name: feature
+        for name, feature in dataset.features.items()
+        if feature.dtype.startswith("float") and len(feature.shape) == 1
+    }
+    shown = [name for name in ("observation.state", "action") if name in numbers]
+    if shown and len(dataset):
+        page.heading("The first episode")
+        episode = dataset.episodes[0]
+        step, row = -(-episode.length // _POINTS), 0
+        lines: dict[str, list[list[tuple[float, float]]]] = {
+            name: [[] for _ in range(min(numbers[name].shape[0], _CURVES))] for name in shown
+        }
+        for _, columns in dataset.scan(shown, [0]):
+            rows = len(columns[shown[0]])
+            for at in range(-row % step, rows, step):
+                for name in shown:
+                    values = columns[name][at].reshape(-1).tolist()
+                    for line, value in zip(lines[name], values, strict=False):
+                        line.append(((row + at) / dataset.fps, value))
+            row += rows
+        for name in shown:
+            labels, size = _labels(numbers[name]), numbers[name].shape[0]
+            rest = f"{size - _CURVES} more are not shown" if size > _CURVES else ""
+            page.plot(dict(zip(labels, lines[name], strict=False)), "s", name, caption=rest)
+
+
+def _labels(feature: Feature) -> list[str]:
+    """Return the names of the numbers of a feature, or their places."""
+    names = feature.names
+    if isinstance(names, dict):  # lerobot's: {"motors": [...]}
+        names = next(iter(names.values()), None)
+    if isinstance(names, list) and len(set(map(str, names))) == feature.shape[0]:
+        return [str(name) for name in names]
+    return [str(number) for number in range(feature.shape[0])]
+
+
 def _table(page: Page, heading: str, columns: Sequence[str], rows: Sequence[Sequence[Any]]) -> None:
     if rows:
         page.heading(heading)
         page.table(columns, rows)
+
+
+def _command_lines(words: Iterable[str], width: int = 62) -> str:
+    """Lay out a command so that a shell takes its lines as one."""
+    lines: list[str] = []
+    for word in words:
+        if lines and len(lines[-1]) + len(word) < width:
+            lines[-1] += f" {word}"
+        else:
+            lines.append(word)
+    return " \\\n".join(lines)

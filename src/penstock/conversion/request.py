@@ -17,13 +17,13 @@ from penstock.conversion.mapping import Mapping
 from penstock.conversion.ray_engine import RAY_AUTO
 from penstock.conversion.settings import from_json, load_map, parse_value, set_word
 from penstock.core.memory import parse_bytes
-from penstock.core.objects import ObjectPath, is_object
 from penstock.dataset.layout import INFO_PATH, VERSIONS, Version
 from penstock.dataset.metadata import read_info
 from penstock.dataset.plan import UNITS
 from penstock.dataset.remote import RemoteDataset
 from penstock.dataset.writer import read_plan
 from penstock.errors import DataError, PenstockError, UsageError
+from penstock.objects import ObjectPath, is_object
 from penstock.ui.progress import Mode
 from penstock.ui.suggestions import did_you_mean
 
@@ -76,6 +76,7 @@ class Request:
     ray: str | None = None  # the address of a Ray cluster, or "auto" for the one that is there
     unused: int = 0  # bags that a setting leaves out
     remote: RemoteDataset | None = None  # the dataset in object storage for which `out` stands
+    left_out: tuple[str, ...] = ()  # topics that the guess does not take
 
     @property
     def target(self) -> Path | ObjectPath:
@@ -197,8 +198,9 @@ def make_request(
         mapping = map if isinstance(map, Mapping) else load_map(Path(map))
     elif goes_on:
         mapping = _mapping_of(Path(out))
+    speaking: list[str] = []
     if mapping is None:
-        mapping = _guess(used, salvage, Limits.for_memory(memory_bytes))
+        mapping, speaking = _guess(used, salvage, Limits.for_memory(memory_bytes))
     mapping = _changed(mapping, settings, [word for word in overrides if word not in own])
     # Packing exchanges the folder: a relative name would then mean the old one.
     out = Path(out).absolute()
@@ -220,6 +222,7 @@ def make_request(
         (RAY_AUTO if ray is True else str(ray)) if ray else None,
         found - len(used),
         remote,
+        tuple(name for name in speaking if name not in mapping.topics),
     )
 
 
@@ -250,8 +253,12 @@ def _check_outside(bags: Sequence[Path], out: Path) -> None:
             raise UsageError(f"{bag} lies in {out}, which would be deleted: move it elsewhere")
 
 
-def _guess(bags: Sequence[Path], salvage: bool, limits: Limits) -> Mapping:
-    """Guess a mapping for what most of the bags have, from the first that has all of it."""
+def _guess(bags: Sequence[Path], salvage: bool, limits: Limits) -> tuple[Mapping, list[str]]:
+    """Guess a mapping for what most of the bags have, from the first that has all of it.
+
+    Returns:
+        The mapping, and the topics of that bag that have messages.
+    """
     error: PenstockError | None = None
     topics: dict[Path, set[str]] = {}
     for path in bags[:_MOST_LOOKED_AT]:
@@ -262,13 +269,15 @@ def _guess(bags: Sequence[Path], salvage: bool, limits: Limits) -> Mapping:
             error = error or problem
     counts = Counter(name for names in topics.values() for name in names)
     common = {name for name, count in counts.items() if 2 * count > len(topics)}
+    everywhere = set[str]().union(*topics.values()).intersection(*topics.values())
     for path in sorted(topics, key=lambda path: len(common - topics[path])):
         try:
             with open_bag(path, salvage=salvage, limits=limits) as bag:
                 mapping = guess_mapping(bag)
                 # The profile of a robot knows itself which topics stand in for which.
                 known = robots.recognise(topics[path]) is not None
-                return mapping if known else restrict(mapping, common)
+                speaking = [name for name in bag.topics if name in topics[path]]
+                return (mapping if known else restrict(mapping, common, everywhere)), speaking
         except DataError as problem:
             error = error or problem
     assert error is not None  # find_bags returns at least one

@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 
 from penstock.bags import Bag, Decoder, Message
 from penstock.bags.transforms import SIZE, is_pair
+from penstock.conversion.align import rising
 from penstock.conversion.features import other_joints, places_of
 from penstock.conversion.mapping import GAP_FLAG, STAMP, Source, Vector
 from penstock.conversion.mapping import Mapping as Settings
@@ -37,6 +38,7 @@ class _Topic:
     wanted: Ordinals  # that some frame needs, rising
     paths: tuple[str, ...]
     joints: dict[str, tuple[str, ...]]  # by path
+    last: dict[str, Array]  # by path, what was last said of each joint, where they come apart
     next_wanted: int = 0  # place in `wanted` of the next message to decode
     forgotten: int = 0  # how many of `wanted` were dropped from `values`
     lengths: dict[str, int] = field(default_factory=dict)
@@ -65,6 +67,8 @@ class _Topic:
     def _in_order(self, values: Array, path: str, message: Message) -> Array:
         """Return the numbers in the order of the dataset's joints, if they are joints."""
         names, wanted = self.decoder.names(message.data, path), self.joints.get(path)
+        if path in self.last and wanted is not None:
+            return self._with_last(values, names, wanted, path)
         if names == wanted or (wanted is None and not _are_names(names, values)):
             return values
         where = f"{self.name}: {path} of message {message.ordinal}"
@@ -76,6 +80,17 @@ class _Topic:
             raise DataError(f"{where} {other_joints(wanted, names)}")
         places = {name: place for place, name in enumerate(names)}
         return values[[places[name] for name in wanted]]
+
+    def _with_last(
+        self, values: Array, names: tuple[str, ...], wanted: tuple[str, ...], path: str
+    ) -> Array:
+        """Return what was last said of every joint, by this message or by one before."""
+        if not len(names) == len(set(names)) == len(values) or not set(names) <= set(wanted):
+            raise DataError(f"{self.name}: {path} {other_joints(wanted, (*wanted, *names))}")
+        whole: Array = self.last[path].copy()
+        whole[[wanted.index(name) for name in names]] = values
+        self.last[path] = whole
+        return whole
 
     def rows(self, ordinals: Ordinals, path: str) -> Array:
         """Return the values of some messages, one row each."""
@@ -94,16 +109,7 @@ class _Topic:
 
 
 class Rows:
-    """Puts the numbers of a bag's frames together.
-
-    Args:
-        bag: Where the messages come from; its decoders are used.
-        plan: Which message makes which frame.
-        settings: The mapping.
-
-    Attributes:
-        topics: The topics whose messages `take` wants.
-    """
+    """Puts the numbers of a bag's frames together."""
 
     def __init__(self, bag: Bag, plan: Plan, settings: Settings) -> None:
         self._plan = plan
@@ -111,6 +117,7 @@ class Rows:
         self._where = str(bag.path)
         self._topics: dict[str, _Topic] = {}
         self._oldest: dict[str, Ordinals] = {}
+        self._windows = list(_windows(plan.episodes, settings.window_frames))
         for name in dict.fromkeys(source.topic for source in plan.read_sources):
             sources = [source for source in plan.read_sources if source.topic == name]
             arrays = [a for s in sources for a in (s.match.before, s.match.after)]
@@ -119,12 +126,15 @@ class Rows:
             joints = {
                 path: plan.joints[name, path] for path in paths if (name, path) in plan.joints
             }
-            wanted = np.unique(np.concatenate(unique))
-            self._topics[name] = _Topic(name, bag.decoder(name), wanted, paths, joints)
-            # For each frame, the oldest message that it or a later frame needs.
-            oldest = np.minimum.reduce(unique)
-            self._oldest[name] = np.minimum.accumulate(oldest[::-1])[::-1]
-        self._windows = list(_windows(plan.episodes, settings.window_frames))
+            wanted = rising(unique[0] if len(unique) == 1 else np.concatenate(unique))
+            partial = {source.source.field for source in sources if source.source.partial}
+            last = {path: np.full(len(joints[path]), np.nan) for path in partial}
+            if partial:  # each message says something of what later frames show
+                wanted = np.arange(wanted[-1] + 1)
+            self._topics[name] = _Topic(name, bag.decoder(name), wanted, paths, joints, last)
+            # For each window, the oldest message that it or a later one needs.
+            oldest = np.minimum.accumulate(np.minimum.reduce(unique)[::-1])[::-1]
+            self._oldest[name] = oldest[[first for _, first, _ in self._windows]]
         self._next = 0
         self._bases: dict[tuple[str, int], Array] = {}
         self._last_finite: dict[tuple[str, int], Array] = {}
@@ -186,11 +196,8 @@ class Rows:
         return need
 
     def _forget(self) -> None:
-        if self._next >= len(self._windows):
-            return
-        first = self._windows[self._next][1]
-        for name, oldest in self._oldest.items():
-            self._topics[name].forget(int(oldest[first]))
+        for name, oldest in self._oldest.items() if self._next < len(self._windows) else ():
+            self._topics[name].forget(int(oldest[self._next]))
 
     def _columns(self, first: int, after: int) -> dict[str, Any]:
         """Return the values of every feature for the frames [first, after)."""

@@ -15,7 +15,7 @@ from penstock.bags import Bag, open_bag
 from penstock.conversion.claims import Claims
 from penstock.conversion.features import Joints, describe
 from penstock.conversion.mapping import Mapping
-from penstock.conversion.memory import MemoryWatch, fitting_workers
+from penstock.conversion.memory import MemoryWatch, fitting_workers, give_back_at_once
 from penstock.conversion.one_bag import Job, Outcome
 from penstock.conversion.plan import Plan as PlannedBag
 from penstock.conversion.plan import plan_bag
@@ -25,7 +25,6 @@ from penstock.conversion.report import Report
 from penstock.conversion.request import Paths, Request, make_request
 from penstock.conversion.workers import run_jobs
 from penstock.core.interrupt import check_stop, interruptible
-from penstock.core.memory import give_back_at_once
 from penstock.dataset.check import check
 from penstock.dataset.layout import INFO_PATH, Feature
 from penstock.dataset.metadata import read_info
@@ -73,6 +72,7 @@ def run_request(request: Request) -> Report:
 def _run(request: Request) -> Report:
     start_s = time.perf_counter()
     report = Report(request.target, request.mapping, shard=request.shard, unused=request.unused)
+    report.left_out = request.left_out
     report.memory_limit_bytes = request.memory_bytes
     with MemoryWatch() as watch:
         if request.shard is None:
@@ -422,11 +422,7 @@ def _copies(request: Request, own: Sequence[Recording]) -> dict[Path, Path]:
 
 
 def _agreed_plan(request: Request, claims: Claims, wanted: set[str]) -> Plan:
-    """Return the plan that all shards go by, and make it if nobody has.
-
-    Raises:
-        UsageError: It was made with other settings.
-    """
+    """Return the plan that all shards go by, and make it if nobody has."""
 
     def stored() -> Plan | None:
         plan = read_plan(request.out)

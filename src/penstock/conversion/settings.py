@@ -193,11 +193,7 @@ def _is_number(value: Any, kind: type) -> bool:
 
 
 def set_word(content: _Words, key: str, value: Any) -> None:
-    """Change one setting of a mapping's JSON: fps, features.action, features.action.topic.
-
-    Raises:
-        UsageError: There is no one place for it.
-    """
+    """Change one setting of a mapping's JSON: fps, features.action, features.action.topic."""
     section, _, rest = key.partition(".")
     if section not in ("features", "episodes", "tasks") or not rest:
         content[key] = value

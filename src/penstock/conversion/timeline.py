@@ -37,6 +37,7 @@ Choice = tuple[Source | Camera, str]  # what is taken, from which topic
 # memory.
 _LONGEST_HOLE_S: Final = 600
 _MAX_FRAMES: Final = 20_000_000
+_LOOKED_AT: Final = 500  # messages of joints that come apart
 
 
 class Stamps:
@@ -70,10 +71,16 @@ class Stamps:
     def of(self, topic: str, field: str = "") -> Ordered:
         """Return the messages of a topic in order; only the last one asked for is kept.
 
-        Those that hold a transform, if the field is one.
+        Those that hold a transform, if the field is one; else those by which every joint of the
+        field was named, if one is given.
         """
         if is_pair(field):
             return self._with_pair(topic, field)
+        if field:
+            _, start = named_joints(self._bag, topic, field)
+            whole = self.of(topic)
+            there = whole.ordinals >= start
+            return replace(whole, times=whole.times[there], ordinals=whole.ordinals[there])
         if self._last is None or self._last[0] != topic:
             stamps = self._headers.get(topic)
             if stamps is None:
@@ -128,12 +135,22 @@ class Stamps:
         return f"{self.where}: there is no topic {words} (for {name}): {hint}"
 
 
-def first_key(bag: Bag, topic: str) -> KeyFrame:
-    """Return the first packet of a video topic that stands alone, decoded for its size.
+def named_joints(bag: Bag, topic: str, field: str) -> tuple[tuple[str, ...], int]:
+    """Return all joints that the first messages name, and the message by which all were named."""
+    decoder, start = bag.decoder(topic), 0
+    names: dict[str, None] = {}
+    for message in bag.read([topic], {topic: np.arange(min(bag.topics[topic].count, _LOOKED_AT))}):
+        new = [name for name in decoder.names(message.data, field) if name not in names]
+        if new:
+            names |= dict.fromkeys(new)
+            start = message.ordinal
+    if not names:
+        raise DataError(f"{bag.path}: {topic}: {field} does not name its numbers: drop partial")
+    return tuple(names), start
 
-    Raises:
-        DataError: It cannot, or there is none.
-    """
+
+def first_key(bag: Bag, topic: str) -> KeyFrame:
+    """Return the first packet of a video topic that stands alone, decoded for its size."""
     decoder = bag.decoder(topic)
     for message in bag.read([topic]):
         packet = decoder.image(message.data)
@@ -152,13 +169,9 @@ def first_key(bag: Bag, topic: str) -> KeyFrame:
 
 @dataclass(slots=True)
 class Frames:
-    """The frames of a bag.
+    """The frames of a bag, and the ordinal that each shows (MISSING for a fixed rate).
 
-    Attributes:
-        times: When each frame is.
-        picks: Ordinal of the timeline's message that each frame shows; MISSING for a fixed rate.
-        keep: The frames that are not dropped.
-        held: The frames that show an older picture, because there is a hole.
+    Those that are `held` show an older picture, because there is a hole.
     """
 
     times: Times
@@ -204,13 +217,7 @@ def lay_out(
 ) -> Frames:
     """Lay out the frames, bridge the holes, and count what the timeline's topic loses.
 
-    Args:
-        stamps: Of the bag.
-        mapping: What is asked of it.
-        timeline: The topic of the frames; "" for a fixed rate.
-        hz: Its rate.
-        topics: Those that are used, and whether what they last said holds on for ever.
-        account: Where the frames go.
+    `topics` says of each whether what it last said holds on for ever.
     """
     if not timeline:
         slots = _fixed_rate(stamps, mapping, topics)

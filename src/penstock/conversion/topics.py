@@ -7,9 +7,10 @@ What is left out has a reason that a person can read.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass
-from typing import Final, Literal
+from typing import Final, Literal, TypeVar
 
 import numpy as np
 
@@ -17,19 +18,30 @@ from penstock.bags import Bag, Decoder, Topic
 from penstock.bags.transforms import SIZE
 from penstock.errors import DataError
 
-Role = Literal["state", "action", "other"]
+Role = Literal["state", "action", "operator", "other"]
 Data = bytes | memoryview
+_Found = TypeVar("_Found")
 
 _MOST_NUMBERS: Final = 2048
 _MOST_FIELDS: Final = 16
 _MOST_TRANSFORMS: Final = 8
 _MOST_BYTES: Final = 256  # of a list of bytes: beyond, the other numbers only describe them
 _LOOKED_AT: Final = 500  # messages of transforms
+_NAMED: Final = 100  # messages of joints, to see whether they name the same
+_PICTURES: Final = 10  # that a camera may begin with before there is one
 _SAMPLE: Final = 20  # messages, to see whether their numbers are always as many
 # In this order: the first that holds anything is the one that matters.
 _FIRST_OF: Final[tuple[str, ...]] = (
-    *("position", "joint_data.joint_q", "joint_q", "q", "data.position"),
+    *("position", "joint_data.joint_q", "joint_q", "q", "qpos", "data.position"),
+    *("positions", "joint_position", "joint_positions"),
     *("velocity", "effort", "points[0].positions", "axes", "ranges"),
+    *("reference.positions", "desired.positions"),
+)
+# Messages of these packages are about one thing; others may hold a gripper beside the joints.
+_ONE_THING: Final = re.compile(r"(sensor|trajectory|control|std|kuavo)_msgs/|foxglove\.")
+_DERIVED: Final = re.compile(  # what is measured beside positions
+    r"(.*\.)?(velocit\w+|speeds?|vel|accel\w*|effort\w*|torque\w*|tau\w*|current\w*|d?dq\w*|qd+|qvel|joint_(velocit|effort|torque)\w+"
+    r"|temperature\w*|kp|kd|stiffness\w*|damping\w*)"
 )
 _FIELDS: Final = {  # where the definition holds settings and codes beside the measurement
     "NavSatFix": ("latitude", "longitude", "altitude"),
@@ -38,10 +50,16 @@ _FIELDS: Final = {  # where the definition holds settings and codes beside the m
     "Range": ("range",),
     "MultiDOFJointState": ("transforms",),
     "MultiDOFJointTrajectory": ("points[0].transforms",),
+    "FrankaState": ("q", "dq", "tau_J", "O_T_EE"),
+    "FrankaRobotState": (
+        *("measured_joint_state.position", "measured_joint_state.velocity"),
+        *("measured_joint_state.effort", "o_t_ee.pose"),
+    ),
 }
 _LISTS: Final = {  # of poses: their first one, where there is nothing better
     "Path": ("poses[0].pose", "a path of many poses"),
     "PoseArray": ("poses[0]", "many poses"),
+    "PosesInFrame": ("poses[0]", "many poses"),
 }
 _TRANSFORMS: Final = ("TFMessage", "tfMessage", "FrameTransforms")
 _NEVER: Final = {
@@ -61,15 +79,44 @@ _NEVER: Final = {
     r"std_msgs/msg/Header$": "a stamp alone",
     r".*\bBool(Stamped)?$": "a single flag",
 }
-_STATES: Final = re.compile(r"JointStates?$|Odometry|Pose|Motor|LowState")
-_ACTIONS: Final = ("JointTrajectory", "AckermannDrive", "AckermannDriveStamped")
-_COMMANDS: Final = ("Twist", "TwistStamped")  # unless their name says that they were measured
-_ACTION_WORDS: Final = re.compile(r"(cmd|command|action|target|desired|goal|traj|setpoint)", re.I)
-_MEASURED_WORDS: Final = re.compile(r"(odom|state|feedback|measured|actual|estimate|sensor)", re.I)
-_COUNTERS: Final = re.compile(
-    r"(.*\.)?(timestamp\w*|\w*_timestamp|stamp|seq|tick|time_\w+|n?sec|nanosec|crc\w*|reserved?)"
+_STATES: Final = re.compile(
+    r"JointStates?$|Odometry|Pose|Motor|LowState|FrankaState"
+    r"|(Robot|Arm|Hand|Gripper|Finger|Leg)\w*States?$"
 )
+_SENSORS: Final = re.compile(
+    r"(Imu|LaserScan|NavSatFix|LocationFix|MagneticField|Temperature|BatteryState|Range"
+    r"|FluidPressure|Illuminance|RelativeHumidity)$"
+)
+_ACTIONS: Final = re.compile(r"(JointTrajectory(ControllerState)?|AckermannDrive(Stamped)?)$")
+# Unless their name says that they were measured.
+_COMMANDS: Final = re.compile(r"Twist(Stamped)?$|Actuator|GripperCommand$|.*RobotOutput$")
+_ACTION_WORDS: Final = re.compile(
+    r"cmd|command|target|desired|goal|traj|setpoint|equilibrium"
+    r"|(?<![a-z])(actions?|act|des|refs?|references?|ctrl)(?![a-z])"
+)
+# The arm or device that a person moves.
+_OPERATOR_WORDS: Final = re.compile(
+    r"leader|master|gello|teleop|spacemouse|spacenav|joystick|haptic"
+    r"|(?<![a-z])(operator|human|quest|oculus|vr)(?![a-z])"
+)
+_REPLY_WORDS: Final = re.compile(r"feedback|reached|result|(?<![a-z])(fb|status|error)(?![a-z])")
+_MEASURED_WORDS: Final = re.compile(
+    r"odom|state|feedback|measured|actual|estimate|sensor|local|current|filtered|gps|fix|mocap"
+    r"|vicon"
+)
+_BOOKKEEPING: Final = re.compile(
+    r"(?<![a-z])(rewards?|done|success|terminated|truncated|episodes?|steps?|timestamp|seq)(?![a-z])"
+)
+_COUNTERS: Final = re.compile(
+    r"(.*\.)?(\w*timestamp\w*|stamp|seq|tick|(\w+_)?time|time_\w+|n?sec|nanosec|crc\w*|\w+_dt"
+    r"|reserved?|sn|version|bandwidth)"
+)
+_CODES: Final = re.compile(
+    r"(.*[._])?(mode|status|type|kind|id|flags?|error|code|(arming|nav|motion|controller)_state)"
+)
+_COORDINATES: Final = re.compile(r"(.*\.)?(lat|lon)(itude)?(_deg)?")
 _FIXED: Final = re.compile(r"\[\d+\]")
+_MOVED: Final = re.compile(r"(motor|joint|servo|actuator|finger|wheel)\w*", re.I)
 _SMALL: Final = re.compile(r"(uint8|int8|byte|char|octet|bool)\[")
 
 
@@ -83,6 +130,8 @@ class TopicChoice:
         numbers: How many they are.
         reason: Why it is left out where there is anything better, or at all.
         precise: They need float64, as GPS does, and a feature of their own.
+        partial: Each message names some of the joints alone.
+        joints: They are one or more arms: joints, or numbers without a meaning of their own.
     """
 
     fields: tuple[str, ...] = ()
@@ -90,6 +139,8 @@ class TopicChoice:
     numbers: int = 0
     reason: str = ""
     precise: bool = False
+    partial: bool = False
+    joints: bool = False
 
 
 def kind_of(topic: Topic) -> str:
@@ -97,47 +148,64 @@ def kind_of(topic: Topic) -> str:
     return re.split(r"[/.]", topic.type)[-1]
 
 
-def choose_fields(topic: Topic, bag: Bag) -> TopicChoice:
-    """Decide about a topic of a bag; its first message is read only where that is needed.
-
-    Raises:
-        DataError: Its messages cannot be decoded.
-    """
-    for pattern, reason in _NEVER.items():
-        if re.match(pattern, topic.type):
-            return TopicChoice(reason=reason)
+def why_never(topic: Topic) -> str:
+    """Say why nothing is ever taken of a topic of such a type; "" where something may be."""
     if topic.name.endswith("_service_event") or "/_action/" in topic.name:
-        return TopicChoice(reason="events of a service")
+        return "events of a service"
+    return next((why for pattern, why in _NEVER.items() if re.match(pattern, topic.type)), "")
+
+
+def choose_fields(topic: Topic, bag: Bag) -> TopicChoice:
+    """Decide about a topic of a bag; its first message is read only where that is needed."""
+    if reason := why_never(topic):
+        return TopicChoice(reason=reason)
     decoder, kind = bag.decoder(topic.name), kind_of(topic)
     if kind in _TRANSFORMS:
         return _moving_frames(topic, bag)
     leaves = decoder.fields()
     kept = {path for path, text in leaves.items() if _is_measured(path, text)}
-    if any(leaves[path].startswith("float") for path in kept):  # small ones are codes then
-        kept = {path for path in kept if leaves[path] not in ("uint8", "int8", "byte", "char")}
+    kept -= {path for path in kept if "int" in leaves[path] and _CODES.fullmatch(path)}
     known = _FIELDS.get(kind, ())
-    fixed = _fixed_lists(topic, leaves)
+    fixed = _fixed_lists(topic, leaves, bag)
+    measured = kept | {path for path in leaves if path.partition("[0].")[0] in fixed}
+    if any(leaves[path].startswith("float") for path in measured):  # small ones are codes then
+        kept = {path for path in kept if leaves[path] not in ("uint8", "int8", "byte", "char")}
     small = [path for path, text in leaves.items() if _SMALL.match(text)]
+    lists = [path for path in leaves if "[0]." in path and not path.startswith("layout.")]
     if not kept and not known and not fixed and kind not in _LISTS:
+        if lists:
+            return TopicChoice(reason="numbers in a list of messages alone")
         return TopicChoice(reason="bytes, not numbers" if small else "no numbers")
+
+    def holding_numbers(data: Data) -> Data:
+        if not any(_count(decoder, data, path) for path in (*kept, *fixed)):
+            raise DataError("its numbers are empty")
+        return bytes(data)
+
     data = first_message(bag, topic.name)
+    with suppress(DataError):
+        data = of_first_usable(bag, topic.name, data, holding_numbers, _NAMED)
     if kind in _LISTS:
         path, reason = _LISTS[kind]
         count = _count(decoder, data, path)
         return TopicChoice((path,) if count else (), "state", count, reason)
     if any(_count(decoder, data, path) > _MOST_BYTES for path in small):
         return TopicChoice(reason="bytes, and numbers that describe them")
-    has_list = not fixed and any("[0]." in path for path in leaves)
-    if kept and has_list and all(re.match(r"u?int", leaves[path]) for path in kept):
+    codes = all(re.match(r"u?int", leaves[path]) for path in kept)
+    if kept and codes and lists and not fixed:
         return TopicChoice(reason="a list of messages, and numbers that describe it")
     # A field of fixed length is one of several: position, q and velocity of an odometry.
     firsts = [path for path in _FIRST_OF if path in kept and not _FIXED.search(leaves[path])]
     chosen = next((path for path in firsts if _count(decoder, data, path)), "")
-    fields = (chosen,) if chosen else tuple(_within(decoder, data, kept, fixed))
-    if known and all(_count(decoder, data, path) for path in known):
-        fields = known
+    fields = tuple(_within(decoder, data, _beside(chosen, kept), fixed))
+    if chosen and (_ONE_THING.match(topic.type) or len(fields) > _MOST_FIELDS):
+        fields = (chosen,)
+    fields = tuple(path for path in known if _count(decoder, data, path)) or fields
+    fields = tuple(path for path in fields if not _is_unset(topic, bag, decoder, data, path))
     numbers = sum(_count(decoder, data, path) for path in fields)
     if not numbers:
+        for path in kept:
+            decoder.vector(data, path)  # raises the reason, where it cannot be read
         return TopicChoice(reason="its numbers are empty")
     for count, most, what in (
         (numbers, _MOST_NUMBERS, "numbers"),
@@ -145,7 +213,23 @@ def choose_fields(topic: Topic, bag: Bag) -> TopicChoice:
     ):
         if count > most:
             return TopicChoice(reason=f"{count} {what} are too many to guess")
-    return TopicChoice(fields, _role(topic), numbers, precise="latitude" in fields)
+    precise = any(_COORDINATES.fullmatch(path) for path in kept)
+    if numbers == 1 and _BOOKKEEPING.search(topic.name.lower()):
+        return TopicChoice(fields, "other", 1, "a reward or a counter, nothing to observe")
+    partial = "Joint" in kind and _come_apart(topic, bag, fields[0])
+    joints = re.search("Joint|Array|Float", kind) is not None
+    return TopicChoice(fields, _role(topic), numbers, "", precise, partial, joints)
+
+
+def _come_apart(topic: Topic, bag: Bag, path: str) -> bool:
+    """Tell whether the messages name other joints: of an arm and of its gripper, by turns.
+
+    Or none at first, as a driver that waits for its robot.
+    """
+    decoder = bag.decoder(topic.name)
+    sample = {topic.name: np.arange(min(topic.count, _NAMED))}
+    named = {frozenset(decoder.names(m.data, path)) for m in bag.read([topic.name], sample)}
+    return len(named) > 1
 
 
 def _moving_frames(topic: Topic, bag: Bag) -> TopicChoice:
@@ -171,14 +255,9 @@ def _moving_frames(topic: Topic, bag: Bag) -> TopicChoice:
 
 
 def possible_fields(topic: Topic, bag: Bag) -> tuple[str, ...]:
-    """Return what of a topic that is left out could be had: numbers that are always as many.
-
-    Raises:
-        DataError: Its messages cannot be decoded.
-    """
+    """Return what of a topic that is left out could be had: numbers that are always as many."""
     decoder = bag.decoder(topic.name)
-    sample = np.unique(np.linspace(0, topic.count - 1, _SAMPLE).astype(np.int64))
-    messages = [bytes(m.data) for m in bag.read([topic.name], {topic.name: sample})]
+    messages = _sample(topic, bag)
     if kind_of(topic) in _TRANSFORMS:
         return tuple(dict.fromkeys(decoder.transforms.pairs(messages[0])))[:_MOST_FIELDS]
     leaves = decoder.fields()
@@ -200,17 +279,41 @@ def first_message(bag: Bag, topic: str) -> Data:
     return bag.first_messages([topic])[topic].data  # a copy: a view would keep its chunk
 
 
+def of_first_usable(
+    bag: Bag, topic: str, first: Data, read: Callable[[Data], _Found], most: int = _PICTURES
+) -> _Found:
+    """Return what the first message holds, or the next that holds it: drivers begin with nothing.
+
+    Raises:
+        DataError: The first messages do not; why the first does not.
+    """
+    try:
+        return read(first)
+    except DataError as error:
+        few = np.arange(1, min(bag.topics[topic].count, most))
+        for message in bag.read([topic], {topic: few}) if len(few) else ():
+            with suppress(DataError):
+                return read(message.data)
+        raise error
+
+
 def _role(topic: Topic) -> Role:
-    kind, name = kind_of(topic), topic.name
-    commanded = kind in _COMMANDS and not _MEASURED_WORDS.search(name)
-    if kind in _ACTIONS or _ACTION_WORDS.search(name) or commanded:
+    kind = kind_of(topic)
+    name = re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", topic.name).lower()
+    measured = _MEASURED_WORDS.search(name) or _MEASURED_WORDS.search(kind.lower())
+    if _ACTIONS.match(kind):
         return "action"
-    return "state" if _STATES.search(kind) or "joint" in name.lower() else "other"
+    if not _SENSORS.match(kind) and not _REPLY_WORDS.search(name):
+        if _ACTION_WORDS.search(name) or (_COMMANDS.match(kind) and not measured):
+            return "action"
+        if _OPERATOR_WORDS.search(name) or kind == "Joy":
+            return "operator"
+    return "state" if _STATES.search(kind) or "joint" in name else "other"
 
 
 def _is_number(path: str, text: str) -> bool:
-    """Tell whether a field is one to keep: no stamp, flag, covariance, or list of messages."""
-    if "covariance" in path or path.startswith(("header.", "layout.")) or ".header." in path:
+    """Tell whether a field is one to keep: no stamp, flag, variance, or list of messages."""
+    if "variance" in path or path.startswith(("header.", "layout.")) or ".header." in path:
         return False
     if text.startswith(("time", "duration", "bool")) or _SMALL.match(text):
         return False
@@ -222,11 +325,42 @@ def _is_measured(path: str, text: str) -> bool:
     return _is_number(path, text) and not _COUNTERS.fullmatch(path)
 
 
-def _fixed_lists(topic: Topic, leaves: dict[str, str]) -> set[str]:
-    """Return the lists of messages whose length the definition tells: the motors of a robot."""
+def _fixed_lists(topic: Topic, leaves: dict[str, str], bag: Bag) -> set[str]:
+    """Return the lists of messages that are always as long: the motors of a robot."""
     lists = {path.partition("[0].")[0] for path in leaves if "[0]." in path}
     text = topic.definition if isinstance(topic.definition, str) else ""
-    return {path for path in lists if re.search(rf"\[\d+\]\s+{re.escape(path)}\b", text)}
+    fixed = {path for path in lists if re.search(rf"\[\d+\]\s+{re.escape(path)}\b", text)}
+    moved = [path for path in lists - fixed if _MOVED.fullmatch(path)]
+    return fixed | {path for path in moved if _is_always_as_long(topic, bag, path)}
+
+
+def _is_always_as_long(topic: Topic, bag: Bag, path: str) -> bool:
+    decoder = bag.decoder(topic.name)
+    counts = {_count(decoder, data, path) for data in _sample(topic, bag)}
+    return len(counts) == 1 and 0 not in counts
+
+
+def _beside(chosen: str, kept: set[str]) -> set[str]:
+    """Return the numbers that are taken beside positions: a gripper, but not what moves along."""
+    if not chosen:
+        return kept
+    return {path for path in kept if path == chosen or not _DERIVED.fullmatch(path)}
+
+
+def _is_unset(topic: Topic, bag: Bag, decoder: Decoder, data: Data, path: str) -> bool:
+    """Tell whether a field is not used: a covariance of -1 says so, and NaN in all messages."""
+    variance = f"{path}_covariance"
+    if variance in decoder.fields() and decoder.vector(data, variance)[:1].tolist() == [-1]:
+        return True
+    if not np.isnan(decoder.vector(data, path)).all():
+        return False
+    return all(np.isnan(decoder.vector(each, path)).all() for each in _sample(topic, bag))
+
+
+def _sample(topic: Topic, bag: Bag) -> list[bytes]:
+    """Return some messages of a topic, from its first to its last."""
+    places = np.unique(np.linspace(0, topic.count - 1, _SAMPLE).astype(np.int64))
+    return [bytes(m.data) for m in bag.read([topic.name], {topic.name: places})]
 
 
 def _within(

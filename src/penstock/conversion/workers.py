@@ -17,9 +17,9 @@ from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
 from typing import Any
 
+from penstock.conversion.memory import give_back_at_once
 from penstock.conversion.one_bag import Advance, Job, Outcome, outcome_of
 from penstock.core.interrupt import check_stop
-from penstock.core.memory import give_back_at_once
 from penstock.errors import PenstockError
 
 _STOPPING = (signal.SIGINT, signal.SIGTERM)

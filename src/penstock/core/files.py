@@ -178,7 +178,6 @@ class NewFile:
     def __init__(self, path: str | os.PathLike[str]) -> None:
         self.path = Path(path)
         self._synced_at = -1
-        self._open = False
         try:
             if self.path.is_dir():
                 raise UsageError(f"cannot write {self.path}: it is a folder; give a file name")
@@ -291,9 +290,8 @@ class FolderLock:
                 if error.errno not in (errno.EAGAIN, errno.EACCES):
                     raise storage_error("lock", folder, error) from error
                 who = _describe_holder(holder)
-                raise LockHeld(
-                    f"{folder} is being written by {who}; wait for it, or stop it"
-                ) from error
+                problem = f"{folder} is being written by {who}; wait for it, or stop it"
+                raise LockHeld(problem) from error
             warnings.warn(
                 f"{folder} lies on a file system without locks ({error.strerror}): "
                 "nothing keeps a second writer out; let only one process write there",
@@ -333,13 +331,8 @@ def _unlock(descriptor: int, owner: int) -> None:
     os.close(descriptor)
 
 
-def _release_in_child() -> None:
-    """Close the locked files in a forked child: it would keep the locks after our death."""
-    for lock in list(FolderLock.held):
-        lock.release()
-
-
-os.register_at_fork(after_in_child=_release_in_child)
+# A forked child would keep the locks after our death.
+os.register_at_fork(after_in_child=lambda: [*map(FolderLock.release, [*FolderLock.held])])
 
 
 def _this_process() -> str:

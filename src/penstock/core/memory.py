@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import ctypes
 import operator
 import os
 import re
 from contextlib import suppress
 from decimal import Decimal
+from glob import glob
 from pathlib import Path
 from typing import Any, Final
 
@@ -17,7 +17,6 @@ from penstock.errors import UsageError
 
 _DECIMAL: Final = {"": 1, "b": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9}
 _UNIT_BYTES: Final = {**_DECIMAL, "kib": 2**10, "mib": 2**20, "gib": 2**30}
-_M_MMAP_THRESHOLD, _M_ARENA_MAX = -3, -8  # of glibc's malloc.h
 _SIZE_TEXT: Final = re.compile(r"\s*([0-9]+(?:\.[0-9]+)?)\s*([a-z]*)\s*", re.IGNORECASE)
 
 
@@ -64,7 +63,7 @@ def rss_bytes(tree: bool = True) -> int:
     Pages that processes share are counted once for each, so the sum is an upper bound.
     """
     total_bytes = 0
-    for pid in _process_tree(os.getpid()) if tree else [os.getpid()]:
+    for pid in _process_tree() if tree else [os.getpid()]:
         with suppress(psutil.Error):  # it ended between the listing and the reading
             total_bytes += psutil.Process(pid).memory_info().rss
     return total_bytes
@@ -78,32 +77,13 @@ def highest_rss_bytes() -> int:
     return 0
 
 
-def _process_tree(root: int) -> list[int]:
-    """Return a process and all below it.
-
-    psutil looks at every process of the machine for that: 5 ms each time, on a quiet one.
-    """
-    found = [root]
+def _process_tree() -> list[int]:
+    found = [os.getpid()]
+    if not os.path.exists("/proc/thread-self/children"):
+        # It looks at every process of the machine: 5 ms each time, on a quiet one.
+        return found + [child.pid for child in psutil.Process().children(recursive=True)]
     for pid in found:
-        try:
-            for thread in os.listdir(f"/proc/{pid}/task"):
-                with open(f"/proc/{pid}/task/{thread}/children", "rb") as file:
-                    found += map(int, file.read().split())
-        except FileNotFoundError:
-            if pid == root:  # a system that does not list them
-                return [root, *(child.pid for child in psutil.Process().children(recursive=True))]
-        except OSError:
-            continue
+        for path in glob(f"/proc/{pid}/task/*/children"):
+            with suppress(OSError):  # the thread, or the process, has ended meanwhile
+                found += map(int, Path(path).read_text().split())
     return found
-
-
-def give_back_at_once() -> None:
-    """Let freed blocks of a megabyte or more go back to the system, instead of being kept.
-
-    glibc keeps what was freed for later, more and more as larger blocks are used: pictures then
-    take a third more memory than they need. Does nothing where there is no glibc.
-    """
-    with suppress(OSError, AttributeError):
-        mallopt = ctypes.CDLL(None).mallopt
-        mallopt(_M_MMAP_THRESHOLD, 1 << 20)
-        mallopt(_M_ARENA_MAX, 2)

@@ -21,11 +21,8 @@ class ReusedMemory:
     """Hands out arrays whose memory comes back by itself when nobody looks at it any more.
 
     The memory of an array is given again only after the array, all its views and all torch tensors
-    over it are gone: whoever keeps a batch only makes the next one cost an allocation.
-
-    Args:
-        limit_bytes: Idle memory to keep; the oldest is freed beyond it.
-        allocate: Makes new memory.
+    over it are gone: whoever keeps a batch only makes the next one cost an allocation. Idle memory
+    is kept up to `limit_bytes`; beyond it the oldest is freed.
     """
 
     def __init__(

@@ -22,7 +22,7 @@ from contextlib import suppress
 from queue import Empty, SimpleQueue
 from typing import Generic, TypeVar
 
-from penstock.core.signals import signals_postponed
+from penstock.core.interrupt import signals_postponed
 
 T = TypeVar("T")
 R = TypeVar("R")
@@ -60,12 +60,10 @@ def start(thread: threading.Thread) -> None:
 
 def _start(thread: threading.Thread) -> bool:
     """Start a thread; False where there can be none."""
-    try:
+    with suppress(RuntimeError):  # out of threads, or of memory for their stacks
         if threading.main_thread().is_alive():
             start(thread)
             return True
-    except RuntimeError:  # out of threads, or of memory for their stacks
-        pass
     return False
 
 
@@ -76,12 +74,8 @@ class BackgroundThread:
     interpreter waits for the thread, which sees that the main thread is over and does not linger.
     Where no thread can start, `wake` does the work itself.
 
-    Args:
-        name: Of the thread.
-        work: Does one piece of work and returns True, or returns False when there is none.
-            It must not raise.
-        linger_s: How long the idle thread waits for more work before it ends.
-        nice: Added to the priority value of the thread.
+    `work` does one piece of work and returns True, or returns False when there is none; it must not
+    raise. The idle thread waits for more, `linger_s`, before it ends.
     """
 
     def __init__(
@@ -167,22 +161,15 @@ def parallel_map(
     """Yield `work(item)` for each item, in order, while helper threads work ahead.
 
     The caller's thread pulls the items, and works, too, whenever it would have to wait: so nothing
-    is lost where no helper can start. Close the iterator (`contextlib.closing`) when you may leave
-    it before its end; the helpers end with it.
+    is lost where no helper can start. What `work` raises is raised in place of the item's result.
+    Close the iterator (`contextlib.closing`) when you may leave it before its end; the helpers end
+    with it.
 
-    Args:
-        work: Called in several threads at once; it must release the GIL for that to help.
-        items: The input; a generator is advanced only as far as there is room.
-        name: Of the threads.
-        helpers: How many threads at most; none is started for a single item.
-        size: The bytes that an item accounts for, its result included, from when it is pulled until
-            the caller asks for the next. None when all items are in memory anyway.
-        limit_bytes: For all of them together; a larger one passes alone.
-        nice: Added to the priority value of the helpers.
-        patient: Tells whether the caller may leave the work to the helpers for a while.
-
-    Raises:
-        BaseException: What `work` raised, in place of that item's result.
+    `work` must release the GIL for threads to help. `items` is advanced only as far as there is
+    room: `size` tells the bytes that an item accounts for, its result included, from when it is
+    pulled until the caller asks for the next, and `limit_bytes` holds for all of them together (a
+    larger one passes alone). Without `size` all items are in memory anyway. `patient` tells whether
+    the caller may leave the work to the helpers for a while; `nice` is added to their priority.
     """
     todo: SimpleQueue[_Task[T, R] | None] = SimpleQueue()
     pending: deque[_Task[T, R]] = deque()
@@ -260,11 +247,8 @@ def parallel_list(
 ) -> list[R]:
     """Return `work(piece)` for each piece of something in memory; threads help where that pays.
 
-    Args:
-        work: Called with one piece; must release the GIL for threads to help.
-        pieces: Of about equal size; threads pay from a megabyte each.
-        name: Of the threads.
-        nbytes: Bytes of all pieces together.
+    `work` must release the GIL for that. The pieces are of about equal size, `nbytes` in all;
+    threads pay from a megabyte each.
     """
     if nbytes <= INLINE_BYTES or len(pieces) < 2:
         return [work(piece) for piece in pieces]
@@ -304,6 +288,5 @@ class _Task(Generic[T, R]):
             self._gate.release()
 
     def wait(self, seconds: float) -> None:
-        """Wait until it is finished, for so long at most."""
         if self._gate.acquire(timeout=seconds):
             self._gate.release()

@@ -10,20 +10,25 @@ from __future__ import annotations
 import base64
 import fnmatch
 import math
-from collections import OrderedDict
-from collections.abc import Callable, Container, Iterator
-from contextlib import contextmanager
+from collections import Counter, OrderedDict, deque
+from collections.abc import Callable, Container
 from typing import Any
 
 import numpy as np
 
-from penstock.errors import CorruptFile, UnsupportedValue
+from penstock.errors import CorruptFile, UnsupportedValue, UsageError
 
 Json = Any
 TAG = "!"
 MAX_DEPTH = 200
-_SEQUENCES: dict[type, str] = {tuple: "tuple", set: "set", frozenset: "frozenset"}
-_CONTAINERS = frozenset({dict, OrderedDict, list, *_SEQUENCES})
+_BUILDERS: dict[Any, Any] = {
+    **{list: list, "tuple": tuple, "set": set, "frozenset": frozenset},
+    "deque": deque,  # of the last rewards, say
+}
+_DICTS: dict[Any, Any] = {dict: dict, "dict": dict, "odict": OrderedDict}
+_DICTS["counter"] = Counter  # the milestones of MultiStepLR
+_DICT_NAMES = {kind: name for name, kind in _DICTS.items()}
+_CONTAINERS = frozenset({*_DICT_NAMES, *_BUILDERS.values()})
 _SCALAR_KINDS = "?bhilqBHILQefdgFD"
 _SCALARS = {np.dtype(kind).str for kind in _SCALAR_KINDS}
 _NONSENSE = (LookupError, ValueError, TypeError, AttributeError, OverflowError, RecursionError)
@@ -32,7 +37,6 @@ _PLAIN_KEYS = frozenset({str, int, bool, type(None)})
 _IMMUTABLE = frozenset(
     {str, bool, int, float, complex, bytes, type(None), *(np.dtype(k).type for k in _SCALAR_KINDS)}
 )
-_BUILDERS = {name: kind for kind, name in _SEQUENCES.items()}
 
 Store = Callable[[str, Any], Json | None]
 """Given a path and a foreign value (a tensor, …): its JSON record, or None to refuse it."""
@@ -55,7 +59,7 @@ def copy_containers(state: Any, keepers: dict[type, Keep], keep: Keep) -> Any:
 def _copy(value: Any, kind: type, depth: int, keepers: dict[type, Keep], keep: Keep) -> Any:
     if depth >= MAX_DEPTH and kind in _CONTAINERS:
         raise UnsupportedValue(f"nested deeper than {MAX_DEPTH}")
-    if kind is dict or kind is OrderedDict:
+    if kind in _DICT_NAMES:
         copied: Any = kind()
         for key, child in value.items():
             inner = type(child)
@@ -72,14 +76,13 @@ def _copy(value: Any, kind: type, depth: int, keepers: dict[type, Keep], keep: K
             (copied._metadata,) = _copy([value._metadata], list, depth, keepers, keep)
         return copied
     if kind in _CONTAINERS:
-        if _IMMUTABLE.issuperset(map(type, value)):
-            return kind(value)
-        return kind(
-            [
+        items = value
+        if not _IMMUTABLE.issuperset(map(type, value)):
+            items = [
                 v if type(v) in _IMMUTABLE else _copy(v, type(v), depth + 1, keepers, keep)
                 for v in value
             ]
-        )
+        return deque(items, value.maxlen) if kind is deque else kind(items)
     return bytearray(value) if kind is bytearray else keepers.get(kind, keep)(value)
 
 
@@ -104,7 +107,7 @@ def _flatten(value: Any, path: str, depth: int, store: Store) -> Json:
         raise UnsupportedValue(
             f"{path[:60]}… is nested deeper than {MAX_DEPTH}, or contains itself; flatten it first"
         )
-    if kind is dict or kind is OrderedDict:
+    if kind in _DICT_NAMES:
         return _flatten_dict(value, path, depth, store)
     if kind in _CONTAINERS:
         prefix = f"{path}." if path else ""
@@ -113,7 +116,9 @@ def _flatten(value: Any, path: str, depth: int, store: Store) -> Json:
             items = list(value)  # a generator's state is a long tuple of numbers
         else:
             items = [_flatten(v, f"{prefix}{i}", depth + 1, store) for i, v in enumerate(value)]
-        return items if kind is list else {TAG: _SEQUENCES[kind], "v": items}
+        if kind is deque:
+            return {TAG: "deque", "v": items, "maxlen": value.maxlen}
+        return items if kind is list else {TAG: kind.__name__, "v": items}
     record = _flatten_scalar(value, kind) or store(path, value)
     if record is None:
         name = f"{kind.__module__}.{kind.__qualname__}"
@@ -130,8 +135,8 @@ def _flatten_dict(value: dict[Any, Any], path: str, depth: int, store: Store) ->
     if type(value) is dict and TAG not in value and all(type(key) is str for key in value):
         return dict(zip(value, children, strict=True))
     keys = [_flatten(key, f"{prefix}<key>", depth + 1, _refuse) for key in value]
-    kind = "dict" if type(value) is dict else "odict"
-    record = {TAG: kind, "v": [list(pair) for pair in zip(keys, children, strict=True)]}
+    pairs = [list(pair) for pair in zip(keys, children, strict=True)]
+    record = {TAG: _DICT_NAMES[type(value)], "v": pairs}
     versions = getattr(value, "_metadata", None)  # what a module's state dict knows of its parts
     if versions is not None:
         record["metadata"] = _flatten(versions, f"{prefix}_metadata", depth + 1, store)
@@ -153,39 +158,57 @@ def _refuse(path: str, value: Any) -> None:
     return None
 
 
-def unflatten(node: Json, fetch: Fetch) -> Any:
-    """Rebuild the state that `flatten` described; `fetch` rebuilds the foreign values."""
-    with _sense():
-        return _unflatten(node, fetch)
+def unflatten(node: Json, fetch: Fetch, only: str | None = None) -> Any:
+    """Rebuild the state that `flatten` described; `fetch` rebuilds the foreign values.
 
+    What does not match `only`, a pattern such as "model.actor.*", is left out. Elements of a list
+    or tuple become None instead, so that positions stay.
 
-@contextmanager
-def _sense() -> Iterator[None]:
+    Raises:
+        CorruptFile: The description makes no sense.
+        UsageError: Nothing matches the pattern.
+    """
     try:
-        yield
+        value = _unflatten(node, fetch, "", only)
     except _NONSENSE as error:
         raise CorruptFile(f"the description of the state makes no sense ({error!r})") from error
+    if value is _DROPPED:
+        raise UsageError(f"nothing matches only={only!r}")
+    return value
 
 
-def _unflatten(node: Json, fetch: Fetch) -> Any:
-    if isinstance(node, list):
-        return [_unflatten(item, fetch) for item in node]
-    if not isinstance(node, dict):
-        return node
-    if TAG not in node:
-        return {key: _unflatten(child, fetch) for key, child in node.items()}
-    kind, value = node[TAG], node.get("v", ())
+def _unflatten(node: Json, fetch: Fetch, path: str, only: str | None) -> Any:
+    if only is not None and path and fnmatch.fnmatchcase(path, only):
+        only = None  # everything below it, too
+    kind: Any = type(node)
+    if kind is not list and kind is not dict:
+        return node if only is None else _DROPPED
+    value: Any = node
+    if kind is dict:
+        kind, value = (node[TAG], node.get("v", ())) if TAG in node else (dict, node.items())
+    prefix = f"{path}." if path else ""
+    if kind in _DICTS:
+        built: Any = _DICTS[kind]()
+        for key, child in value:
+            name = _unflatten(key, fetch, "", None)
+            inner = _unflatten(child, fetch, f"{prefix}{name}", only)
+            if inner is not _DROPPED:
+                built[name] = inner
+        if kind == "odict" and "metadata" in node:
+            built._metadata = _unflatten(node["metadata"], fetch, "", None)
+        return built if built or only is None else _DROPPED
+    if kind in _BUILDERS:
+        items = [_unflatten(v, fetch, f"{prefix}{i}", only) for i, v in enumerate(value)]
+        kept = [item for item in items if item is not _DROPPED]
+        if only is not None and not kept:
+            return _DROPPED
+        if kind in ("set", "frozenset"):  # they have no positions to keep
+            return _BUILDERS[kind](kept)
+        items = [None if item is _DROPPED else item for item in items]
+        return deque(items, node["maxlen"]) if kind == "deque" else _BUILDERS[kind](items)
+    if only is not None:
+        return _DROPPED
     match kind:
-        case "dict":
-            return {_unflatten(key, fetch): _unflatten(child, fetch) for key, child in value}
-        case "odict":
-            pairs = ((_unflatten(key, fetch), _unflatten(child, fetch)) for key, child in value)
-            ordered = OrderedDict(pairs)
-            if "metadata" in node:
-                ordered._metadata = _unflatten(node["metadata"], fetch)  # type: ignore[attr-defined]
-            return ordered
-        case "tuple" | "set" | "frozenset":
-            return _BUILDERS[kind](_unflatten(item, fetch) for item in value)
         case "int":
             return int(value, 16)
         case "float":
@@ -209,41 +232,3 @@ def free_name(path: str, taken: Container[str]) -> str:
         number += 1
         name = f"{path}#{number}"
     return name
-
-
-def select(node: Json, pattern: str) -> Json | None:
-    """Keep what a pattern such as "model.actor.*" matches; None if it matches nothing.
-
-    Dropped elements of a list or tuple become None, so that positions stay.
-    """
-    with _sense():
-        kept = _select(node, "", pattern)
-    return None if kept is _DROPPED else kept
-
-
-def _select(node: Json, path: str, pattern: str) -> Json:
-    if path and fnmatch.fnmatchcase(path, pattern):
-        return node
-    prefix = f"{path}." if path else ""
-    if isinstance(node, list):
-        items = [_select(item, f"{prefix}{i}", pattern) for i, item in enumerate(node)]
-        kept = [None if item is _DROPPED else item for item in items]
-        return kept if any(item is not _DROPPED for item in items) else _DROPPED
-    if not isinstance(node, dict):
-        return _DROPPED
-    if TAG not in node:
-        children = ((key, _select(node[key], f"{prefix}{key}", pattern)) for key in node)
-        chosen = {key: child for key, child in children if child is not _DROPPED}
-        return chosen or _DROPPED
-    match node[TAG]:
-        case "dict" | "odict":
-            pairs = [[key, _select(child, f"{prefix}{key}", pattern)] for key, child in node["v"]]
-            left: Json = [pair for pair in pairs if pair[1] is not _DROPPED] or _DROPPED
-        case "set" | "frozenset":  # they have no positions to keep
-            members = [_select(item, f"{prefix}{i}", pattern) for i, item in enumerate(node["v"])]
-            left = [item for item in members if item is not _DROPPED] or _DROPPED
-        case "tuple":
-            left = _select(node["v"], path, pattern)
-        case _:
-            return _DROPPED
-    return _DROPPED if left is _DROPPED else {**node, "v": left}

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from penstock.core.files import storage_error
-from penstock.core.signals import SignalGuard
+from penstock.core.interrupt import ENDING, SignalGuard
 from penstock.core.threads import BackgroundThread, poll
 from penstock.errors import PenstockError, SaverClosed, SnapshotDiscarded, StorageError, UsageError
 
@@ -46,26 +46,26 @@ def close_after(close: Callable[[], object], error: BaseException | None) -> Non
             _LOG.error("%s", failure)
 
 
+@dataclass(eq=False, repr=False)
 class SaveHandle:
     """One save.
 
     Attributes:
-        path: Where the file is, or will be.
         status: "pending" until it is "saved" (durable), "failed", "skipped" or "dropped" (the queue
             was full), or "discarded" (its tensors were changed while they were copied lazily).
         stats: Sizes and times, when it is saved.
     """
 
-    def __init__(
-        self, path: Path | str, queue: WriteQueue, barrier: Callable[[], None] | None = None
-    ) -> None:
-        self._path = path
-        self._queue = queue
-        self.status: Status = "pending"
-        self.stats: dict[str, Any] = {}
-        self.error: PenstockError | None = None
-        self.reported = False
-        self.barrier = barrier
+    _path: Path | str
+    _queue: WriteQueue
+    _size_bytes: int
+    _barrier: Callable[[], None] | None
+    _write: Write | None = None
+    _ticket: threading.Lock = field(default_factory=threading.Lock)
+    _reported: bool = False
+    status: Status = "pending"
+    stats: dict[str, Any] = field(default_factory=dict)
+    error: PenstockError | None = None
 
     @property
     def path(self) -> Path:
@@ -82,12 +82,12 @@ class SaveHandle:
         Raises:
             PenstockError: It was not saved; why is in the message.
         """
-        if self.barrier is not None:
-            self.barrier()
+        if self._barrier is not None:
+            self._barrier()
         if not self._queue.poll(self.done, timeout):
             raise UsageError(f"{self.path} is not saved after {timeout} s; wait longer")
         if self.error is not None:
-            self.reported = True
+            self._reported = True
             raise self.error
         if self.status != "saved":
             raise UsageError(f"{self.path} was {self.status}: see on_full and get_stats()")
@@ -96,20 +96,9 @@ class SaveHandle:
     def __repr__(self) -> str:
         return f"SaveHandle({str(self.path)!r}, {self.status})"
 
-
-@dataclass(eq=False)
-class _Job:
-    handle: SaveHandle
-    write: Write | None
-    size_bytes: int
-    ticket: list[None] = field(default_factory=lambda: [None])
-
-    def claim(self) -> bool:
+    def _claim(self) -> bool:
         """Tell whether the caller, and nobody else, may write or drop this file."""
-        with suppress(IndexError):
-            self.ticket.pop()
-            return True
-        return False
+        return self._ticket.acquire(blocking=False)
 
 
 class WriteQueue:
@@ -118,19 +107,16 @@ class WriteQueue:
     A program that forgets `close` still ends, and not before everything is written.
 
     Args:
-        name: Of the thread.
         max_bytes: What the pending files may hold in memory; a larger one passes alone. None for as
             much as the file at hand (at least 64 MB).
         max_files: How many may be pending, the one being written included.
-        on_full: What `put` does when there is no room: "wait", "skip" the new file, or
-            "drop_oldest" that waits (if none can be dropped, `put` waits).
+        on_full: What `put` does when there is no room: as `AsyncCheckpointSaver`'s.
         what: What the files are, for messages.
         handle_signals: Finish pending files before SIGINT and SIGTERM take their course.
-        nice: Added to the priority value of the thread.
 
     Attributes:
         signals: Postpones signals while it is entered.
-        counts: How many files were saved, failed, and so on.
+        counts: How many files were saved, failed, and so on; others may add their own sums.
     """
 
     def __init__(
@@ -153,23 +139,25 @@ class WriteQueue:
         self._puts = threading.RLock()
         # No lock guards these, only their own atomic calls: a signal handler may wait for the
         # writer, which must not wait for a lock of the interrupted code.
-        self._jobs: deque[_Job] = deque()
+        self._pending: deque[SaveHandle] = deque()
         self._failures: deque[SaveHandle] = deque()
         self.counts: Counter[str] = Counter()  # each is counted up by one thread
         self._closed = False
         self._flushing = False
         self._waiting: deque[None] = deque()  # one for each who waits
         this = weakref.ref(self)
-        self.signals = SignalGuard(lambda: _flush(this), install=handle_signals)
+        self.signals = SignalGuard(lambda: _flush(this))
+        if handle_signals:
+            self.signals.install(ENDING)
         self._thread = BackgroundThread(name, self._write_one, nice=nice)
 
     def __len__(self) -> int:
-        return len(self._jobs)
+        return len(self._pending)
 
     @property
     def held_bytes(self) -> int:
         """What the pending files hold in memory."""
-        return sum(job.size_bytes for job in list(self._jobs))
+        return sum(save._size_bytes for save in list(self._pending))
 
     def put(
         self,
@@ -180,11 +168,8 @@ class WriteQueue:
     ) -> SaveHandle:
         """Wait for room, prepare a file (the copy of its data), and return before it is written.
 
-        Args:
-            path: Where it will be.
-            size_bytes: What it holds in memory until it is written.
-            prepare: Called here, once there is room; returns what the thread has to do.
-            barrier: What a wait for this file must call first.
+        `prepare` is called here, once there is room, and returns what the thread has to do.
+        `barrier` is what a wait for this file must call first.
 
         Raises:
             SaverClosed: The queue was closed, or belongs to another process.
@@ -192,22 +177,22 @@ class WriteQueue:
         """
         self.check_usable()
         self.raise_failure()
-        handle = SaveHandle(path, self, barrier)
+        save = SaveHandle(path, self, size_bytes, barrier)
         with self._puts:
-            if not self._make_room(size_bytes, handle):
-                return handle
+            if not self._make_room(save):
+                return save
             with self.signals:
-                job = _Job(handle, prepare(), size_bytes)
-                self._jobs.append(job)
-                if self._closed and job.claim():  # by a signal handler, or another thread
-                    self._jobs.remove(job)
+                save._write = prepare()
+                self._pending.append(save)
+                if self._closed and save._claim():  # by a signal handler, or another thread
+                    self._pending.remove(save)
                     self.check_usable()
                 self._thread.wake()
-        return handle
+        return save
 
     def pending(self, path: Path) -> bool:
         """Tell whether a file waits to be written."""
-        return any(job.handle.path == path for job in list(self._jobs))
+        return any(save.path == path for save in list(self._pending))
 
     def wait(self, timeout: float | None = None) -> bool:
         """Return True when everything is written, False after `timeout` seconds.
@@ -230,17 +215,17 @@ class WriteQueue:
             self._thread.close()
             self.signals.close()
         else:
-            _LOG.warning("%d %s still being written; they go on", len(self._jobs), self._what)
+            _LOG.warning("%d %s still being written; they go on", len(self), self._what)
         self.raise_failure()
         return done
 
     def raise_failure(self) -> None:
         """Raise a failure that nobody has been told of."""
         while self._failures:
-            handle = self._failures.popleft()
-            if not handle.reported and handle.error is not None:
-                handle.reported = True
-                raise handle.error
+            save = self._failures.popleft()
+            if not save._reported and save.error is not None:
+                save._reported = True
+                raise save.error
 
     def poll(self, condition: Callable[[], bool], timeout: float | None) -> bool:
         """Wait for the writer; polled, so that a signal handler may wait, too."""
@@ -276,84 +261,74 @@ class WriteQueue:
         if sys.is_finalizing():  # after all `atexit` functions: modules are being taken apart
             raise SaverClosed("it is too late to write a file: the interpreter is at its end")
 
-    def _make_room(self, size_bytes: int, handle: SaveHandle) -> bool:
+    def _make_room(self, save: SaveHandle) -> bool:
         """Make room, by the stated policy; False when this file is skipped."""
-        if not self._full(size_bytes):
+        if not self._full(save):
             return True
         self.counts["queue_full"] += 1
         if self._on_full == "skip":
-            self._settle(handle, "skipped")
+            self._settle(save, "skipped")
             return False
-        while self._on_full == "drop_oldest" and self._full(size_bytes) and self._drop_oldest():
-            pass
-        return self.poll(lambda: not self._full(size_bytes), None)
+        while self._on_full == "drop_oldest" and self._full(save) and (oldest := self._claimed()):
+            self._pending.remove(oldest)
+            self._settle(oldest, "dropped")
+        return self.poll(lambda: not self._full(save), None)
 
-    def _full(self, size_bytes: int) -> bool:
+    def _full(self, save: SaveHandle) -> bool:
         limit = self._max_bytes
         if limit is None:
-            limit = max(_SMALLEST_LIMIT_BYTES, size_bytes)
-        over = bool(self._jobs) and self.held_bytes + size_bytes > limit
-        return over or (self._max_files is not None and len(self._jobs) >= self._max_files)
+            limit = max(_SMALLEST_LIMIT_BYTES, save._size_bytes)
+        over = bool(self._pending) and self.held_bytes + save._size_bytes > limit
+        return over or (self._max_files is not None and len(self) >= self._max_files)
 
-    def _drop_oldest(self) -> bool:
-        job = next((job for job in list(self._jobs) if job.claim()), None)
-        if job is None:
-            return False
-        self._jobs.remove(job)
-        self._settle(job.handle, "dropped")
-        return True
+    def _claimed(self) -> SaveHandle | None:
+        """Claim the oldest file that nobody has claimed."""
+        return next((save for save in list(self._pending) if save._claim()), None)
 
     def _drain(self, timeout: float | None) -> bool:
         """Wait until nothing is pending; a background error does not end the wait."""
-        for job in list(self._jobs):
-            if job.handle.barrier is not None:
-                job.handle.barrier()
-        if self._jobs:
+        for save in list(self._pending):
+            if save._barrier is not None:
+                save._barrier()
+        if self._pending:
             self._thread.wake()  # an interrupt may have come between `append` and `wake`
-        return self.poll(lambda: not self._jobs, timeout)
+        return self.poll(lambda: not self._pending, timeout)
 
-    def _settle(
-        self, handle: SaveHandle, status: Status, error: PenstockError | None = None
-    ) -> None:
+    def _settle(self, save: SaveHandle, status: Status, error: PenstockError | None = None) -> None:
+        save._write = None  # lets go of the data before anyone is told
         self.counts[status] += 1
-        handle.error = error
-        handle.status = status  # last, for it is what others look at
+        save.error = error
+        save.status = status  # last, for it is what others look at
 
     def _write_one(self) -> bool:
-        job = next((job for job in list(self._jobs) if job.claim()), None)
-        if job is None:
+        save = self._claimed()
+        if save is None:
             return False
-        status, error = self._write(job)
-        job.write = None  # lets go of the data before anyone is told
-        report = job.handle.stats.pop("report", None)
-        self._settle(job.handle, status, error)
-        if status == "failed":
-            self._failures.append(job.handle)  # last: whoever finds it must find the error in it
-        self._jobs.remove(job)
+        error: PenstockError | None = None
+        try:
+            assert save._write is not None
+            save.stats = save._write()
+        except PenstockError as failure:
+            error = failure
+        except OSError as failure:
+            error = storage_error("write", save.path, failure)
+        except Exception as failure:  # a defect of ours must reach the caller, too
+            error = StorageError(f"cannot save {save.path}: {failure!r}")
+            error.__cause__ = failure
+        report = save.stats.pop("report", None)
+        failed = error is not None and not isinstance(error, SnapshotDiscarded)
+        self._settle(save, "failed" if failed else "discarded" if error else "saved", error)
+        if failed:
+            self._failures.append(save)  # last: whoever finds it must find the error in it
+        self._pending.remove(save)
         # Last: the main thread may be in a signal handler that waits for the queue, and may hold
         # the lock of the log or of stderr. What goes wrong in them is none of our business.
         with suppress(Exception):
             if error is not None:
-                _LOG.log(logging.ERROR if status == "failed" else logging.WARNING, "%s", error)
+                _LOG.log(logging.ERROR if failed else logging.WARNING, "%s", error)
             if report is not None:
                 report()
         return True
-
-    def _write(self, job: _Job) -> tuple[Status, PenstockError | None]:
-        try:
-            assert job.write is not None
-            job.handle.stats = job.write()
-            return "saved", None
-        except SnapshotDiscarded as failure:
-            return "discarded", failure
-        except PenstockError as failure:
-            return "failed", failure
-        except OSError as failure:
-            return "failed", storage_error("write", job.handle.path, failure)
-        except Exception as failure:  # a defect of ours must reach the caller, too
-            error = StorageError(f"cannot save {job.handle.path}: {failure!r}")
-            error.__cause__ = failure
-            return "failed", error
 
 
 def _flush(reference: weakref.ref[WriteQueue]) -> None:
@@ -366,9 +341,9 @@ def _flush(reference: weakref.ref[WriteQueue]) -> None:
         _say(f"finishing {len(queue)} {queue._what} before the end")
         if not queue._drain(_SIGNAL_LIMIT_S):
             _say(f"{len(queue)} {queue._what} not written after {_SIGNAL_LIMIT_S:.0f} s: given up")
-        for handle in list(queue._failures):
-            if not handle.reported:
-                _say(str(handle.error))
+        for save in list(queue._failures):
+            if not save._reported:
+                _say(str(save.error))
     finally:
         queue._flushing = False
 

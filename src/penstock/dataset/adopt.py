@@ -17,25 +17,16 @@ import pyarrow as pa
 from numpy.typing import NDArray
 
 from penstock.dataset import layout, metadata
-from penstock.dataset.episode_stats import to_column
-from penstock.dataset.layout import AUTO_FEATURES, PRIVATE_FOLDER, Feature, FileLimits
-from penstock.dataset.plan import Base, Spec, parse_line
+from penstock.dataset.layout import PRIVATE_FOLDER, Feature, FileLimits, Spec, own_features
+from penstock.dataset.plan import Base, parse_line
 from penstock.dataset.reader import Dataset
-from penstock.dataset.stats import (
-    AnyStats,
-    PictureStats,
-    VectorStats,
-    known_picture_stats,
-    new_stats,
-    read_stats,
-)
-from penstock.dataset.tables import Table, inside
+from penstock.dataset.stats import AnyStats, PictureStats, VectorStats, known_picture_stats
+from penstock.dataset.tables import inside, to_column
 from penstock.errors import DataError, UsageError
 
 JOURNAL = f"{PRIVATE_FOLDER}/journal.jsonl"  # of format 1
 OLD_SETTINGS = f"{PRIVATE_FOLDER}/settings.json"  # of format 1
 _NUMBERED = re.compile(r".*chunk-(\d+)/file-(\d+)\.(?:parquet|mp4)")
-_OLD_STATS = re.compile(r"stats-(?:base|\d+)\.pack")
 _MOST_LINE_BYTES = 64 << 20
 
 
@@ -61,40 +52,31 @@ def spec_of(root: Path) -> Spec:
         )
     except UsageError as error:
         raise DataError(f"{root / layout.INFO_PATH} cannot be used ({error})") from error
-    own = {name: f for name, f in info.features.items() if name not in AUTO_FEATURES}
+    own = own_features(info.features)
     return Spec(own, info.fps, info.raw.get("robot_type"), format_.version, limits)
 
 
 def adopt(root: Path, sources: list[dict[str, Any]]) -> tuple[Base, dict[str, AnyStats]]:
-    """Return what a dataset on disk holds, and its statistics; nothing is written.
-
-    Args:
-        root: The dataset's folder.
-        sources: Where its episodes came from, as far as that is known.
-
-    Raises:
-        DataError: It cannot be read, or contradicts itself.
-    """
+    """Return what a dataset on disk holds, and its statistics; nothing is written."""
     dataset = Dataset(root)
+    if not len(dataset):  # lerobot has made it, and recorded nothing yet
+        return Base(info=dataset.info, sources=sources), {}
     spec = spec_of(root)
     files: dict[str, set[str]] = {"data": set(), "episodes": set()}
-    for record in metadata.read_episodes(root, metadata.read_info(root)):
+    for record in dataset.records:
         files["data"].add(record.data_file)
         files["episodes"].add(record.source)
         for key, span in record.videos.items():
             files.setdefault(f"videos/{key}", set()).add(span.file)
-    per_chunk = spec.limits.files_per_chunk
-    next_file = {kind: _next_number(names, per_chunk) for kind, names in files.items()}
+    next_file = {}
+    for kind, names in files.items():
+        found = [match for match in map(_NUMBERED.fullmatch, names) if match]
+        numbers = [int(m[1]) * spec.limits.files_per_chunk + int(m[2]) for m in found]
+        next_file[kind] = max(numbers, default=-1) + 1
     base = Base(len(dataset), dataset.total_frames, dataset.tasks, next_file, dataset.info, sources)
     if spec.format.stats is None:
         return base, {}
-    return base, _journal_stats(root, base) or _statistics(dataset, spec)
-
-
-def _next_number(names: set[str], per_chunk: int) -> int:
-    """Return the number of the file behind all these."""
-    matches = [_NUMBERED.fullmatch(name) for name in names]
-    return max((int(m[1]) * per_chunk + int(m[2]) + 1 for m in matches if m), default=0)
+    return base, _statistics(dataset, spec)
 
 
 def journal_records(root: Path) -> Iterator[dict[str, Any]]:
@@ -122,37 +104,18 @@ def journal_sources(root: Path, episodes: int) -> list[dict[str, Any]]:
     return found
 
 
-def _journal_stats(root: Path, base: Base) -> dict[str, AnyStats]:
-    """Return the statistics that an earlier version kept, if they are of these very episodes."""
-    episodes, name = 0, None
-    for record in journal_records(root):
-        if record.get("kind") in ("base", "episode"):
-            count = len(record["lengths"]) if "lengths" in record else 1
-            if record["kind"] == "base":
-                episodes = int(record.get("episodes", 0))
-            else:
-                episodes = int(record.get("episode", 0)) + count
-            name = record.get("stats")
-    if episodes != base.episodes or not isinstance(name, str) or not _OLD_STATS.fullmatch(name):
-        return {}
-    path = inside(root, f"{PRIVATE_FOLDER}/{name}")
-    if not path.is_file():
-        return {}
-    return {name: stats for name, stats in read_stats(path).items() if name not in AUTO_FEATURES}
-
-
 def _statistics(dataset: Dataset, spec: Spec) -> dict[str, AnyStats]:
-    stats = {n: new_stats(f) for n, f in spec.features.items() if f.has_stats}
-    numeric = {n: state for n, state in stats.items() if isinstance(state, VectorStats)}
-    if numeric:
-        for _, rows in dataset.scan(list(numeric)):
-            for name, vector in numeric.items():
-                vector.add(rows[name])
-    known = dataset.stats()
-    for name, state in stats.items():
-        if isinstance(state, PictureStats):
+    features = {n: f for n, f in spec.features.items() if f.has_stats}
+    numeric = {n: VectorStats(f.size) for n, f in features.items() if not f.is_picture}
+    for _, rows in dataset.scan(list(numeric)) if numeric else ():
+        for name, vector in numeric.items():
+            vector.add(rows[name])
+    known, stats = dataset.stats(), dict[str, AnyStats](numeric)
+    for name, feature in features.items():
+        if feature.is_picture:
+            stats[name] = pictures = PictureStats.of(feature)
             try:
-                state.prior = known_picture_stats(known[name], spec.features[name])
+                pictures.prior = known_picture_stats(known[name], feature, dataset.total_frames)
             except (LookupError, ValueError) as error:
                 where = f"{layout.V30.stats} in {dataset.path}"
                 raise DataError(f"{where}, {name!r}: it cannot be used ({error!r})") from error
@@ -167,13 +130,8 @@ def fitting_table(
 ) -> pa.Table:
     """Return records of episodes in the shapes and types that the other records have.
 
-    lerobot counts all rows of a matrix as one: (a, b) gives statistics of (b,).
-
-    Args:
-        table: Our records.
-        schema: Of the others.
-        features: Of the dataset.
-        rows_of: Returns all rows of a feature of an episode, by the episode's number.
+    lerobot counts all rows of a matrix as one: (a, b) gives statistics of (b,): `rows_of`
+    returns all rows of a feature of an episode.
     """
     columns = []
     for column in schema:
@@ -208,9 +166,3 @@ def _folded(feature: Feature, stat: str, episodes: Iterator[NDArray[Any]]) -> pa
         found.append(np.array(stats.to_json(flat)[stat]))
     values = np.array(found)
     return to_column(values, flat.shape, pa.list_(pa.from_numpy_dtype(values.dtype)))
-
-
-def read_schema(root: Path, name: str) -> pa.Schema:
-    """Return the schema of a file of records."""
-    with Table(root, name) as table:
-        return table.schema.remove_metadata()

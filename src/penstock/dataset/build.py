@@ -24,15 +24,9 @@ import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
 
-from penstock.core.files import (
-    NewFile,
-    make_folder,
-    publish_bytes,
-    write_all,
-)
+from penstock.core.files import NewFile, make_folder, publish_bytes, write_all
 from penstock.dataset import layout, metadata
-from penstock.dataset.adopt import fitting_table, read_schema
-from penstock.dataset.episode_stats import counter_stats, counter_totals, to_column
+from penstock.dataset.adopt import fitting_table
 from penstock.dataset.layout import AUTO_FEATURES, QUANTILES
 from penstock.dataset.plan import (
     BUILT,
@@ -43,9 +37,14 @@ from penstock.dataset.plan import (
     Base,
     Built,
     Plan,
-    unit_stats,
 )
-from penstock.dataset.stats import AnyStats, read_stats, write_stats
+from penstock.dataset.stats import (
+    AnyStats,
+    counter_stats,
+    counter_totals,
+    read_stats,
+    write_stats,
+)
 from penstock.dataset.swap import replacing, settle, sibling
 from penstock.dataset.tables import (
     RowStream,
@@ -54,6 +53,7 @@ from penstock.dataset.tables import (
     new_parquet,
     read_rows,
     reading,
+    to_column,
     write_table,
 )
 from penstock.dataset.unit import (
@@ -72,6 +72,7 @@ from penstock.dataset.unit import (
 )
 from penstock.errors import CorruptFile, UsageError
 from penstock.media.remux import Clip, join
+from penstock.ui.progress import Progress
 
 MB = 1 << 20
 # Whoever reads one episode decodes its row group: small ones, of whole episodes; long episodes
@@ -91,13 +92,10 @@ class Source:
     """One episode on its way: where its rows, pictures and statistics lie now.
 
     Attributes:
-        episode: What is known of it.
-        rows: The file of its rows, and `first_row` among them.
-        clips: Its videos.
         images: Its PNGs, where they are not among the rows yet.
         index: Its number in the dataset as it is; None where it is to be written anew.
-        rows_stay: Whether its rows are in the dataset as they are to be, but for their numbers.
         unit: The new unit that it is from.
+        rows_stay: Whether its rows are in the dataset as they are to be, but for their numbers.
     """
 
     episode: Episode
@@ -112,19 +110,17 @@ class Source:
 
 @dataclass(slots=True)
 class Place:
-    """Where an episode comes to lie: the (chunk, file) of its rows, videos and record."""
+    """Where an episode comes to lie: the (chunk, file) of its rows and videos."""
 
     data: tuple[int, int] = (0, 0)
     videos: dict[str, tuple[int, int, int]] = field(default_factory=dict)  # and its first frame
-    record: tuple[int, int] = (0, 0)
 
 
 def build(
     root: Path,
     plan: Plan,
-    built: Built | None,
+    built: Built,
     units: Sequence[Unit],
-    base: Base | None = None,
     base_stats: dict[str, AnyStats] | None = None,
     fetch: Fetch | None = None,
 ) -> Built:
@@ -133,11 +129,9 @@ def build(
     Args:
         root: The dataset's folder.
         plan: What the dataset is to be.
-        built: What it holds already; None if its files are to be replaced, or there are none.
+        built: What it holds already and is to stay.
         units: The new units.
-        base: Episodes that no unit knows, if they are not in `built` yet; they stay in front, as
-            they are.
-        base_stats: Their statistics (v3.0).
+        base_stats: The statistics of its base (v3.0), if there was no build before.
         fetch: Brings the content of files of the dataset, before they are read.
 
     Returns:
@@ -149,9 +143,8 @@ def build(
     """
     for unit in units:
         unit.check()
-    base = built.base if built else base or Base()
     with replacing(root, root) as new:
-        making = _UnitBuild(root, new, plan, built, units, base, base_stats or {})
+        making = _UnitBuild(root, new, plan, built, units, base_stats or {})
         making.fetch = fetch or making.fetch
         result = making.run()
     settle(root)
@@ -162,18 +155,11 @@ def build(
 
 
 class Build(ABC):
-    """One build, into a folder of its own.
+    """One build, from the dataset `root` into the folder `new`.
 
-    Args:
-        root: The dataset as it is; its files are linked where they stay as they are.
-        new: The folder to write to.
-        plan: What the dataset is to be.
-        base: Episodes of `root` that stay in front, as they are.
-        before: The records of the episodes of `root`.
-        records: Where the other episodes are from, in their order.
-        sources: Where they lie.
-        digests: Of the files of `root`, as far as they are known.
-        infos: What is known of the videos, by feature.
+    The episodes of `base` stay in front, as they are; the others lie where `sources` say, and are
+    from the units of `records`. What is known of `root` are the records of its episodes (`before`)
+    and checksums of its files.
     """
 
     def __init__(
@@ -196,12 +182,15 @@ class Build(ABC):
         firsts = base.frames + np.cumsum(self._lengths) - self._lengths
         self._firsts: NDArray[np.int64] = firsts
         self._tasks = list(base.tasks)
-        numbers = {task: number for number, task in enumerate(self._tasks)}
+        self._task_numbers = {task: number for number, task in enumerate(self._tasks)}
         for source in self._sources:
-            if source.episode.task not in numbers:
-                numbers[source.episode.task] = len(self._tasks)
+            if source.episode.task not in self._task_numbers:
+                self._task_numbers[source.episode.task] = len(self._tasks)
                 self._tasks.append(source.episode.task)
-        self._task_of = np.array([numbers[s.episode.task] for s in self._sources], np.int64)
+        for task in self._tasks:
+            layout.check_task(task)
+        numbers = [self._task_numbers[source.episode.task] for source in self._sources]
+        self._task_of = np.array(numbers, np.int64)
         self._places = [Place() for _ in self._sources]
         self._in_file = Counter(record.data_file for record in self._before)
         for record in self._before:
@@ -212,18 +201,22 @@ class Build(ABC):
     def run(self) -> Built:
         """Write everything; info.json is the last."""
         self._link_rest()
-        self._write_data()
-        for camera in self._spec.video_keys:
-            self._write_videos(camera)
-        if self._format.shares_files:
-            self._write_records()
-            write_table(self._target(self._format.tasks), layout.tasks_table(self._tasks))
-            self._note(self._format.tasks)
-        else:
-            self._write_lines()
-        folded = self._write_stats()
+        steps = len(self._sources) * (2 + len(self._spec.video_keys))
+        with Progress(steps, "build", "steps", last_line=False) as progress:
+            self._progress = progress
+            self._write_data()
+            for camera in self._spec.video_keys:
+                self._write_videos(camera)
+            self._stats = RowStream(self._episode_stats())
+            if self._format.shares_files:
+                self._write_records()
+                write_table(self._target(self._format.tasks), layout.tasks_table(self._tasks))
+                self._note(self._format.tasks)
+            else:
+                self._write_lines()
+            folded = self._write_stats()
         result = Built(self._base, self._records, self._infos, self._tasks, folded, self._files)
-        info = self._info()
+        info = _json(self._info())
         self._files[layout.INFO_PATH] = json_digest(info)
         publish_bytes(self._target(BUILT), result.to_bytes())
         publish_bytes(self._target(PLAN), replace(self._plan, replaces=False).to_bytes())
@@ -298,6 +291,7 @@ class Build(ABC):
             else:
                 self._join_rows(group, self._target(path))
                 self._note(path)
+            self._progress.count(len(group))
 
     def _rows_stay(self, source: Source, number: int) -> bool:
         """Whether the rows of an episode are in the dataset just as they are to be."""
@@ -328,6 +322,7 @@ class Build(ABC):
                 self._note(path)
             for number, first in zip(group, firsts, strict=True):
                 self._places[number].videos[camera] = (*where, first)
+            self._progress.count(len(group))
 
     def _is_whole_file(self, sources: Sequence[Source], paths: Sequence[Path]) -> bool:
         """Whether these are all the episodes of one file of the dataset, and in its order."""
@@ -354,23 +349,14 @@ class Build(ABC):
         sources = self._sources[group.start : group.stop]
         self.fetch({source.rows for source in sources if columns})
         stream = RowStream(_rows(sources, [self._column_of(n) for n in columns], pictures))
-        row_bytes = max(
-            1,
-            sum(s.episode.size_bytes for s in self._sources[group.start : group.stop])
-            // max(1, int(lengths.sum())),
-        )
+        row_bytes = max(1, sum(s.episode.size_bytes for s in sources) // max(1, int(lengths.sum())))
         most = _PICTURE_ROWS if pictures else max(1, min(_MOST_ROWS, _MOST_BYTES // row_bytes))
         with new_parquet(target, schema) as writer:
             for start, stop in row_groups(lengths, most):
                 counted = self._counters(group, start, stop)
                 own = stream.take(stop - start) if columns else pa.table({})
-                arrays = [
-                    counted[each.name]
-                    if each.name in counted
-                    else own.column(self._column_of(each.name)).cast(each.type)
-                    for each in schema
-                ]
-                writer.write_table(pa.table(arrays, schema), row_group_size=stop - start)
+                counted |= {name: own.column(self._column_of(name)) for name in columns}
+                writer.write_table(pa.table(counted, schema), row_group_size=stop - start)
 
     def _column_of(self, name: str) -> str:
         """Return what a feature is called where its rows lie."""
@@ -396,76 +382,62 @@ class Build(ABC):
         """Write meta/episodes (v3.0), some records at a time."""
         schema = layout.episodes_schema(self._spec.features)
         if self._base.episodes:
-            schema = read_schema(self._root, self._before[0].source)
+            with Table(self._root, self._before[0].source) as table:
+                schema = table.schema.remove_metadata()
         row_bytes = 200 + 100 * len(schema.names)
         per_file = max(1, self._spec.limits.data_mb * MB // row_bytes)
-        stats = RowStream(self._episode_stats())
         for count, start in enumerate(range(0, len(self._sources), per_file)):
             where = self._next("episodes", count, start)
             path = layout.episodes_path(*where)
             stop = min(start + per_file, len(self._sources))
             with new_parquet(self._target(path), schema) as writer:
-                for first in range(start, stop, _RECORDS_AT_ONCE):
-                    block = range(first, min(first + _RECORDS_AT_ONCE, stop))
-                    for number in block:
-                        self._places[number].record = where
-                    table = self._record_table(block, stats.take(len(block)))
+                for records in self._record_tables(range(start, stop), where):
                     if self._base.episodes:
-                        table = fitting_table(table, schema, self._spec.features, self._all_rows)
-                    writer.write_table(table, row_group_size=len(block))
+                        features = self._spec.features
+                        records = fitting_table(records, schema, features, self._all_rows)
+                    writer.write_table(records, row_group_size=len(records))
             self._note(path)
 
     def _all_rows(self, episode: int, name: str) -> NDArray[Any]:
         """Read one feature of one of our episodes, for the odd shapes of others' statistics."""
         source = self._sources[episode - self._base.episodes]
         start, stop = source.first_row, source.first_row + source.episode.frames
-        tables = list(read_rows(source.rows, start, stop, [name]))
-        flat = pa.concat_tables(tables).column(name).combine_chunks()
-        while pa.types.is_nested(flat.type):
-            flat = flat.flatten()
-        shape = self._spec.features[name].shape
-        return np.asarray(flat.to_numpy(zero_copy_only=False)).reshape(-1, *shape)
+        with Table(source.rows.parent, source.rows.name) as table:
+            pieces = list(table.batches({name: self._spec.features[name]}, start, stop))
+        return np.concatenate([piece[name] for piece in pieces])
 
-    def _record_table(self, block: range, stats: pa.Table) -> pa.Table:
-        """Return the records of some episodes, as v3.0 stores them."""
+    def _record_tables(self, numbers: range, where: tuple[int, int]) -> Iterator[pa.Table]:
+        """Yield the records of episodes as v3.0 stores them, in a file of those numbers."""
+        for first in numbers[::_RECORDS_AT_ONCE]:
+            block = slice(first, min(first + _RECORDS_AT_ONCE, numbers.stop))
+            yield self._record_table(block, where)
+            self._progress.count(block.stop - first)
+
+    def _record_table(self, block: slice, where: tuple[int, int]) -> pa.Table:
         schema = layout.episodes_schema(self._spec.features)
-        span = slice(block.start, block.stop)
-        lengths, firsts = self._lengths[span], self._firsts[span]
-        numbers = np.arange(block.start, block.stop) + self._base.episodes
-        places = self._places[span]
-        found: dict[str, Any] = {
-            "episode_index": numbers,
-            "tasks": [[source.episode.task] for source in self._sources[span]],
-            "length": lengths,
-            "dataset_from_index": firsts,
-            "dataset_to_index": firsts + lengths,
-            "data/chunk_index": [each.data[0] for each in places],
-            "data/file_index": [each.data[1] for each in places],
-            "meta/episodes/chunk_index": [each.record[0] for each in places],
-            "meta/episodes/file_index": [each.record[1] for each in places],
-        }
-        for camera in self._spec.video_keys:
-            where = np.array([each.videos[camera] for each in places])
-            # Divided once, never summed: durations that are added up drift away from the frames.
-            found |= {
-                f"videos/{camera}/chunk_index": where[:, 0],
-                f"videos/{camera}/file_index": where[:, 1],
-                f"videos/{camera}/from_timestamp": where[:, 2] / self._spec.fps,
-                f"videos/{camera}/to_timestamp": (where[:, 2] + lengths) / self._spec.fps,
-            }
-        for name, values in self._counter_stats(block).items():
+        lengths, firsts, places = self._lengths[block], self._firsts[block], self._places[block]
+        count, numbers = len(lengths), np.arange(block.start, block.stop) + self._base.episodes
+        stats = self._stats.take(count)
+        found = layout.record_columns(
+            lengths,
+            firsts,
+            [[source.episode.task] for source in self._sources[block]],
+            [each.data for each in places],
+            {key: [each.videos[key] for each in places] for key in self._spec.video_keys},
+            self._spec.fps,
+        )
+        found["episode_index"] = numbers
+        found["meta/episodes/chunk_index"] = [where[0]] * count
+        found["meta/episodes/file_index"] = [where[1]] * count
+        tasks = self._task_of[block]
+        counted = counter_stats(lengths, firsts, numbers, tasks, self._spec.fps)
+        for name, values in counted.items():
             for stat, array in values.items():
                 column = f"stats/{name}/{stat}"
                 found[column] = to_column(array, (1,), schema.field(column).type)
-        arrays = []
-        for column in schema:
-            if column.name in found:
-                value = found[column.name]
-                array = value if isinstance(value, pa.Array) else pa.array(value, column.type)
-            else:
-                array = stats.column(column.name)
-            arrays.append(array)
-        return pa.table(arrays, schema)
+        return pa.table(
+            {**dict(zip(stats.column_names, stats.columns, strict=True)), **found}, schema
+        )
 
     @abstractmethod
     def _episode_stats(self) -> Iterator[pa.Table]:
@@ -498,30 +470,16 @@ class Build(ABC):
         with NewFile(self._target(name)) as new:
             while some := list(islice(lines, _RECORDS_AT_ONCE)):
                 text = "".join(json.dumps(line, ensure_ascii=False) + "\n" for line in some)
-                write_all(new.file, text.encode())
+                write_all(new.file, text.encode(errors="backslashreplace"))
         self._note(name)
 
     def _stats_lines(self) -> Iterator[dict[str, Any]]:
         """Yield the statistics of every episode as v2.1 has them: without quantiles."""
-        stream = RowStream(self._episode_stats())
-        for first in range(0, len(self._sources), _RECORDS_AT_ONCE):
-            stop = min(first + _RECORDS_AT_ONCE, len(self._sources))
-            counted = self._counter_stats(range(first, stop))
-            for number, row in enumerate(stream.take(stop - first).to_pylist()):
-                stats = metadata.nested_stats(row)
-                for name, arrays in counted.items():
-                    stats[name] = {stat: array[number].tolist() for stat, array in arrays.items()}
-                for values in stats.values():
-                    for quantile in QUANTILES:
-                        del values[quantile]
-                yield {"episode_index": self._base.episodes + first + number, "stats": stats}
-
-    def _counter_stats(self, block: range) -> dict[str, Any]:
-        """Return the statistics of the automatic features of some episodes."""
-        span = slice(block.start, block.stop)
-        numbers = np.arange(block.start, block.stop) + self._base.episodes
-        lengths, firsts = self._lengths[span], self._firsts[span]
-        return counter_stats(lengths, firsts, numbers, self._task_of[span], self._spec.fps)
+        for records in self._record_tables(range(len(self._sources)), (0, 0)):
+            names = [n for n in records.column_names if n.rpartition("/")[2] not in QUANTILES]
+            for record in records.select(names).to_pylist():
+                stats = metadata.nested_stats(record)
+                yield {"episode_index": record["episode_index"], "stats": stats}
 
     def _write_stats(self) -> int:
         """Write stats.json (v3.0); return how many units are summed up in one file."""
@@ -531,13 +489,11 @@ class Build(ABC):
         make_folder(self._new / STATS_FOLDER)
         total, folded = self._total_stats()
         complete = layout.all_features(self._spec.features)
-        lengths = np.array([record.length for record in self._before[: self._base.episodes]])
-        lengths = np.concatenate([lengths.astype(np.int64), self._lengths])
-        numbers = {task: number for number, task in enumerate(self._tasks)}
-        old = [numbers.get(next(iter(r.tasks), ""), 0) for r in self._before[: self._base.episodes]]
-        counted = counter_totals(
-            lengths, np.concatenate([np.array(old, np.int64), self._task_of]), self._spec.fps
-        )
+        old = self._before[: self._base.episodes]
+        lengths = np.array([*(record.length for record in old), *self._lengths], np.int64)
+        tasks = [self._task_numbers.get(next(iter(record.tasks), ""), 0) for record in old]
+        tasks_of = np.array([*tasks, *self._task_of], np.int64)
+        counted = counter_totals(lengths, tasks_of, self._spec.fps)
         found = {
             key: counted[key] if key in counted else total[key].to_json(feature)
             for key, feature in complete.items()
@@ -548,7 +504,7 @@ class Build(ABC):
         self._files[name] = json_digest(stats)
         return folded
 
-    def _info(self) -> bytes:
+    def _info(self) -> dict[str, Any]:
         features = {
             name: replace(feature, info=self._infos[name])
             if self._infos.get(name) and feature.info is None
@@ -556,20 +512,16 @@ class Build(ABC):
             for name, feature in self._spec.features.items()
         }
         info = layout.info_json(
-            version=self._spec.version,
-            features=features,
-            fps=self._spec.fps,
-            robot_type=self._spec.robot_type,
-            total_episodes=self._base.episodes + len(self._sources),
-            total_frames=self._base.frames + int(self._lengths.sum()),
-            total_tasks=len(self._tasks),
-            limits=self._spec.limits,
+            replace(self._spec, features=features),
+            self._base.episodes + len(self._sources),
+            self._base.frames + int(self._lengths.sum()),
+            len(self._tasks),
         )
         if self._base.info is not None:
             # A dataset of other making keeps whatever else its info says.
             totals = [key for key in info if key.startswith("total_") or key == "splits"]
             info = {**self._base.info, **{key: info[key] for key in totals}}
-        return _json(info)
+        return info
 
     def _target(self, path: str) -> Path:
         target = self._new / path
@@ -581,21 +533,18 @@ class Build(ABC):
 
 
 class _UnitBuild(Build):
-    """Puts new units into a dataset."""
-
     def __init__(
         self,
         root: Path,
         new: Path,
         plan: Plan,
-        built: Built | None,
+        built: Built,
         units: Sequence[Unit],
-        base: Base,
         base_stats: dict[str, AnyStats],
     ) -> None:
         self._built, self._base_stats = built, base_stats
         self._units = {unit.record.key: unit for unit in units}
-        old = built.units if built else []
+        old, base = built.units, built.base
         records = [*old, *(unit.record for unit in units)]
         records.sort(key=lambda record: record.position)
         shown = set(plan.spec.video_keys)
@@ -605,19 +554,17 @@ class _UnitBuild(Build):
         before: list[metadata.EpisodeRecord] = []
         if old or base.episodes:
             before = list(metadata.read_episodes(root, metadata.read_info(root)))
-            known = [episode.frames for record in old for episode in record.episodes]
-            if known != [record.length for record in before[base.episodes :]]:
-                raise CorruptFile(f"{root}: {BUILT} does not fit the records of its episodes")
         episodes = [episode for record in old for episode in record.episodes]
+        if [episode.frames for episode in episodes] != [r.length for r in before[base.episodes :]]:
+            raise CorruptFile(f"{root}: {BUILT} does not fit the records of its episodes")
         lying = sources_in(root, plan.spec.fps, before, episodes, base.episodes)
         known_sources = {record.key: list(islice(lying, len(record.episodes))) for record in old}
         known_sources |= {key: _sources_of(unit) for key, unit in self._units.items()}
         sources = [source for record in records for source in known_sources[record.key]]
         # Of the first unit, whichever was built first.
         first = self._units.get(records[0].key) if records else None
-        infos = first.infos if first else built.infos if built else {}
-        digests = built.files if built else {}
-        super().__init__(root, new, plan, base, before, records, sources, digests, infos)
+        infos = first.infos if first else built.infos
+        super().__init__(root, new, plan, base, before, records, sources, built.files, infos)
 
     def _episode_stats(self) -> Iterator[pa.Table]:
         schema = stats_schema(self._spec.features)
@@ -632,16 +579,23 @@ class _UnitBuild(Build):
                 if count:  # an edit may have removed all
                     yield old.take(count)
             else:
-                yield from read_rows(unit.folder / EPISODES, 0, count, schema.names)
+                for table in read_rows(unit.folder / EPISODES, 0, count, schema.names):
+                    yield _with_schema(table, schema)
 
     def _old_stats(self, schema: pa.Schema) -> Iterator[pa.Table]:
-        """Yield the statistics of the episodes that were built before."""
         if not self._format.shares_files:
             name = self._format.episode_stats
             lines = islice(metadata.read_lines(self._root, name), self._base.episodes, None)
             while some := list(islice(lines, _RECORDS_AT_ONCE)):
                 with reading(self._root, name):
-                    rows = [_flat_stats(line["stats"]) for line in some]
+                    rows = [
+                        {
+                            f"stats/{n}/{k}": v
+                            for n, own in line["stats"].items()
+                            for k, v in own.items()
+                        }
+                        for line in some
+                    ]
                     yield pa.Table.from_pylist(rows, schema)
             return
         counts = Counter(record.source for record in self._before[self._base.episodes :])
@@ -659,9 +613,8 @@ class _UnitBuild(Build):
         folded = 0
         while folded < len(self._records) and self._records[folded].position == folded:
             folded += 1
-        done = self._built.folded if self._built else 0
-        total = self._base_stats
-        if self._built is not None:
+        done, total = self._built.folded, self._base_stats
+        if self._built.units:
             stored = inside(self._root, TOTAL_STATS)
             total = read_stats(stored) if stored.exists() else {}
         if folded == done and total:
@@ -669,7 +622,7 @@ class _UnitBuild(Build):
         size, more = 0, list[dict[str, AnyStats]]()
         for number, record in enumerate(self._records[done:], done):
             unit = self._units.get(record.key)
-            kept = unit_stats(record.key)
+            kept = f"{STATS_FOLDER}/{record.key}.pack"
             path = unit.folder / UNIT_STATS if unit else inside(self._root, kept)
             more.append(read_stats(path))
             size += sum(stats.nbytes for stats in more[-1].values())
@@ -704,7 +657,6 @@ def sources_in(
 
 
 def _sources_of(unit: Unit) -> list[Source]:
-    """Return the episodes of a unit, and where they lie."""
     found, first = [], 0
     for number, episode in enumerate(unit.record.episodes):
         clips, images = {}, {}
@@ -725,7 +677,7 @@ def _rows(
     """Yield the rows of episodes, those that lie behind each other in one pass."""
     for first, stop in runs(sources):
         if first.images:
-            yield from _rows_and_pictures(first, columns, pictures)
+            yield from _rows_and_pictures(first, columns)
         else:
             most = _PICTURE_ROWS if pictures else 4096
             yield from read_rows(first.rows, first.first_row, stop, columns, most=most)
@@ -745,26 +697,20 @@ def runs(sources: Sequence[Source]) -> Iterator[tuple[Source, int]]:
         yield first, stop
 
 
-def _rows_and_pictures(
-    source: Source, columns: Sequence[str], pictures: Sequence[str]
-) -> Iterator[pa.Table]:
+def _rows_and_pictures(source: Source, columns: Sequence[str]) -> Iterator[pa.Table]:
     """Yield the rows of an episode of a unit, joined with its PNGs."""
-    numbers = [name for name in columns if name not in pictures]
-    frames = source.episode.frames
+    frames, first = source.episode.frames, source.first_row
     streams = {
-        name: RowStream(read_rows(source.images[name], 0, frames, most=_PICTURE_ROWS))
-        for name in pictures
+        name: RowStream(read_rows(path, 0, frames, most=_PICTURE_ROWS))
+        for name, path in source.images.items()
     }
-    if numbers:
-        first = source.first_row
-        own = RowStream(read_rows(source.rows, first, first + frames, numbers, most=_PICTURE_ROWS))
+    numbers = [name for name in columns if name not in streams]
+    own = RowStream(read_rows(source.rows, first, first + frames, numbers, most=_PICTURE_ROWS))
     for start in range(0, frames, _PICTURE_ROWS):
         count = min(_PICTURE_ROWS, frames - start)
         found = {name: stream.take(count).column("image") for name, stream in streams.items()}
-        if numbers:
-            table = own.take(count)
-            found |= {name: table.column(name) for name in numbers}
-        yield pa.table({name: found[name] for name in columns})
+        table = own.take(count) if numbers else pa.table({})
+        yield pa.table({n: found[n] if n in found else table.column(n) for n in columns})
 
 
 def row_groups(lengths: Sequence[int] | NDArray[np.int64], most: int) -> list[tuple[int, int]]:
@@ -810,11 +756,6 @@ def place(source: Path, target: Path) -> None:
                 os.fsync(file.fileno())
 
 
-def _flat_stats(stats: Mapping[str, Any]) -> dict[str, Any]:
-    """Undo `nested_stats`."""
-    return {f"stats/{n}/{key}": value for n, own in stats.items() for key, value in own.items()}
-
-
 def _with_schema(table: pa.Table, schema: pa.Schema) -> pa.Table:
     """Return statistics that were fitted to others' records in our own types.
 
@@ -832,4 +773,5 @@ def _with_schema(table: pa.Table, schema: pa.Schema) -> pa.Table:
 
 
 def _json(value: Mapping[str, Any]) -> bytes:
-    return json.dumps(value, indent=4, ensure_ascii=False, allow_nan=False).encode()
+    text = json.dumps(value, indent=4, ensure_ascii=False, allow_nan=False)
+    return text.encode(errors="backslashreplace")  # half a pair of UTF-16, as JSON writes it

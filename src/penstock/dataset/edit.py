@@ -9,15 +9,14 @@ beside it for `undo`.
 
 from __future__ import annotations
 
-import json
 import os
 import shutil
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass, field, replace
 from functools import cache, cached_property, reduce
-from itertools import pairwise
+from itertools import chain, pairwise
 from pathlib import Path
 from typing import Any
 
@@ -29,11 +28,11 @@ from penstock.core.interrupt import check_stop
 from penstock.dataset import layout, metadata
 from penstock.dataset.adopt import spec_of
 from penstock.dataset.build import Build, Source, runs, sources_in
-from penstock.dataset.layout import Feature, check_name
-from penstock.dataset.plan import LOCK_NAME, TOTAL_STATS, UNITS, Base, Built, Plan, Spec, check_fits
+from penstock.dataset.layout import Feature, Spec, check_name
+from penstock.dataset.plan import LOCK_NAME, TOTAL_STATS, UNITS, Base, Built, Plan, check_fits
 from penstock.dataset.reader import Dataset
 from penstock.dataset.reader import Episode as DatasetEpisode
-from penstock.dataset.sinks import open_sink
+from penstock.dataset.sinks import PictureSink
 from penstock.dataset.stats import (
     AnyStats,
     PictureStats,
@@ -43,36 +42,22 @@ from penstock.dataset.stats import (
     sample_indices,
     write_stats,
 )
-from penstock.dataset.swap import exchange, replacing, settle, sibling, take_over_units
+from penstock.dataset.swap import exchange, new_target, replacing, settle, sibling, take_over_units
 from penstock.dataset.tables import Table, inside, reading
-from penstock.dataset.unit import (
-    RECORD,
-    Episode,
-    NumberColumns,
-    UnitRecord,
-    make_key,
-    stats_table,
-)
+from penstock.dataset.unit import RECORD, Episode, NumberColumns, UnitRecord, make_key, stats_table
 from penstock.dataset.writer import read_plan
-from penstock.errors import DataError, UsageError
-from penstock.media.remux import Clip, coding
-from penstock.media.video import VideoSettings, open_video
+from penstock.errors import CorruptFile, DataError, StorageError, UsageError
+from penstock.media.depth import DepthCoding
+from penstock.media.remux import Clip, begins_alone, coding
+from penstock.media.video import VideoSettings
+from penstock.ui.progress import Progress
 
-_SPARE = 600  # frames that a clip may bring along: two of the longest groups
 _SCRATCH = f"{layout.PRIVATE_FOLDER}/scratch"
 
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """Frames of an episode that become an episode.
-
-    Attributes:
-        dataset: Which of the datasets it is from.
-        episode: Its number there.
-        start: The first frame.
-        stop: One past the last.
-        task: What is done in it.
-    """
+    """Frames of an episode [start, stop) that become an episode."""
 
     dataset: int
     episode: int
@@ -95,6 +80,8 @@ class Edits:
         keep: The only episodes to keep; None for all.
         trim: Per episode the first frame to keep, and one past the last; None for its end.
         split: Per episode the frames at which a new episode begins.
+        cut: Per episode the frames to take out, as ranges of the first and one past the last; what
+            lies before and behind become episodes.
         relabel: Per episode its new task; None stands for every other.
         drop: Features to remove.
         rename: Features to rename, old name to new.
@@ -105,6 +92,7 @@ class Edits:
     keep: Sequence[int] | None = None
     trim: Mapping[int, tuple[int, int | None]] = field(default_factory=dict)
     split: Mapping[int, Sequence[int]] = field(default_factory=dict)
+    cut: Mapping[int, Sequence[tuple[int, int]]] = field(default_factory=dict)
     relabel: Mapping[int | None, str] = field(default_factory=dict)
     drop: Sequence[str] = ()
     rename: Mapping[str, str] = field(default_factory=dict)
@@ -112,7 +100,7 @@ class Edits:
 
     def pieces(self, dataset: Dataset, number: int = 0) -> list[Piece]:
         """Return the episodes that are left, in their order."""
-        named = [*self.delete, *(self.keep or ()), *self.trim, *self.split]
+        named = [*self.delete, *(self.keep or ()), *self.trim, *self.split, *self.cut]
         for index in [*named, *(i for i in self.relabel if i is not None)]:
             dataset.episode(index)  # says which there are
         keep = set(range(len(dataset)) if self.keep is None else self.keep) - set(self.delete)
@@ -121,12 +109,15 @@ class Edits:
             episode = dataset.episode(index)
             start, end = self.trim.get(index, (0, None))
             stop = episode.length if end is None else end
-            cuts = self.split.get(index, ())
-            inside_it = all(start < cut < stop for cut in cuts)
+            begins, out = self.split.get(index, ()), self.cut.get(index, ())
+            inside_it = all(start < begin < stop for begin in begins)
+            inside_it = inside_it and all(start <= first < end <= stop for first, end in out)
             if not (inside_it and 0 <= start < stop <= episode.length):
+                without = f" without {list(out)}" if out else ""
+                split = f" split at {list(begins)}" if begins else ""
                 raise UsageError(
                     f"episode {index} has the frames 0 to {episode.length - 1}: "
-                    f"{start}:{stop} cut at {list(cuts)} is not possible"
+                    f"{start}:{stop}{without}{split} is not possible"
                 )
             task = self.relabel.get(index, self.relabel.get(None))
             if task is None and len(episode.tasks) > 1:
@@ -134,22 +125,21 @@ class Edits:
                     f"episode {index} of {dataset.path} has {len(episode.tasks)} tasks, and an "
                     "edit keeps one: relabel it, or delete it"
                 )
-            task = task or episode.tasks[0]
-            places = sorted({start, stop, *cuts})
-            found += [Piece(number, index, a, b, task) for a, b in pairwise(places)]
+            task = episode.tasks[0] if task is None else task
+            places = sorted({start, stop, *begins, *chain.from_iterable(out)})
+            found += [
+                Piece(number, index, a, b, task)
+                for a, b in pairwise(places)
+                if not any(first <= a < end for first, end in out)
+            ]
         return found
 
 
 @dataclass(frozen=True)
 class EditReport:
-    """What an edit did.
+    """What an edit did to the dataset `out`: what there was, and what there is.
 
     Attributes:
-        out: The dataset.
-        episodes_before: How many there were.
-        frames_before: How many there were.
-        episodes: How many there are.
-        frames: How many there are.
         files: Files of rows and pictures that it has.
         kept_files: How many of them are as they were.
         encoded: Videos of episodes that had to be encoded again.
@@ -189,27 +179,28 @@ def edit(
         StorageError: The disk refuses; the dataset is as before.
     """
     root = Path(os.path.realpath(path))
-    target = root if out is None else Path(os.path.realpath(out))
-    if out is not None and target.exists() and (target.is_file() or any(target.iterdir())):
-        raise UsageError(f"{target} exists: give a new folder")
-    if target != root and target.is_relative_to(root):
-        raise UsageError(f"{target} lies in the dataset that is edited: give a folder beside it")
+    target = root if out is None else new_target(out, root, *others)
     metadata.read_info(root)  # or it is none, and nothing is left there
     if dry_run:
-        return _Work(root, others, edits, target).report(None)
-    with FolderLock(root, LOCK_NAME):
-        settle(root)
-        if next((root / UNITS).glob(f"*/{RECORD}"), None) and target == root:
-            raise UsageError(f"{root} has units that are not built yet: penstock build {root}")
+        return replace(_Work(root, others, edits, target).report(), dry_run=True)
+    # What is only read may be on a disk that cannot be written.
+    with FolderLock(root, LOCK_NAME) if target == root else nullcontext():
+        if target == root:
+            settle(root)
+            if next((root / UNITS).glob(f"*/{RECORD}"), None):
+                raise UsageError(f"{root} has units that are not built yet: penstock build {root}")
         work = _Work(root, others, edits, target)
         with replacing(target, root) as new:
-            made = work.build(new)
+            made = _EditBuild(work, new)
             made.run()
+            work.check_same()
             shutil.rmtree(new / _SCRATCH, ignore_errors=True)
         if target == root:
             take_over_units(new, root)
             _keep_for_undo(new, root)
-        return work.report(made)
+        return replace(
+            work.report(), files=made.files, kept_files=made.kept_files, encoded=made.encoded
+        )
 
 
 def undo(path: Path | str) -> EditReport:
@@ -223,11 +214,13 @@ def undo(path: Path | str) -> EditReport:
     if not before.is_dir():
         raise UsageError(f"{root} was not edited since it was built: there is nothing to undo")
     with FolderLock(root, LOCK_NAME) as lock:
-        built = Built.read(before)
-        for name, (size, _) in built.files.items() if built else ():
+        for name, (size, _) in (Built.read(before) or Built()).files.items():
             if name.startswith(("data/", "videos/")) and (before / name).stat().st_size != size:
                 raise UsageError(f"{before / name} was changed since: it cannot be put back")
         now, then = Dataset(root), Dataset(before)
+        built = Built.read(root)
+        if built and (built.episodes, built.frames) != (len(now), now.total_frames):
+            raise UsageError(f"{root} was added to since it was edited: undo would take that away")
         report = EditReport(str(root), len(now), now.total_frames, len(then), then.total_frames)
         exchange(before, root)
         take_over_units(before, root)
@@ -254,16 +247,33 @@ class _Work:
     ) -> None:
         self.root, self.edits, self.target = root, edits, target
         self.datasets = [Dataset(path) for path in (root, *others)]
+        self._versions = [_version(dataset) for dataset in self.datasets]
         self.stored = read_plan(root)
         self.spec = self.stored.spec if self.stored else spec_of(root)
+        self.features = self.datasets[0].features  # unlike the plan, they know their codecs
         for other in self.datasets[1:]:
             check_fits(other.path, self.spec, spec_of(other.path))
-        self.pieces = edits.pieces(self.datasets[0])
-        for number, other in enumerate(self.datasets[1:], 1):
-            self.pieces += Edits().pieces(other, number)
+            for name, feature in self.features.items():
+                if not feature.same_coding(other.features[name].info):
+                    raise UsageError(
+                        f"{name!r} of {other.path} codes its distances in another way than {root}"
+                    )
+        self.pieces: list[Piece] = []
+        for number, dataset in enumerate(self.datasets):
+            self.pieces += (Edits() if number else edits).pieces(dataset, number)
         if not self.pieces:
             raise UsageError(f"nothing would be left of {root}: to remove it, delete the folder")
         self.names = self._names()
+        if edits.codec is not None:
+            VideoSettings(edits.codec)  # type: ignore[arg-type] # or it says which there are
+            if not any(map(self.reencodes, self.features)):
+                raise UsageError(f"{root} has no video that {edits.codec} is for")
+
+    def check_same(self) -> None:
+        """See that nobody has exchanged a dataset that was read, or added to it."""
+        for dataset, version in zip(self.datasets, self._versions, strict=True):
+            if _version(dataset) != version:
+                raise StorageError(f"{dataset.path} was changed meanwhile: do the edit again")
 
     def _names(self) -> dict[str, str]:
         """Return the features of the result, and what they were called."""
@@ -278,67 +288,66 @@ class _Work:
                 raise UsageError(f"{name!r} cannot be a feature's name: it is taken")
         if not new:
             raise UsageError(f"no feature would be left of {self.root}")
-        return dict(zip(new, [n for n in features if n not in self.edits.drop], strict=True))
+        return {self.edits.rename.get(n, n): n for n in features if n not in self.edits.drop}
 
-    def report(self, made: _EditBuild | None) -> EditReport:
+    def reencodes(self, name: str) -> bool:
+        """Whether a feature is to be stored with another codec: depth12 is for depth only."""
+        feature, codec = self.features[name], self.edits.codec
+        is_video = codec is not None and feature.dtype == "video"
+        return is_video and feature.is_depth == (codec == "depth12")
+
+    def report(self) -> EditReport:
         return EditReport(
             str(self.target),
             sum(len(dataset) for dataset in self.datasets),
             sum(dataset.total_frames for dataset in self.datasets),
             len(self.pieces),
             sum(piece.frames for piece in self.pieces),
-            made.files if made else 0,
-            made.kept_files if made else 0,
-            made.encoded if made else 0,
-            made is None,
         )
 
-    def build(self, new: Path) -> _EditBuild:
-        features = {
-            name: self.spec.features[old]
-            if self.edits.codec is None or self.spec.features[old].dtype != "video"
-            else replace(self.spec.features[old], info=None)
-            for name, old in self.names.items()
-        }
-        return _EditBuild(self, new, replace(self.spec, features=features))
+
+def _version(dataset: Dataset) -> tuple[int, int, int]:
+    found = (dataset.path / layout.INFO_PATH).stat()
+    return dataset.path.stat().st_ino, found.st_size, found.st_mtime_ns
 
 
 class _EditBuild(Build):
-    """Builds a dataset from pieces of others."""
-
-    def __init__(self, work: _Work, new: Path, spec: Spec) -> None:
+    def __init__(self, work: _Work, new: Path) -> None:
         self._work, self._to = work, new
         self.encoded = self.kept_files = 0
-        self._pictures = {n: f for n, f in spec.features.items() if f.is_picture}
+        features = {name: work.spec.features[was] for name, was in work.names.items()}
+        for name, feature in features.items():
+            if work.reencodes(work.names[name]):
+                features[name] = replace(feature, info=None)
+        spec = replace(work.spec, features=features)
         self._shown: dict[tuple[int, str], dict[str, Any]] = {}  # statistics of what was decoded
         infos: dict[str, dict[str, Any]] = {}
         in_place = work.target == work.root
         inputs = [_Input(dataset, work.spec) for dataset in work.datasets]
         tasks = list(dict.fromkeys(piece.task for piece in work.pieces))
         same_tasks = tasks == work.datasets[0].tasks[: len(tasks)]
-        same_names = all(new == old for new, old in work.names.items())
-        same_names = same_names and len(work.names) == len(work.spec.features)
+        same_names = work.names == {name: name for name in work.spec.features}
         self._inputs = inputs
         sources = []
+        progress = Progress(len(work.pieces), "edit", "episodes", last_line=False)
         for number, piece in enumerate(work.pieces):
-            check_stop()
+            progress.advance()
             source = self._source(number, piece, spec, infos)
             was = work.datasets[piece.dataset].episode(piece.episode)
             stays = in_place and piece.dataset == 0 and piece.frames == was.length
-            if stays and not work.edits.codec:
+            if stays and not any(map(work.reencodes, work.features)):
                 same = same_names and same_tasks and piece.task == was.tasks[0]
                 source = replace(source, index=piece.episode, rows_stay=same)
             sources.append(source)
+        progress.close()
         owners = [(p.dataset, inputs[p.dataset].owners[p.episode]) for p in work.pieces]
         records = _records(inputs, owners, sources)
-        stored = work.stored
+        stored = work.stored or Plan(spec)
         bags = [str(r.source.get("fingerprint", f"unit {r.position}")) for r in records]
-        plan = Plan(spec, stored.settings if stored else {}, bags)
-        if stored is not None:
-            left = [bag for bag in stored.bags if bag not in bags and not bag.startswith("unit ")]
-            plan = replace(plan, bags=[*bags, *left])
+        left = [bag for bag in stored.bags if bag not in bags and not bag.startswith("unit ")]
+        plan = Plan(spec, stored.settings, [*bags, *left])
         built = inputs[0].built
-        known = built.infos if built else {}
+        known = built.infos
         infos |= {n: known[was] for n, was in work.names.items() if was in known and n not in infos}
         super().__init__(
             work.root,
@@ -348,7 +357,7 @@ class _EditBuild(Build):
             inputs[0].records if in_place else (),
             records,
             sources,
-            built.files if built and in_place else {},
+            built.files if in_place else {},
             infos,
         )
 
@@ -366,14 +375,14 @@ class _EditBuild(Build):
             if was not in old.clips:
                 continue
             clip, (size, how) = old.clips[was], known.videos[was]
-            spare = _SPARE if not whole or given.has_spare(clip.path) else 0
-            clip = Clip(clip.path, clip.first + piece.start, piece.frames, spare)
+            clip = Clip(clip.path, clip.first + piece.start, piece.frames)
             clips[name], shown[name] = clip, (int(size * share), how)
+            anew = work.reencodes(was)
             whole_file = not spec.format.shares_files
-            if work.edits.codec or (whole_file and not _begins_alone(clip)):
-                codec = work.edits.codec or _codec_of(spec.features[name])
-                clips[name], shown[name], info = self._encode(number, name, clip, codec, spec)
-                infos.setdefault(name, info)
+            if anew or (whole_file and not begins_alone(clip, spec.fps)):
+                clips[name], shown[name], info = self._encode(number, name, clip)
+                if anew:
+                    infos.setdefault(name, info)
         step, began, ended = 1_000_000_000 // spec.fps, known.start_ns, known.end_ns
         if began is not None:
             ended = ended if whole else began + (piece.stop - 1) * step
@@ -399,20 +408,22 @@ class _EditBuild(Build):
         return self._work.names[name]
 
     def _encode(
-        self, number: int, camera: str, clip: Clip, codec: str, spec: Spec
+        self, number: int, camera: str, clip: Clip
     ) -> tuple[Clip, tuple[int, str], dict[str, Any]]:
-        """Decode frames, and encode them as a video of their own."""
         piece = self._work.pieces[number]
-        feature = spec.features[camera]
         was = self._work.names[camera]
-        if feature.is_depth and codec != "depth12":
-            raise UsageError(f"{was!r} is depth, which {codec} cannot hold: leave it as it is")
+        feature, fps = self._work.features[was], self._work.spec.fps
+        if feature.is_depth:
+            settings = VideoSettings("depth12", depth=DepthCoding.from_info(feature.info))
+        else:
+            is_av1 = (feature.info or {}).get("video.codec") == "av1"
+            codec = self._work.edits.codec or ("av1" if is_av1 else "h264")
+            settings = VideoSettings(codec)  # type: ignore[arg-type]
         scratch = self._to / _SCRATCH
         scratch.mkdir(parents=True, exist_ok=True)
         path = scratch / f"{camera}-{number:06d}.mp4"
-        settings = VideoSettings("depth12" if feature.is_depth else codec)  # type: ignore[arg-type]
         episode = self._work.datasets[piece.dataset].episode(piece.episode)
-        sink = open_sink(path, feature, settings, spec.fps, clip.frames)
+        sink = PictureSink(path, feature, settings, fps, clip.frames)
         try:
             for frame in episode.frames([was], piece.start, piece.stop):
                 check_stop()
@@ -426,18 +437,31 @@ class _EditBuild(Build):
         size = path.stat().st_size, coding(path)
         return Clip(path, 0, clip.frames), size, dict(sink.info or {})
 
-    def _count(self) -> tuple[dict[str, AnyStats], pa.Table]:
-        """Return the statistics of all frames, and those of every episode; from the rows."""
+    @cached_property
+    def _counted(self) -> tuple[dict[str, AnyStats], pa.Table]:
+        """The statistics of all frames, and those of every episode; from the rows."""
         features = self._spec.features
         summed = {n: f for n, f in features.items() if not f.is_picture and f.has_stats}
         numbers = NumberColumns(summed, self._lengths)
         old = {self._work.names[name]: feature for name, feature in summed.items()}
+        old["episode_index"] = layout.AUTO_FEATURES["episode_index"]
+        indices = np.array([piece.episode for piece in self._work.pieces])
+        ends, done = np.cumsum(self._lengths), 0
         for first, stop in runs(self._sources) if summed else ():
             check_stop()
             with Table(first.rows.parent, first.rows.name) as table:
                 for batch in table.batches(old, first.first_row, stop):
+                    rows = np.arange(done, done + len(batch["episode_index"]))
+                    expected = indices[np.searchsorted(ends, rows, side="right")]
+                    if not np.array_equal(batch["episode_index"], expected):
+                        raise CorruptFile(
+                            f"{first.rows} has other rows than those of episode {expected[0]} "
+                            "where they should be; run `penstock doctor` on the dataset"
+                        )
                     numbers.add({name: batch[self._work.names[name]] for name in summed})
-        shown = {name: self._picture_stats(name) for name in self._pictures}
+                    done += len(rows)
+        pictures = [name for name, feature in features.items() if feature.is_picture]
+        shown = {name: self._picture_stats(name) for name in pictures}
         total: dict[str, AnyStats] = dict(numbers.totals)
         for name, episodes in shown.items():
             whole = PictureStats.of(features[name])
@@ -452,26 +476,18 @@ class _EditBuild(Build):
         known = [given.picture_stats(was, feature) for given in self._inputs]
         found = []
         for number, piece in enumerate(self._work.pieces):
-            if (number, camera) in self._shown:
-                found.append(self._shown[number, camera])
-                continue
             episode = self._work.datasets[piece.dataset].episode(piece.episode)
-            stats = known[piece.dataset].get(piece.episode)
-            if stats is None or piece.frames != episode.length:
+            stats = self._shown.get((number, camera))
+            if stats is None and piece.frames == episode.length:
+                stats = known[piece.dataset].get(piece.episode)
+            if stats is None:
                 check_stop()
                 stats = _counted(episode, was, feature, piece.start, piece.stop)
             found.append(stats)
         return found
 
-    @cached_property
-    def _counted(self) -> tuple[dict[str, AnyStats], pa.Table]:
-        return self._count()
-
-    def _info(self) -> bytes:
-        info = json.loads(super()._info())
-        # What else the dataset says of itself stays.
-        info |= {k: v for k, v in self._work.datasets[0].info.items() if k not in info}
-        return json.dumps(info, indent=4, ensure_ascii=False).encode()
+    def _info(self) -> dict[str, Any]:
+        return {**self._work.datasets[0].info, **super()._info()}  # what else it says, stays
 
     def _episode_stats(self) -> Iterator[pa.Table]:
         yield self._counted[1]
@@ -483,39 +499,22 @@ class _EditBuild(Build):
 
 
 class _Input:
-    """A dataset that episodes are taken from.
-
-    Attributes:
-        records: What its metadata say.
-        built: What penstock knows of it, if it made it as it is.
-        owners: Per episode the number of its unit in `built`; None if there is none.
-        sources: Where its episodes lie.
-    """
+    """A dataset that episodes are taken from."""
 
     def __init__(self, dataset: Dataset, spec: Spec) -> None:
         self.dataset = dataset
-        self._known = metadata.read_info(dataset.path)
-        self.records = list(metadata.read_episodes(dataset.path, self._known))
-        self.built = self._read_built()
-        episodes: list[Episode] = []
-        self.owners: list[int | None] = []
-        units = self.built.units if self.built else []
-        first = self.built.base.episodes if self.built else len(self.records)
-        for record in self.records[:first]:
-            episodes.append(self._episode(record))
-            self.owners.append(None)
-        for number, unit in enumerate(units):
+        self.records = dataset.records
+        built = Built.read(dataset.path) or Built()
+        known = [episode.frames for unit in built.units for episode in unit.episodes]
+        if known != [record.length for record in self.records[built.base.episodes :]]:
+            built = Built(Base(len(self.records)))
+        self.built = built
+        episodes = [self._episode(record) for record in self.records[: built.base.episodes]]
+        self.owners: list[int | None] = [None] * len(episodes)
+        for number, unit in enumerate(built.units):
             episodes += unit.episodes
             self.owners += [number] * len(unit.episodes)
         self.sources = list(sources_in(dataset.path, spec.fps, self.records, episodes))
-
-    def _read_built(self) -> Built | None:
-        built = Built.read(self.dataset.path)
-        if built is None:
-            return None
-        known = [episode.frames for unit in built.units for episode in unit.episodes]
-        now = [record.length for record in self.records]
-        return built if now[built.base.episodes :] == known else None
 
     def _episode(self, record: metadata.EpisodeRecord) -> Episode:
         """Return what a unit would say of an episode that none knows."""
@@ -537,13 +536,6 @@ class _Input:
         return counts
 
     @cache  # noqa: B019 - as long as the edit
-    def has_spare(self, path: Path) -> bool:
-        """Whether a video has frames that belong to nobody: then others may need them."""
-        with open_video(path) as (_, stream):
-            name = path.relative_to(self.dataset.path).as_posix()
-            return bool(stream.frames != self._in_file[name])
-
-    @cache  # noqa: B019 - as long as the edit
     def _file(self, name: str) -> tuple[int, int, str]:
         """Return the size of a file, the frames that episodes have in it, and how it is coded."""
         path = inside(self.dataset.path, name)
@@ -555,17 +547,15 @@ class _Input:
         """Return the statistics of a camera by episode, as far as the dataset has them whole."""
         found: dict[int, dict[str, Any]] = {}
         with suppress(DataError):
-            every = metadata.read_episode_stats(self.dataset.path, self._known, [camera])
-            for index, stats in every:
-                with suppress(ValueError):
-                    found[index] = known_picture_stats(stats.get(camera, {}), feature)
+            for index, stats in self.dataset.episode_stats([camera]):
+                with suppress(ValueError, IndexError):
+                    frames = self.records[index].length
+                    found[index] = known_picture_stats(stats.get(camera, {}), feature, frames)
         return found
 
 
 def _records(
-    inputs: Sequence[_Input],
-    owners: Sequence[tuple[int, int | None]],
-    sources: Sequence[Source],
+    inputs: Sequence[_Input], owners: Sequence[tuple[int, int | None]], sources: Sequence[Source]
 ) -> list[UnitRecord]:
     """Return where the episodes are from, unit by unit.
 
@@ -577,48 +567,36 @@ def _records(
     found: list[UnitRecord] = []
     keys: set[str] = set()
     for number, given in enumerate(inputs):
-        units = given.built.units if given.built else []
         named = {"dataset": given.dataset.path.name}
-        origin: list[tuple[int | None, str, dict[str, Any]]] = [
-            (None, make_key(named, number), named),
-            *((k, unit.key, unit.source) for k, unit in enumerate(units)),
+        others = of.get((number, None))
+        first = [UnitRecord(make_key(named, number), 0, named, others)] if others else []
+        units = [
+            replace(u, episodes=of.get((number, k), [])) for k, u in enumerate(given.built.units)
         ]
-        for owner_number, key, source in origin:
-            episodes = of.get((number, owner_number), [])
-            if owner_number is None and not episodes:
-                continue
-            own = key if key not in keys else make_key(key, len(found))
-            keys.add(own)
-            found.append(UnitRecord(own, len(found), source, episodes))
+        for unit in [*first, *units]:
+            key = unit.key if unit.key not in keys else make_key(unit.key, len(found))
+            keys.add(key)
+            found.append(replace(unit, key=key, position=len(found)))
     return found
-
-
-def _begins_alone(clip: Clip) -> bool:
-    """Whether a clip can be a video of its own: it begins with a key frame."""
-    if clip.first == 0:
-        return True
-    with open_video(clip.path) as (container, stream):
-        rate = stream.average_rate
-        container.seek(round(clip.first / rate / stream.time_base), stream=stream)
-        packet = next(container.demux(stream))
-        return packet.pts is not None and round(packet.pts * stream.time_base * rate) == clip.first
-
-
-def _codec_of(feature: Feature) -> str:
-    """Return the codec of ours that comes nearest to that of a video."""
-    codec = (feature.info or {}).get("video.codec")
-    return "av1" if codec == "av1" else "copy" if codec == "mjpeg" else "h264"
 
 
 def _counted(
     episode: DatasetEpisode, camera: str, feature: Feature, start: int, stop: int
 ) -> dict[str, Any]:
     """Count the pictures of some frames, as a conversion does."""
-    _, height, width = feature.picture_size
+    channels, height, width = feature.picture_size
+    if channels not in (1, 3):
+        raise UsageError(
+            f"{camera!r} has pictures of {channels} channels, whose statistics cannot be counted: "
+            f"leave episode {episode.index} whole"
+        )
     stats = PictureStats.of(feature)
     stride = picture_stride(height, width)
     wanted = set(sample_indices(stop - start).tolist())
     for number, frame in enumerate(episode.frames([camera], start, stop)):
         if number in wanted:
-            stats.add(np.ascontiguousarray(frame[camera][::stride, ::stride]))
+            pixels = frame[camera][::stride, ::stride]
+            if channels == 1 and pixels.ndim == 3:  # grey, which the reader gives as RGB
+                stats.depth, pixels = False, pixels[..., :1]
+            stats.add(np.ascontiguousarray(pixels))
     return stats.to_json()

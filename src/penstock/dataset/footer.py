@@ -28,8 +28,8 @@ _MOST_PAGE: Final = 1 << 30
 _MOST_PAGES: Final = 1 << 22
 _MOST_DEPTH: Final = 16
 _DATA, _DICTIONARY, _DATA_V2 = 0, 2, 3
-# Thrift's types.
-_TRUE, _FALSE, _BYTE, _I16, _I32, _I64, _DOUBLE, _BINARY, _LIST, _SET, _MAP, _STRUCT = range(1, 13)
+# Thrift's types, as far as a page's header and a footer have them.
+_TRUE, _FALSE, _BYTE, _I16, _I32, _I64, _BINARY, _LIST, _STRUCT = 1, 2, 3, 4, 5, 6, 8, 9, 12
 _SNAPPY = 1
 
 Struct = dict[int, tuple[int, Any]]  # by the number of a field: its type and value
@@ -37,19 +37,12 @@ Struct = dict[int, tuple[int, Any]]  # by the number of a field: its type and va
 
 @dataclass(frozen=True, slots=True)
 class _Page:
-    """One page of a column.
-
-    Attributes:
-        start: Where its header begins.
-        stop: Where the next one begins.
-        values: How many it holds; None in a dictionary.
-        plain_bytes: Its size before compression, with the header.
-    """
+    """One page of a column, header included."""
 
     start: int
     stop: int
-    values: int | None
-    plain_bytes: int
+    values: int | None  # None in a dictionary
+    plain_bytes: int  # before compression
 
 
 class _Reader:
@@ -90,11 +83,9 @@ class _Reader:
             return self.byte()
         if kind in (_I16, _I32, _I64):
             return self.number()
-        if kind == _DOUBLE:
-            return self.take(8)
         if kind == _BINARY:
             return self.take(self.varint())
-        if kind in (_LIST, _SET):
+        if kind == _LIST:
             return self._list(depth)
         if kind == _STRUCT:
             return self.structure(depth + 1)
@@ -106,8 +97,6 @@ class _Reader:
         count = self.varint() if count == 15 else count
         if count > len(self._data):
             raise ValueError("a list is too long")
-        if kind in (_TRUE, _FALSE):
-            return kind, [self.byte() for _ in range(count)]
         return kind, [self.value(kind, depth + 1) for _ in range(count)]
 
     def structure(self, depth: int = 0) -> Struct:
@@ -127,29 +116,20 @@ def _packed(kind: int, value: Any) -> bytes:
         return _varint((value << 1) ^ (value >> 63))
     if kind == _BINARY:
         return _varint(len(value)) + bytes(value)
-    if kind in (_LIST, _SET):
+    if kind == _LIST:
         inner, items = value
-        head = (
-            bytes([len(items) << 4 | inner])
-            if len(items) < 15
-            else bytes([0xF0 | inner]) + _varint(len(items))
-        )
-        if inner in (_TRUE, _FALSE):
-            return head + bytes(items)
+        head = bytes([min(len(items), 15) << 4 | inner])
+        head += _varint(len(items)) if len(items) >= 15 else b""
         return head + b"".join(_packed(inner, item) for item in items)
     if kind == _STRUCT:
         parts, before = [], 0
         for number, (inner, content) in sorted(value.items()):
-            inner = (_TRUE if content else _FALSE) if inner in (_TRUE, _FALSE) else inner
-            step = number - before
-            parts.append(
-                bytes([step << 4 | inner]) if step < 16 else bytes([inner]) + _varint(number << 1)
-            )
+            parts.append(bytes([(number - before) << 4 | inner]))  # no footer leaves out 15 fields
             if inner not in (_TRUE, _FALSE):
                 parts.append(_packed(inner, content))
             before = number
         return b"".join(parts) + b"\0"
-    return bytes([value]) if kind == _BYTE else bytes(value)
+    return bytes([value])
 
 
 def _varint(value: int) -> bytes:
@@ -267,7 +247,6 @@ def _template(schema: pa.Schema) -> Struct:
 
 
 def _group(template: Struct, rows: int, columns: Sequence[Sequence[_Page]], ordinal: int) -> Struct:
-    """Describe a row group."""
     chunks: list[Struct] = []
     for known, pages in zip(template[4][1][1][0][1][1][1], columns, strict=True):
         column = known[3][1]

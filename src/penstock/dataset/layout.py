@@ -15,16 +15,19 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import PurePosixPath
 from types import MappingProxyType
 from typing import Any, Literal, get_args
 
+import numpy as np
 import pyarrow as pa
+from numpy.typing import NDArray
 from typing_extensions import Self
 
 from penstock.errors import DataError, UsageError
+from penstock.media.depth import DepthCoding
 
 Version = Literal["v3.0", "v2.1"]
 VERSIONS: tuple[Version, ...] = get_args(Version)
@@ -51,9 +54,10 @@ def expand(template: str, **values: int | str) -> str:
             raise DataError(f"the path template {template!r} asks for an unknown {name!r}")
         return f"{value:0{int(width)}d}" if width is not None else str(value)
 
-    path = _PLACEHOLDER.sub(fill, template) if len(template) < 4096 else ""
+    rest = _PLACEHOLDER.sub("", template) if len(template) < 4096 else "{"
+    path = "" if re.search("[{}]", rest) else _PLACEHOLDER.sub(fill, template)
     parts = PurePosixPath(path).parts
-    if not parts or path.startswith("/") or ".." in parts or re.search(r"[{}\\\x00]", path):
+    if not parts or path.startswith("/") or ".." in parts or re.search(r"[\\\x00]", path):
         raise DataError(f"the path template {template[:200]!r} does not lead into the dataset")
     return path
 
@@ -63,13 +67,8 @@ class Format:
     """One version of LeRobot's format: where its files lie, and what else differs.
 
     Attributes:
-        version: Its name.
-        data_template: Of info.json.
-        video_template: Of info.json.
-        tasks: The file of the task texts.
         episodes: The folder of the episodes' records, or their list.
-        episode_stats: Where the statistics of the episodes are.
-        stats: Those of the whole dataset; None where it has none.
+        stats: Statistics of the whole dataset; None where it has none.
         info_keys: The keys of info.json that only this version has, and their types.
         hf_list: What the datasets library of its time calls a list.
         shares_files: Whether a file holds many episodes; otherwise it is numbered by its episode.
@@ -204,6 +203,12 @@ class Feature:
         info = self.info or {}
         return bool(info.get("is_depth_map") or info.get("video.is_depth_map"))
 
+    def same_coding(self, info: Mapping[str, Any] | None) -> bool:
+        """Whether the distances of another video of such frames are coded as here."""
+        if not self.is_depth or self.dtype != "video":
+            return True
+        return DepthCoding.from_info(self.info) == DepthCoding.from_info(info)
+
     @property
     def size(self) -> int:
         """How many elements a frame has."""
@@ -256,15 +261,40 @@ class FileLimits:
     files_per_chunk: int = 1000
 
     def __post_init__(self) -> None:
-        for name in ("data_mb", "video_mb", "files_per_chunk"):
-            if getattr(self, name) < 1:
-                raise UsageError(f"{name} must be 1 or more, not {getattr(self, name)}")
+        for name, value in vars(self).items():
+            if value < 1:
+                raise UsageError(f"{name} must be 1 or more, not {value}")
+
+
+@dataclass(frozen=True)
+class Spec:
+    """What does not change while a dataset grows."""
+
+    features: dict[str, Feature]
+    fps: int
+    robot_type: str | None
+    version: Version
+    limits: FileLimits
+
+    @property
+    def format(self) -> Format:
+        """Where its files lie."""
+        return FORMATS[self.version]
+
+    @property
+    def video_keys(self) -> list[str]:
+        """The features that are videos."""
+        return [name for name, feature in self.features.items() if feature.dtype == "video"]
+
+
+def own_features(features: Mapping[str, Feature]) -> dict[str, Feature]:
+    """Return the features without the five that every dataset has."""
+    return {name: value for name, value in features.items() if name not in AUTO_FEATURES}
 
 
 def all_features(features: Mapping[str, Feature]) -> dict[str, Feature]:
     """Return the features with the five that every dataset has, in lerobot's order."""
-    own = {name: value for name, value in features.items() if name not in AUTO_FEATURES}
-    return own | dict(AUTO_FEATURES)
+    return own_features(features) | dict(AUTO_FEATURES)
 
 
 def check_name(name: str) -> None:
@@ -276,16 +306,21 @@ def check_name(name: str) -> None:
         )
 
 
-def read_features(info: Mapping[str, Any]) -> dict[str, Feature]:
+def check_task(text: str) -> None:
+    """Refuse a task that is no text: JSON may hold half a pair of UTF-16, and no file can."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise UsageError(f"the task {text[:80]!r} is no text: relabel the episode") from error
+
+
+def read_features(found: Mapping[str, Any]) -> dict[str, Feature]:
     """Read the features of info.json; their names are checked too."""
-    found = info.get("features")
-    if not isinstance(found, dict):
-        raise DataError("info.json has no features")
     for name in found:
         try:
             check_name(name)
         except UsageError as error:
-            raise DataError(f"info.json: {error}") from error
+            raise DataError(str(error)) from error
     return {name: Feature.from_json(name, value) for name, value in found.items()}
 
 
@@ -294,41 +329,29 @@ def episodes_path(chunk: int, file: int) -> str:
     return expand(EPISODES_TEMPLATE, chunk_index=chunk, file_index=file)
 
 
-def info_json(
-    *,
-    version: Version,
-    features: Mapping[str, Feature],
-    fps: int,
-    robot_type: str | None,
-    total_episodes: int,
-    total_frames: int,
-    total_tasks: int,
-    limits: FileLimits,
-) -> dict[str, Any]:
+def info_json(spec: Spec, episodes: int, frames: int, tasks: int) -> dict[str, Any]:
     """Return info.json, with the keys in lerobot's order."""
-    complete = all_features(features)
-    videos = sum(feature.dtype == "video" for feature in complete.values())
-    format_ = FORMATS[version]
+    format_, limits, videos = spec.format, spec.limits, len(spec.video_keys)
     own = {
         "data_files_size_in_mb": limits.data_mb,
         "video_files_size_in_mb": limits.video_mb,
-        "total_videos": videos * total_episodes,
-        "total_chunks": -(-total_episodes // limits.files_per_chunk),
+        "total_videos": videos * episodes,
+        "total_chunks": -(-episodes // limits.files_per_chunk),
     }
     sizes = {name: own[name] for name in format_.info_keys}
     chunks = {"chunks_size": limits.files_per_chunk}
     return {
-        "codebase_version": version,
-        "robot_type": robot_type,
-        "total_episodes": total_episodes,
-        "total_frames": total_frames,
-        "total_tasks": total_tasks,
+        "codebase_version": spec.version,
+        "robot_type": spec.robot_type,
+        "total_episodes": episodes,
+        "total_frames": frames,
+        "total_tasks": tasks,
         **(chunks | sizes if format_.shares_files else sizes | chunks),
-        "fps": fps,
-        "splits": {"train": f"0:{total_episodes}"} if total_episodes else {},
+        "fps": spec.fps,
+        "splits": {"train": f"0:{episodes}"} if episodes else {},
         "data_path": format_.data_template,
         "video_path": format_.video_template if videos else None,
-        "features": {name: feature.to_json() for name, feature in complete.items()},
+        "features": {name: f.to_json() for name, f in all_features(spec.features).items()},
     }
 
 
@@ -341,10 +364,14 @@ def arrow_type(feature: Feature) -> pa.DataType:
         return element
     if len(feature.shape) == 1:
         return pa.list_(element, feature.shape[0])
-    nested = element
-    for _ in feature.shape:  # the storage of datasets.Array2D and its kin
-        nested = pa.list_(nested)
-    return nested
+    return _nested(element, feature)  # the storage of datasets.Array2D and its kin
+
+
+def _nested(element: pa.DataType, feature: Feature) -> pa.DataType:
+    """Return lists in lists, one for each dimension."""
+    for _ in feature.shape:
+        element = pa.list_(element)
+    return element
 
 
 def arrow_schema(features: Mapping[str, Feature], version: Version) -> pa.Schema:
@@ -396,15 +423,46 @@ def episodes_schema(features: Mapping[str, Feature]) -> pa.Schema:
     return pa.schema(fields)
 
 
+def record_columns(
+    lengths: NDArray[np.int64],
+    firsts: NDArray[np.int64],
+    tasks: Sequence[Sequence[str]],
+    data: Sequence[tuple[int, int]],
+    videos: Mapping[str, Sequence[tuple[int, int, int]]],
+    fps: float,
+) -> dict[str, Any]:
+    """Return the columns of episode records (v3.0) that say where the episodes lie.
+
+    `data` are the (chunk, file) of their rows, `videos` per camera the (chunk, file, first frame).
+    """
+    found: dict[str, Any] = {
+        "tasks": tasks,
+        "length": lengths,
+        "data/chunk_index": [chunk for chunk, _ in data],
+        "data/file_index": [file for _, file in data],
+        "dataset_from_index": firsts,
+        "dataset_to_index": firsts + lengths,
+    }
+    for camera, places in videos.items():
+        shown = np.array(places, np.int64).reshape(-1, 3)
+        # Divided once, never summed: durations that are added up drift away from the frames.
+        found |= {
+            f"videos/{camera}/chunk_index": shown[:, 0],
+            f"videos/{camera}/file_index": shown[:, 1],
+            f"videos/{camera}/from_timestamp": shown[:, 2] / fps,
+            f"videos/{camera}/to_timestamp": (shown[:, 2] + lengths) / fps,
+        }
+    return found
+
+
 def _stat_type(feature: Feature, stat: str) -> pa.DataType:
     if stat == "count":
         return pa.list_(pa.int64())
-    nested = pa.float64()
+    element = pa.float64()
     if stat in ("min", "max") and not feature.is_picture and "float" not in feature.dtype:
-        nested = pa.bool_() if feature.dtype == "bool" else pa.int64()
-    for _ in feature.shape:  # a picture's are (channels, 1, 1)
-        nested = pa.list_(nested)
-    return nested
+        kinds = {"bool": pa.bool_(), "uint64": pa.uint64()}
+        element = kinds.get(feature.dtype, pa.int64())
+    return _nested(element, feature)  # a picture's are (channels, 1, 1)
 
 
 def tasks_table(tasks: Iterable[str]) -> pa.Table:

@@ -28,27 +28,16 @@ Stats = dict[str, dict[str, np.ndarray[Any, Any]]]
 
 @dataclass(frozen=True, slots=True)
 class VideoSpan:
-    """Where an episode lies in a video file.
+    """Where an episode lies in a video file: from its first frame to the end of its last."""
 
-    Attributes:
-        file: The path of the file in the dataset.
-        from_s: The time of the first frame in that file.
-        to_s: The time at which the episode ends in it.
-    """
-
-    file: str
+    file: str  # its path in the dataset
     from_s: float
     to_s: float
 
 
 @dataclass(frozen=True, slots=True)
 class EpisodeRecord:
-    """What the metadata say of one episode.
-
-    Attributes:
-        source: The file that says it.
-        stated_source: The file in which it says to be; None if it does not say.
-    """
+    """What the metadata say of one episode."""
 
     index: int
     length: int
@@ -57,8 +46,8 @@ class EpisodeRecord:
     to_index: int
     data_file: str
     videos: Mapping[str, VideoSpan]
-    source: str
-    stated_source: str | None = None
+    source: str  # the file that says it
+    stated_source: str | None = None  # the one in which it says to be
 
 
 @dataclass(frozen=True)
@@ -101,9 +90,7 @@ def read_json(root: Path, name: str) -> Any:
 def read_lines(root: Path, name: str) -> Iterator[dict[str, Any]]:
     """Read a JSON-lines file of objects, one at a time."""
     with reading(root, name), inside(root, name).open("rb") as file:
-        number = 0
-        while line := file.readline(_MAX_JSON_BYTES + 1):
-            number += 1
+        for number, line in enumerate(iter(lambda: file.readline(_MAX_JSON_BYTES + 1), b""), 1):
             if len(line) > _MAX_JSON_BYTES:
                 raise LimitExceeded(f"line {number} of {name} in {root} is too long")
             if line.strip():
@@ -149,12 +136,13 @@ def read_info(root: Path) -> Info:
             f"{where}: fps {raw['fps']} or chunks_size {raw['chunks_size']} is unusable"
         )
     try:
-        features = layout.read_features(raw)
+        features = layout.read_features(raw["features"])
     except DataError as error:
         raise DataError(f"{where}: {error}") from error
     for name, feature in layout.AUTO_FEATURES.items():
         own = features.get(name)
-        if own is None or (own.dtype, own.shape) != (feature.dtype, feature.shape):
+        dtypes = (feature.dtype, "float64") if name == "timestamp" else (feature.dtype,)
+        if own is None or own.dtype not in dtypes or own.shape != feature.shape:
             raise DataError(f"{where}: feature {name!r} is missing or not {feature.dtype} (1,)")
     for name, feature in features.items():
         if feature.is_picture and (len(feature.shape) != 3 or min(feature.picture_size) < 1):
@@ -237,8 +225,8 @@ def _read_episode_file(root: Path, info: Info, name: str) -> Iterator[EpisodeRec
         read = table.whole([*numbers, *times, "tasks"])
         with reading(root, name):
             columns = {column: read.column(column).to_pylist() for column in read.column_names}
-    for row in range(read.num_rows):
-        value = {column: values[row] for column, values in columns.items()}
+    for row, values in enumerate(zip(*columns.values(), strict=True)):
+        value = dict(zip(columns, values, strict=True))
         for column in numbers:
             _number(root, name, value[column])
         for column in times:

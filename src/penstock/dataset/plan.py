@@ -22,12 +22,11 @@ from typing import Any
 from isal import isal_zlib
 from typing_extensions import Self
 
-from penstock.core.objects import ObjectPath
-from penstock.dataset import layout
-from penstock.dataset.layout import FORMATS, PRIVATE_FOLDER, Feature, FileLimits, Format, Version
+from penstock.dataset.layout import FORMATS, PRIVATE_FOLDER, Feature, FileLimits, Spec, own_features
 from penstock.dataset.tables import inside
 from penstock.dataset.unit import MALFORMED, Digest, UnitRecord, parse_json
 from penstock.errors import CorruptFile, DataError, UsageError
+from penstock.objects import ObjectPath
 
 LOCK_NAME = ".penstock.lock"
 PLAN = f"{PRIVATE_FOLDER}/plan.json"
@@ -45,38 +44,11 @@ _FREE = ("settings.salvage", "settings.joints", "format", "bags", "replaces")
 _MOST_BYTES = 1 << 30
 
 
-def unit_stats(key: str) -> str:
-    """Return the path of a unit's own statistics."""
-    return f"{STATS_FOLDER}/{key}.pack"
-
-
-@dataclass(frozen=True)
-class Spec:
-    """What does not change while a dataset grows."""
-
-    features: dict[str, Feature]
-    fps: int
-    robot_type: str | None
-    version: Version
-    limits: FileLimits
-
-    @property
-    def format(self) -> Format:
-        """Where its files lie."""
-        return FORMATS[self.version]
-
-    @property
-    def video_keys(self) -> list[str]:
-        """The features that are videos."""
-        return [name for name, feature in self.features.items() if feature.dtype == "video"]
-
-
 @dataclass(frozen=True)
 class Plan:
     """What a dataset is to be.
 
     Attributes:
-        spec: Features, rate and format.
         settings: JSON of whoever makes the units; compared when it goes on.
         bags: The recordings by fingerprint; the place of one is the position of its unit.
         replaces: The LeRobot files there are of another dataset, which the first build replaces.
@@ -137,9 +109,6 @@ class Base:
     None of their files is ever changed.
 
     Attributes:
-        episodes: How many.
-        frames: How many.
-        tasks: Their texts, by number.
         next_file: Number of the next new file: "data", "episodes", "videos/<key>".
         info: The info.json found.
         sources: Where they came from, as far as that is known.
@@ -169,21 +138,16 @@ class Base:
 class Built:
     """What the LeRobot files of a dataset hold.
 
-    Attributes:
-        base: What no unit knows.
-        units: The units, in the order of their episodes.
-        infos: What is known of the videos, by feature.
-        tasks: The task texts, in the order of their numbers.
-        folded: How many of the units, from the first on, are summed up in one file of statistics.
-        files: The size and CRC-32 of every file that the build wrote.
+    Units are in the order of their episodes; the first `folded` of them are summed up in one file
+    of statistics.
     """
 
-    base: Base
-    units: list[UnitRecord]
-    infos: dict[str, dict[str, Any]]
-    tasks: list[str]
-    folded: int
-    files: dict[str, Digest]
+    base: Base = field(default_factory=Base)
+    units: list[UnitRecord] = field(default_factory=list)
+    infos: dict[str, dict[str, Any]] = field(default_factory=dict)
+    tasks: list[str] = field(default_factory=list)
+    folded: int = 0
+    files: dict[str, Digest] = field(default_factory=dict)
 
     @property
     def episodes(self) -> int:
@@ -206,7 +170,7 @@ class Built:
             "files": self.files,
             "units": len(self.units),
         }
-        return b"".join(_line(value) for value in [head, *(u.to_json() for u in self.units)])
+        return b"".join(_line(value) for value in [head, *map(asdict, self.units)])
 
     @classmethod
     def read(cls, root: Path) -> Self | None:
@@ -252,21 +216,20 @@ def parse_line(line: bytes) -> Any:
 
 def check_same(root: Path, stored: Plan, given: Plan) -> None:
     """Refuse to go on with other settings; the error names the first that differs."""
-    _check_same(root, stored.to_json(), given.to_json(), "")
 
+    def compare(before: Any, now: Any, path: str) -> None:
+        if path in _FREE:
+            return
+        if isinstance(before, dict) and isinstance(now, dict):
+            for key in {**before, **now}:
+                compare(before.get(key), now.get(key), f"{path}.{key}" if path else str(key))
+        elif before != now:
+            raise UsageError(
+                f"{root} was begun with {path} = {_short(before)}, and not {_short(now)}: "
+                "resume with the same settings, or write to another folder"
+            )
 
-def _check_same(root: Path, stored: Any, given: Any, path: str) -> None:
-    if path in _FREE:
-        return
-    if isinstance(stored, dict) and isinstance(given, dict):
-        for key in [*stored, *(key for key in given if key not in stored)]:
-            below = f"{path}.{key}" if path else str(key)
-            _check_same(root, stored.get(key), given.get(key), below)
-    elif stored != given:
-        raise UsageError(
-            f"{root} was begun with {path} = {_short(stored)}, and not {_short(given)}: "
-            "resume with the same settings, or write to another folder"
-        )
+    compare(stored.to_json(), given.to_json(), "")
 
 
 def _short(value: Any) -> str:
@@ -280,29 +243,22 @@ def check_fits(root: Path, stored: Spec, given: Spec) -> None:
         a, b = getattr(stored, what), getattr(given, what)
         if a != b:
             raise UsageError(f"{root} has {what} {a}, and the new episodes have {b}")
-    auto = layout.AUTO_FEATURES
-    mine = {name: feature for name, feature in stored.features.items() if name not in auto}
-    theirs = {name: feature for name, feature in given.features.items() if name not in auto}
+    mine, theirs = own_features(stored.features), own_features(given.features)
     for name in [*mine, *theirs]:
         if name not in theirs or name not in mine:
             where = "the dataset" if name in mine else "the new episodes"
             raise UsageError(f"{root}: only {where} have the feature {name!r}")
-        one, other = mine[name], theirs[name]
-        for what, x, y in (
-            ("dtype", one.dtype, other.dtype),
-            ("shape", _size(one), _size(other)),
-            ("names", _names(one), _names(other)),
-        ):
-            if x != y:
+        one, other = _kind(mine[name]), _kind(theirs[name])
+        for what in one:
+            if one[what] != other.get(what):
                 raise UsageError(
-                    f"{root}: {what} of {name!r} is {_short(x)} in the dataset and {_short(y)} in "
-                    "the new episodes"
+                    f"{root}: {what} of {name!r} is {_short(one[what])} in the dataset and "
+                    f"{_short(other.get(what))} in the new episodes"
                 )
 
 
-def _size(feature: Feature) -> list[int]:
-    return list(feature.picture_size if feature.is_picture else feature.shape)
-
-
-def _names(feature: Feature) -> Any:
-    return None if feature.is_picture else feature.names
+def _kind(feature: Feature) -> dict[str, Any]:
+    """Return what must be the same in both; names of a picture's axes are a matter of taste."""
+    if feature.is_picture:
+        return {"dtype": feature.dtype, "shape": list(feature.picture_size)}
+    return {"dtype": feature.dtype, "shape": list(feature.shape), "names": feature.names}

@@ -11,6 +11,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
+from itertools import groupby
 from pathlib import Path
 from typing import Any, BinaryIO, cast
 
@@ -22,10 +23,12 @@ from penstock.dataset.metadata import EpisodeRecord, Stats
 from penstock.dataset.tables import Columns, Table, inside
 from penstock.errors import CorruptFile, DataError, UsageError
 from penstock.media.depth import DepthCoding
-from penstock.media.images import ImageDecoder, to_rgb
+from penstock.media.images import ImageDecoder
 from penstock.media.video import read_video
 
 Frame = dict[str, Any]
+_MOST_EXCHANGES = 10
+_DOCTOR = "run `penstock doctor` on it"
 
 
 class Dataset:
@@ -43,6 +46,7 @@ class Dataset:
         features: The features by name.
         tasks: The task texts, in the order of their numbers.
         episodes: Every episode, in order.
+        records: What the metadata say of each.
 
     Raises:
         UnknownFormat: There is no dataset.
@@ -50,12 +54,41 @@ class Dataset:
     """
 
     def __init__(
-        self,
-        path: str | os.PathLike[str],
-        open_file: Callable[[Path], BinaryIO] | None = None,
+        self, path: str | os.PathLike[str], open_file: Callable[[Path], BinaryIO] | None = None
     ) -> None:
         self.path = Path(path)
         self._open_file = open_file
+        for _ in range(_MOST_EXCHANGES):
+            before = self._folder()
+            try:
+                self._read()
+            except DataError:
+                if self._folder() == before:
+                    raise
+            if self._folder() == before:
+                break  # otherwise somebody has edited it meanwhile: files of two datasets
+        self._opened = before[0]
+
+    def _folder(self) -> tuple[int, int]:
+        """Tell the folder from one that takes its place, and that from itself once it is back."""
+        try:
+            found = self.path.stat()
+        except OSError:
+            return 0, 0
+        return found.st_ino, found.st_ctime_ns
+
+    def _check_same(self) -> None:
+        """See that no edit has put another folder here, whose files have the same names.
+
+        Episodes that were added do no harm.
+        """
+        if self._folder()[0] != self._opened:
+            now, known = Dataset(self.path), self.records
+            if now.records[: len(known)] != known or now.features != self.features:
+                raise DataError(f"{self.path} was edited since it was opened: open it again")
+            self._opened = now._opened
+
+    def _read(self) -> None:
         known = metadata.read_info(self.path)
         self._known = known
         self.info: dict[str, Any] = known.raw
@@ -69,7 +102,8 @@ class Dataset:
         records = [] if empty else list(metadata.read_episodes(self.path, known))
         records = [record for record in records if record.index < known.raw["total_episodes"]]
         for source, problem in metadata.record_problems(known, self.tasks, records):
-            raise DataError(f"{source} in {self.path}: {problem}; run `penstock doctor` on it")
+            raise DataError(f"{source} in {self.path}: {problem}; {_DOCTOR}")
+        self.records = records
         starts: dict[str, int] = {}  # the first frame of each data file
         for record in records:
             starts.setdefault(record.data_file, record.from_index)
@@ -95,24 +129,23 @@ class Dataset:
         return [name for name, feature in self.features.items() if feature.is_picture]
 
     def episode(self, index: int) -> Episode:
-        """Return one episode by its number.
-
-        Raises:
-            UsageError: There is none of that number.
-        """
+        """Return one episode by its number."""
         if not 0 <= index < len(self.episodes):
             raise UsageError(f"{self.path} has no episode {index}: it has {len(self)}, from 0")
         return self.episodes[index]
 
     def video(self, name: str) -> Path | BinaryIO:
         """Return a video file by its path in the dataset; the caller closes one that is open."""
+        self._check_same()
         path = inside(self.path, name)
         return path if self._open_file is None else self._open_file(path)
 
     def table(self, name: str) -> Table:
         """Open a data file by its path in the dataset."""
         path = inside(self.path, name)
-        return Table(self.path, name, self._open_file(path) if self._open_file else None)
+        table = Table(self.path, name, self._open_file(path) if self._open_file else None)
+        self._check_same()
+        return table
 
     def scan(
         self, names: Sequence[str], episodes: Sequence[int] | None = None
@@ -131,15 +164,14 @@ class Dataset:
             UsageError: There is no such episode or feature, or it is a picture.
             DataError: A file is damaged.
         """
-        chosen = _choose_numbers(self, names)
-        run: list[Episode] = []
+        chosen = _choose(self, names, pictures=False)
         numbers = range(len(self)) if episodes is None else episodes
-        for episode in map(self.episode, numbers):
-            if run and (episode.index, episode.data_file) != (run[-1].index + 1, run[-1].data_file):
-                yield from _rows(run, chosen, 0, sum(map(len, run)))
-                run = []
-            run.append(episode)
-        if run:
+        # Neighbours have the same difference to their place in the list.
+        for _, pairs in groupby(
+            enumerate(map(self.episode, numbers)),
+            lambda pair: (pair[1].data_file, pair[1].index - pair[0]),
+        ):
+            run = [episode for _, episode in pairs]
             yield from _rows(run, chosen, 0, sum(map(len, run)))
 
     def stats(self) -> Stats:
@@ -154,9 +186,9 @@ class Dataset:
             )
         return metadata.read_stats(self.path)
 
-    def episode_stats(self) -> Iterator[tuple[int, Stats]]:
-        """Read the statistics of every episode, one after the other."""
-        return metadata.read_episode_stats(self.path, self._known)
+    def episode_stats(self, names: Sequence[str] | None = None) -> Iterator[tuple[int, Stats]]:
+        """Read the statistics of every episode, one after the other; of some features, or all."""
+        return metadata.read_episode_stats(self.path, self._known, names)
 
 
 @contextmanager
@@ -168,19 +200,6 @@ def reading_video(dataset: Dataset, name: str) -> Iterator[Path | BinaryIO]:
         return
     with source:
         yield source
-
-
-def decode_picture(decoder: ImageDecoder, data: bytes) -> np.ndarray[Any, Any]:
-    """Decode a PNG or JPEG to RGB, (height, width, 3) of uint8.
-
-    Raises:
-        DataError: It is neither, or damaged.
-    """
-    if data[:4] == b"\x89PNG":
-        return to_rgb(decoder.png(data))
-    if data[:2] == b"\xff\xd8":
-        return to_rgb(decoder.jpeg(data))
-    raise DataError(f"a picture is neither PNG nor JPEG: it begins with {data[:4].hex()}")
 
 
 class Episode:
@@ -225,7 +244,7 @@ class Episode:
         features = self._dataset.features
         if names is None:
             names = [name for name, feature in features.items() if not feature.is_picture]
-        chosen = _choose_numbers(self._dataset, names)
+        chosen = _choose(self._dataset, names, pictures=False)
         pieces = [piece for _, piece in _rows([self], chosen, 0, self.length)]
         return {name: np.concatenate([piece[name] for piece in pieces]) for name in chosen}
 
@@ -273,11 +292,7 @@ class Episode:
                 video.close()
 
     def image(self, key: str, k: int) -> np.ndarray[Any, Any]:
-        """Read one picture: camera `key`, frame `k` of the episode.
-
-        Raises:
-            UsageError: There is no such camera or frame.
-        """
+        """Read one picture: camera `key`, frame `k` of the episode."""
         if not 0 <= k < self.length:
             raise UsageError(f"frame {k}: episode {self.index} has {self.length}, from 0")
         if not _choose(self._dataset, [key])[key].is_picture:
@@ -299,7 +314,7 @@ class Episode:
 
     def _decode(self, decoder: ImageDecoder, data: bytes, key: str) -> np.ndarray[Any, Any]:
         try:
-            return decode_picture(decoder, data)
+            return decoder.stored(data)
         except DataError as error:
             raise CorruptFile(
                 f"{self.data_file} in {self._dataset.path}, {key!r}: {error}"
@@ -314,22 +329,16 @@ class Episode:
         return self._dataset.tasks[number]
 
 
-def _choose(dataset: Dataset, names: Iterable[str]) -> dict[str, Feature]:
+def _choose(dataset: Dataset, names: Iterable[str], pictures: bool = True) -> dict[str, Feature]:
     features = dataset.features
     for name in names:
         if name not in features:
             raise UsageError(
                 f"{dataset.path} has no feature {name!r}; it has {', '.join(features)}"
             )
-    return {name: features[name] for name in names}
-
-
-def _choose_numbers(dataset: Dataset, names: Iterable[str]) -> dict[str, Feature]:
-    chosen = _choose(dataset, names)
-    for name, feature in chosen.items():
-        if feature.is_picture:
+        if features[name].is_picture and not pictures:
             raise UsageError(f"{name!r} is a picture: use frames() or image()")
-    return chosen
+    return {name: features[name] for name in names}
 
 
 def _rows(
@@ -356,7 +365,7 @@ def _rows(
                 ):
                     raise CorruptFile(
                         f"{name} in {dataset.path} has other rows than episode "
-                        f"{run[at].index} where that should be; run `penstock doctor` on it"
+                        f"{run[at].index} where that should be; {_DOCTOR}"
                     )
                 yield run[at], {key: batch[key][part] for key in chosen}
                 done, position = part.stop, position + rows

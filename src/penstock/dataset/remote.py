@@ -24,18 +24,19 @@ import tempfile
 import threading
 import weakref
 from collections.abc import Callable, Iterable
+from itertools import groupby
 from pathlib import Path
 from typing import Any, BinaryIO, TypeVar, cast
 
 from typing_extensions import Self
 
 from penstock.core.files import make_folder, storage_error, sweep, temporary_path
-from penstock.core.objects import ObjectFile, ObjectPath
 from penstock.core.threads import parallel_map
 from penstock.dataset.layout import INFO_PATH, PRIVATE_FOLDER
 from penstock.dataset.plan import LOCK_NAME, PLAN, UNITS
 from penstock.dataset.unit import MALFORMED, RECORD, parse_json
 from penstock.errors import CorruptFile
+from penstock.objects import ObjectFile, ObjectPath
 
 _NEW = f"{PRIVATE_FOLDER}/new"
 _MANIFEST = f"{PRIVATE_FOLDER}/new.json"
@@ -47,24 +48,10 @@ _AT_ONCE = 16  # most of their time requests wait for the storage
 T = TypeVar("T")
 
 
-def scratch_folder() -> Path:
-    """Return a new folder for what is on its way; the next start sweeps what a kill leaves."""
-    temporary = Path(tempfile.gettempdir())
-    sweep(temporary)
-    folder = temporary_path(temporary)
-    try:
-        folder.mkdir(mode=0o700)
-    except OSError as error:
-        raise storage_error("create", folder, error) from error
-    return folder
-
-
 class RemoteDataset:
     """A dataset in object storage; a context manager, which removes what stands for it here.
 
-    Args:
-        url: Where it lies.
-        changes: Whether it may be changed: then an interrupted build is completed.
+    If it may be changed, an interrupted build is completed.
 
     Attributes:
         url: Where it lies.
@@ -74,10 +61,16 @@ class RemoteDataset:
 
     def __init__(self, url: ObjectPath, changes: bool = True) -> None:
         self.url, self.units, self._changes = url, url / UNITS, changes
-        self._scratch = scratch_folder()
-        self.folder = self._scratch / "dataset"
-        self.folder.mkdir()
-        self._closing = weakref.finalize(self, _remove, self._scratch, os.getpid())
+        temporary = Path(tempfile.gettempdir())
+        sweep(temporary)  # what a kill left
+        scratch = temporary_path(temporary)
+        self.folder = scratch / "dataset"
+        try:
+            scratch.mkdir(mode=0o700)
+            self.folder.mkdir()
+        except OSError as error:
+            raise storage_error("create", scratch, error) from error
+        self._closing = weakref.finalize(self, _remove, scratch, os.getpid())
         self._sizes: dict[str, int] = {}  # what is in the storage
         # Files here that are there have times that no new file has: those stay with them when they
         # are moved, linked or copied.
@@ -139,7 +132,7 @@ class RemoteDataset:
 
     def fetch_all(self) -> None:
         """Bring the content of everything."""
-        self.fetch(path for path in self.folder.rglob("*") if path.is_file())
+        self.fetch(_files(self.folder))
 
     def open(self, path: Path) -> BinaryIO:
         """Open a file of the folder, whose content comes by ranges as it is read.
@@ -167,18 +160,12 @@ class RemoteDataset:
                 del self._sizes[name]
 
     def push_build(self, built: set[str]) -> None:
-        """Put the LeRobot files of the folder into the storage.
-
-        Args:
-            built: The keys of the units that are in them.
-        """
+        """Put the LeRobot files of the folder, which hold these units, into the storage."""
         aside = (f"{UNITS}/", LOCK_NAME)
         local = {path.relative_to(self.folder).as_posix(): path for path in _files(self.folder)}
         local = {name: path for name, path in local.items() if not name.startswith(aside)}
-        changed = {}
-        for name, path in local.items():
-            if self._origin.get(path.stat().st_mtime_ns) != name:
-                changed[name] = path
+        origin = {name: self._origin.get(path.stat().st_mtime_ns) for name, path in local.items()}
+        changed = {name: path for name, path in local.items() if origin[name] != name}
         gone = [n for n in self._sizes if n.startswith(_PARTS) and n not in local]
         if INFO_PATH in self._sizes:
             _each(lambda name: self._put(changed[name], f"{_NEW}/{name}"), list(changed))
@@ -193,12 +180,7 @@ class RemoteDataset:
         self._remove_units(built)
         for name, path in changed.items():
             self._mark(path, name, absent=path.stat().st_mtime_ns in self._absent)
-        self._sizes = {n: s for n, s in self._sizes.items() if n.startswith(f"{UNITS}/")}
         self._sizes |= {name: path.stat().st_size for name, path in local.items()}
-
-    def delete_units(self) -> None:
-        """Remove all units, and notes of failures."""
-        self.units.delete_folder()
 
     def close(self) -> None:
         """Remove the folder; also done for whoever forgets it."""
@@ -270,21 +252,16 @@ class RemoteDataset:
         (self.url / _NEW).delete_folder()
 
     def _remove_units(self, built: set[str]) -> None:
-        """Remove units whose episodes are in the dataset."""
-        keys = {Path(n).parts[2] for n in self._sizes if n.startswith(f"{UNITS}/")}
+        key_of = {n: Path(n).parts[2] for n in self._sizes if n.startswith(f"{UNITS}/")}
+        keys = set(key_of.values())
         if keys <= built:
-            self.delete_units()
+            self.units.delete_folder()
         else:
             _each(lambda key: (self.units / key).delete_folder(), sorted(keys & built))
-        self._sizes = {
-            name: size
-            for name, size in self._sizes.items()
-            if not (name.startswith(f"{UNITS}/") and Path(name).parts[2] in built)
-        }
+        self._sizes = {n: self._sizes[n] for n, key in key_of.items() if key not in built}
 
 
 def _each(work: Callable[[T], Any], items: Iterable[T]) -> None:
-    """Do something for each, several at a time."""
     for _ in parallel_map(work, items, name="storage", helpers=_AT_ONCE):
         pass
 
@@ -296,7 +273,7 @@ def _remove(folder: Path, owner: int) -> None:
 
 
 def _files(folder: Path) -> list[Path]:
-    return [Path(at, name) for at, _, names in os.walk(folder) for name in names]
+    return [path for path in folder.rglob("*") if path.is_file()]
 
 
 def _last(names: Iterable[str]) -> list[str]:
@@ -319,12 +296,11 @@ class _Blocks:
         with self._lock:
             blocks = range(first // _BLOCK_BYTES, -(-stop // _BLOCK_BYTES))
             missing = [block for block in blocks if block not in self._here]
-            while missing:
-                count = 1
-                while count < len(missing) and missing[count] == missing[0] + count:
-                    count += 1
-                start = missing[0] * _BLOCK_BYTES
-                end = min(start + count * _BLOCK_BYTES, self.size_bytes)
+            # Neighbours have the same difference to their place in the list.
+            for _, run in groupby(enumerate(missing), lambda pair: pair[1] - pair[0]):
+                wanted = [block for _, block in run]
+                start = wanted[0] * _BLOCK_BYTES
+                end = min((wanted[-1] + 1) * _BLOCK_BYTES, self.size_bytes)
                 if self._object is None:
                     self._object = self.url.open_ranges()
                     if self._object.size_bytes != self.size_bytes:
@@ -335,45 +311,29 @@ class _Blocks:
                     file.seek(start)
                     file.write(data)
                 os.utime(self.path, ns=(mark, mark))
-                self._here.update(missing[:count])
-                del missing[:count]
+                self._here.update(wanted)
 
     def close(self) -> None:
         if self._object is not None:
             self._object.close()
 
 
-class _RangedFile(io.RawIOBase):
+class _RangedFile(io.FileIO):
     """A reader of such a file, with a position of its own."""
 
     def __init__(self, blocks: _Blocks) -> None:
-        super().__init__()
-        self._blocks = blocks
-        self._file = blocks.path.open("rb", buffering=0)
-        self.name = str(blocks.url)
-
-    def readable(self) -> bool:
-        return True
-
-    def seekable(self) -> bool:
-        return True
-
-    def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
-        return self._file.seek(offset, whence)
-
-    def tell(self) -> int:
-        return self._file.tell()
+        super().__init__(blocks.path)
+        self._blocks, self.name = blocks, str(blocks.url)
 
     def readinto(self, buffer: Any) -> int:
-        first = self._file.tell()
-        with memoryview(buffer) as view:
+        """Read on from the position, at most four blocks at once."""
+        first = self.tell()
+        with memoryview(buffer).cast("B") as view:
             stop = min(first + min(view.nbytes, 4 * _BLOCK_BYTES), self._blocks.size_bytes)
-            if stop <= first:
-                return 0
             self._blocks.bring(first, stop)
-            return self._file.readinto(view.cast("B")[: stop - first])
+            return super().readinto(view[: max(stop - first, 0)]) or 0
 
-    def close(self) -> None:
-        if not self.closed:
-            self._file.close()
-        super().close()
+    def readall(self) -> bytes:
+        """Read the rest."""
+        self._blocks.bring(self.tell(), self._blocks.size_bytes)
+        return super().readall()

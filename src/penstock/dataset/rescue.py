@@ -17,7 +17,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -30,23 +29,22 @@ from penstock.dataset.edit import Edits, edit
 from penstock.dataset.footer import add_footer, readable_rows
 from penstock.dataset.layout import AUTO_FEATURES, V30
 from penstock.dataset.metadata import Info
+from penstock.dataset.swap import new_target
 from penstock.dataset.tables import Table
 from penstock.errors import DataError, PenstockError, UsageError
 from penstock.media.images import ImageDecoder
 from penstock.media.video import VideoSettings, VideoWriter, open_video
 
 _PLACE = re.compile(r"chunk-(\d+)/file-(\d+)\.\w+$")
+_MOST_TASKS = 1 << 16
 _OPEN_ERRORS = (pa.ArrowException, OSError, ValueError)
 
 
 @dataclass
 class RescueReport:
-    """What came back, and what did not.
+    """What came back into the dataset `out`, and what did not.
 
     Attributes:
-        out: The new dataset.
-        episodes: How many came back.
-        frames: Their frames.
         lost: Per episode or file that did not come back, why.
         notes: What was mended.
     """
@@ -72,9 +70,7 @@ class _Episode:
     """What is known of an episode.
 
     Attributes:
-        index: Its number.
-        length: Its frames.
-        tasks: The numbers of its tasks.
+        tasks: Their numbers.
         place: Chunk and number of its data file.
         spans: Per camera, chunk and number of the video file, and the first frame in it.
     """
@@ -98,12 +94,15 @@ def rescue(path: Path | str, out: Path | str, like: Path | str | None = None) ->
         UsageError: `out` exists, or the format is another one.
         DataError: Nothing can be brought back.
     """
-    root, target = Path(os.path.realpath(path)), Path(os.path.realpath(out))
-    if target.exists() and (target.is_file() or any(target.iterdir())):
-        raise UsageError(f"{target} exists: give a new folder")
-    if target.is_relative_to(root):
-        raise UsageError(f"{target} lies in what is to be rescued: give a folder beside it")
-    info = _read_info(root, None if like is None else Path(like))
+    root = Path(os.path.realpath(path))
+    target = new_target(out, root)
+    try:
+        info = metadata.read_info(root)
+    except DataError as error:
+        if like is None:
+            hint = "if it is cut, give a dataset of the same features: --like OTHER"
+            raise type(error)(f"{error}; {hint}") from error
+        info = metadata.read_info(Path(like))
     if info.format is not V30:
         version = info.format.version
         raise UsageError(f"{root} is {version}: rescue is for v3.0; run penstock doctor on it")
@@ -114,16 +113,6 @@ def rescue(path: Path | str, out: Path | str, like: Path | str | None = None) ->
         return _Rescue(root, scratch / root.name, info, RescueReport(str(target))).run(target)
     finally:
         shutil.rmtree(scratch, ignore_errors=True)
-
-
-def _read_info(root: Path, like: Path | None) -> Info:
-    try:
-        return metadata.read_info(root)
-    except DataError as error:
-        if like is None:
-            hint = "if it is cut, give a dataset of the same features: --like OTHER"
-            raise type(error)(f"{error}; {hint}") from error
-    return metadata.read_info(like)
 
 
 class _Rescue:
@@ -147,7 +136,10 @@ class _Rescue:
         tasks = self._tasks(1 + max(number for one in episodes for number in one.tasks))
         for key in self._info.video_keys:
             self._copy_videos(key)
-        known = self._known()
+        known: dict[int, Mapping[str, metadata.VideoSpan]] = {}  # as far as records can be read
+        with suppress(DataError):
+            for record in metadata.read_episodes(self._root, self._info):
+                known[record.index] = record.videos
         for key in self._info.video_keys:
             self._find(key, episodes, known)
         bad = [one.index for one in episodes if len(one.spans) < len(self._info.video_keys)]
@@ -166,19 +158,14 @@ class _Rescue:
         hugging = layout.arrow_schema(self._info.features, "v3.0").metadata
         schema = pa.schema(fields, hugging)
         shapes = [
-            int(np.prod(feature.shape))
-            if len(feature.shape) > 1 and not feature.is_picture
-            else None
+            None if len(feature.shape) < 2 or feature.is_picture else feature.size
             for feature in features.values()
         ]
-        number = first = 0
+        number = 0
         for source in sorted(self._root.glob("data/*/*.parquet")):
             check_stop()
             name = source.relative_to(self._root).as_posix()
-            copy = self._scratch / name
-            copy.parent.mkdir(parents=True, exist_ok=True)
-            shutil.copyfile(source, copy)
-            place = _place(name)
+            copy, place = self._copied(source), _place(name)
             if not _opens(copy):
                 rows = add_footer(copy, schema, shapes)
                 self._report.notes.append(f"{name} had no footer: {rows} rows found")
@@ -190,7 +177,22 @@ class _Rescue:
                     self._report.lost.append(f"{name}: episode {one.index} follows on {number - 1}")
                     return
                 yield one
-                number, first = number + 1, first + one.length
+                number += 1
+
+    def _copied(self, source: Path) -> Path:
+        copy = self._scratch / source.relative_to(self._root)
+        copy.parent.mkdir(parents=True, exist_ok=True)
+        shutil.copyfile(source, copy)
+        return copy
+
+    def _linked(self, source: Path) -> None:
+        """Give a file that is only read a second name; it may be most of the disk."""
+        try:
+            target = self._scratch / source.relative_to(self._root)
+            target.parent.mkdir(parents=True, exist_ok=True)
+            os.link(source.resolve(), target)
+        except OSError:
+            self._copied(source)
 
     def _readable(self, copy: Path, name: str) -> int:
         """Leave out row groups that cannot be read; return the rows that are left."""
@@ -225,6 +227,9 @@ class _Rescue:
                 self._report.lost.append(f"{name}: the rows of episode {index} are out of order")
                 return
             own = list(dict.fromkeys(tasks[start:stop].tolist()))
+            if not 0 <= min(own) <= max(own) < _MOST_TASKS:
+                self._report.lost.append(f"{name}: episode {index} has the task {max(own)}")
+                return
             yield _Episode(index, int(stop - start), own, place)
 
     def _tasks(self, count: int) -> list[str]:
@@ -233,25 +238,14 @@ class _Rescue:
         with suppress(DataError):
             found = metadata.read_tasks(self._root, V30)
         if not found:
-            copy = self._scratch / V30.tasks
-            copy.parent.mkdir(parents=True)
             schema = pa.schema([("task_index", pa.int64()), ("task", pa.string())])
             with suppress(PenstockError, OSError):
-                shutil.copyfile(self._root / V30.tasks, copy)
-                if add_footer(copy, schema):
+                if add_footer(self._copied(self._root / V30.tasks), schema):
                     found = metadata.read_tasks(self._scratch, V30)
         for number in range(len(found), count):
             self._report.lost.append(f"the text of task {number}; relabel it with penstock edit")
             found.append(f"task {number}")
         return found
-
-    def _known(self) -> dict[int, Mapping[str, metadata.VideoSpan]]:
-        """Return where the records that can be read say that episodes lie."""
-        known: dict[int, Mapping[str, metadata.VideoSpan]] = {}
-        with suppress(DataError):
-            for record in metadata.read_episodes(self._root, self._info):
-                known[record.index] = record.videos
-        return known
 
     def _copy_videos(self, key: str) -> None:
         found = []
@@ -262,9 +256,7 @@ class _Rescue:
             if place is None or not frames:
                 self._report.lost.append(f"{name}: it holds no video that can be read")
                 continue
-            copy = self._scratch / name
-            copy.parent.mkdir(parents=True, exist_ok=True)
-            shutil.copyfile(source, copy)
+            self._linked(source)
             found.append((place, frames))
         self._videos[key] = found
 
@@ -310,12 +302,9 @@ class _Rescue:
             return f"of {one.length} pictures of {key}, {there} are there, and no whole video"
         place, target = self._new_video(key)
         _, height, width = self._info.features[key].picture_size
-        codec: Any = (
-            "av1" if (self._info.features[key].info or {}).get("video.codec") == "av1" else "h264"
-        )
-        writer = VideoWriter(
-            target, VideoSettings(codec), int(self._fps), width, height, one.length
-        )
+        known = self._info.features[key].info or {}
+        settings = VideoSettings("av1" if known.get("video.codec") == "av1" else "h264")
+        writer = VideoWriter(target, settings, int(self._fps), width, height, one.length)
         decoder = ImageDecoder()
         try:
             with writer:
@@ -350,28 +339,21 @@ class _Rescue:
 
     def _write(self, episodes: Sequence[_Episode], tasks: Sequence[str]) -> None:
         """Write the metadata of everything, the lost episodes included: they are taken out next."""
-        columns: dict[str, list[Any]] = {}
-        first = 0
-        for one in episodes:
-            row: dict[str, Any] = {
-                "episode_index": one.index,
-                "tasks": [tasks[number] for number in one.tasks],
-                "length": one.length,
-                "data/chunk_index": one.place[0],
-                "data/file_index": one.place[1],
-                "dataset_from_index": first,
-                "dataset_to_index": first + one.length,
-            }
-            for key in self._info.video_keys:
-                spare = (*self._videos[key][0][0], 0) if self._videos[key] else (0, 0, 0)
-                chunk, number, start = one.spans.get(key, spare)
-                row[f"videos/{key}/chunk_index"] = chunk
-                row[f"videos/{key}/file_index"] = number
-                row[f"videos/{key}/from_timestamp"] = start / self._fps
-                row[f"videos/{key}/to_timestamp"] = (start + one.length) / self._fps
-            first += one.length
-            for name, value in row.items():
-                columns.setdefault(name, []).append(value)
+        lengths = np.array([one.length for one in episodes])
+        ends = np.cumsum(lengths)
+        # An episode without a video gets the place of another: it is taken out next.
+        spare = {
+            key: (*(places[0][0] if places else (0, 0)), 0) for key, places in self._videos.items()
+        }
+        columns = layout.record_columns(
+            lengths,
+            ends - lengths,
+            [[tasks[number] for number in one.tasks] for one in episodes],
+            [one.place for one in episodes],
+            {key: [one.spans.get(key, place) for one in episodes] for key, place in spare.items()},
+            self._fps,
+        )
+        columns["episode_index"] = [one.index for one in episodes]
         target = self._scratch / layout.episodes_path(0, 0)
         target.parent.mkdir(parents=True, exist_ok=True)
         pq.write_table(pa.table(columns), target)
@@ -379,7 +361,7 @@ class _Rescue:
         info = {
             **self._info.raw,
             "total_episodes": len(episodes),
-            "total_frames": first,
+            "total_frames": int(ends[-1]),
             "total_tasks": len(tasks),
             "splits": {"train": f"0:{len(episodes)}"},
         }

@@ -4,6 +4,9 @@ Quantiles come from a sparse histogram over the bits of float32 numbers, which a
 numbers themselves: exact up to 8192 different values per element, and with more the last bits are
 dropped until 8192 bins remain. A quantile then lies within one bin, so within a factor of
 1 + 2 ** (bits - 23) of the true one. However the data are split and merged, the bins are the same.
+
+A thousand episodes of 32 frames with 160 numbers each would be 160,000 small histograms:
+`episode_stats` makes them a few sums and a sort.
 """
 
 from __future__ import annotations
@@ -19,12 +22,14 @@ from typing_extensions import Self
 
 from penstock.core.codecs import Zstd
 from penstock.core.pack import Item, PackReader, PackWriter
-from penstock.dataset.layout import QUANTILES, STATS, Feature
+from penstock.dataset.layout import AUTO_FEATURES, QUANTILES, STATS, Feature
 from penstock.errors import CorruptFile, UsageError
 
 MAX_BINS = 8192
 Stats = dict[str, list[Any]]
+EpisodeStats = dict[str, NDArray[Any]]  # of many episodes at once
 _VALUES = tuple(name for name in STATS if name != "count")
+_SLAB_BYTES = 8 << 20  # of the numbers of many episodes that are worked on at a time
 _ARRAY_BYTES = 128  # what numpy takes for an array besides its values
 _TOO_LARGE = 1e140
 _LARGEST = np.float32(np.finfo(np.float32).max)
@@ -57,6 +62,8 @@ def as_limit(values: NDArray[np.float64], feature: Feature) -> NDArray[Any]:
     """Return a minimum or maximum in the type that LeRobot's records have for the feature."""
     if feature.dtype == "bool":
         return values.astype(np.bool_)
+    if feature.dtype == "uint64":
+        return np.clip(values, 0, 2.0**64 - 2048).astype(np.uint64)
     if "int" in feature.dtype:
         # A float64 has no 2^63 - 1; the next one above is no int64.
         return np.clip(values, -(2.0**63), 2.0**63 - 1024).astype(np.int64)
@@ -64,11 +71,7 @@ def as_limit(values: NDArray[np.float64], feature: Feature) -> NDArray[Any]:
 
 
 class Moments:
-    """Count, mean, spread and range of every element; NaN and infinities are left out.
-
-    Args:
-        dim: Elements per frame.
-    """
+    """Count, mean, spread and range of every element; NaN and infinities are left out."""
 
     def __init__(self, dim: int) -> None:
         self.dim = dim
@@ -283,24 +286,15 @@ class PictureStats:
     def to_json(self, feature: Feature | None = None) -> Stats:
         """Return them as stats.json has them, shape (channels, 1, 1)."""
         scale = 1.0 if self.depth else 1 / 255
-        values = np.arange(self.bins.shape[1], dtype=np.float64)
-        total = np.maximum(self.bins.sum(1), 1)
-        mean = self.bins @ values / total
-        square = np.array(
-            [counts @ (values - m) ** 2 for counts, m in zip(self.bins, mean, strict=True)]
-        )
-        used = self.bins > 0
-        last = self.bins.shape[1] - 1
-        found = {
-            "min": used.argmax(1) * used.any(1),
-            "max": (last - used[:, ::-1].argmax(1)) * used.any(1),
-            "mean": mean,
-            "std": np.sqrt(square / total),
-        }
-        for name, share in QUANTILES.items():
-            found[name] = np.array([_histogram_quantile(counts, share) for counts in self.bins])
+        channels = []
+        for counts in self.bins:
+            used = np.flatnonzero(counts)
+            channels.append(histogram_stats(used, counts[used]))
         shape = (self.channels, 1, 1)
-        result: Stats = {k: _shaped(np.asarray(v) * scale, shape) for k, v in found.items()}
+        result: Stats = {
+            name: _shaped(np.array([one[name] for one in channels]) * scale, shape)
+            for name in _VALUES
+        }
         result["count"] = [self.pictures]
         if self.prior is not None:
             result = join_stats(result, self.prior)
@@ -340,13 +334,6 @@ class PictureStats:
 AnyStats = VectorStats | PictureStats
 
 
-def new_stats(feature: Feature) -> AnyStats:
-    """Return empty statistics that fit a feature."""
-    if feature.is_picture:
-        return PictureStats.of(feature)
-    return VectorStats(feature.size)
-
-
 def write_stats(path: Path, stats: Mapping[str, AnyStats]) -> None:
     """Store the state of statistics."""
     kinds = {n: "pictures" if isinstance(s, PictureStats) else "vector" for n, s in stats.items()}
@@ -378,8 +365,10 @@ def read_stats(path: Path) -> dict[str, AnyStats]:
     }
 
 
-def known_picture_stats(known: Mapping[str, Any], feature: Feature) -> Stats:
+def known_picture_stats(known: Mapping[str, Any], feature: Feature, frames: int) -> Stats:
     """Read the statistics of a camera; quantiles that are not there are taken for the mean.
+
+    lerobot counts the pixels where it encodes while it records: then all frames were seen.
 
     Raises:
         ValueError: They are not those of such pictures.
@@ -388,7 +377,7 @@ def known_picture_stats(known: Mapping[str, Any], feature: Feature) -> Stats:
     try:
         values = {name: np.array(known.get(name, known["mean"]), np.float64) for name in _VALUES}
         found: Stats = {name: _shaped(value, shape) for name, value in values.items()}
-        return found | {"count": [int(np.ravel(known["count"])[0])]}
+        return found | {"count": [min(int(np.ravel(known["count"])[0]), frames)]}
     except LookupError as error:
         raise ValueError(f"no {error}") from error
 
@@ -447,11 +436,153 @@ def _join(
     return keys[starts], np.add.reduceat(counts, starts)
 
 
-def _histogram_quantile(counts: NDArray[np.int64], share: float) -> float:
-    edges = np.cumsum(counts)
-    if not edges[-1]:
-        return 0.0
-    place = (int(edges[-1]) - 1) * share
-    below = math.floor(place)
-    first, last = np.searchsorted(edges, [below, min(below + 1, int(edges[-1]) - 1)], side="right")
-    return float(first + (last - first) * (place - below))
+def histogram_stats(values: NDArray[Any], counts: NDArray[np.int64]) -> dict[str, Any]:
+    """Return the statistics of rising values that are there so many times each; 0 for none."""
+    if not len(values):
+        return dict.fromkeys(STATS, 0)
+    total, ends = int(counts.sum()), np.cumsum(counts)
+    wide = values.astype(np.float64)
+    mean = float(wide @ counts / total)
+    found = {"min": values[0].item(), "max": values[-1].item(), "mean": mean, "count": total}
+    found["std"] = float(np.sqrt(((wide - mean) ** 2) @ counts / total))
+    for name, share in QUANTILES.items():
+        place = (total - 1) * share
+        below = int(place)
+        ranks = np.searchsorted(ends, [below, min(below + 1, total - 1)], side="right")
+        first, second = wide[ranks]
+        found[name] = float(first + (second - first) * (place - below))
+    return found
+
+
+def episode_stats(rows: NDArray[Any], lengths: NDArray[np.int64], feature: Feature) -> EpisodeStats:
+    """Return the statistics of every episode: arrays of (episodes, elements) by their name.
+
+    NaN and infinities are left out; without a single usable value the statistics are 0.
+
+    Args:
+        rows: The frames of all episodes, one episode behind the other: (n, *shape).
+        lengths: Frames of each episode, at least 1; they sum up to n.
+        feature: Says the type of minimum and maximum.
+    """
+    dim = math.prod(feature.shape)
+    flat = rows.reshape(len(rows), dim)
+    slab = max(1, _SLAB_BYTES // (8 * max(1, len(rows))))
+    parts = [
+        _slab(flat[:, first : first + slab].astype(np.float64).T.copy(), lengths)
+        for first in range(0, dim, slab)
+    ]
+    found = {name: np.concatenate([part[name] for part in parts]).T for name in parts[0]}
+    found["count"] = lengths[:, None]
+    for name in ("min", "max"):
+        found[name] = as_limit(found[name], feature)
+    return {name: found[name] for name in STATS}
+
+
+def _slab(values: NDArray[np.float64], lengths: NDArray[np.int64]) -> EpisodeStats:
+    """Return the statistics of some elements, (elements, episodes), of (elements, frames)."""
+    starts = np.cumsum(lengths) - lengths
+    good = usable(values)
+    whole = bool(good.all())
+    count = np.add.reduceat(good, starts, axis=1, dtype=np.int64)
+    some, empty = np.maximum(count, 1), count == 0
+    clean = values if whole else np.where(good, values, 0.0)
+    mean = np.add.reduceat(clean, starts, axis=1) / some
+    distance = clean - np.repeat(mean, lengths, axis=1)
+    if not whole:
+        distance[~good] = 0.0
+    spread = np.sqrt(np.add.reduceat(distance**2, starts, axis=1) / some)
+    # What is left out sorts behind everything that counts.
+    above = values if whole else np.where(good, values, np.inf)
+    below = values if whole else np.where(good, values, -np.inf)
+    low = np.minimum.reduceat(above, starts, axis=1)
+    high = np.maximum.reduceat(below, starts, axis=1)
+    found = {"min": low, "max": high, "mean": mean, "std": spread}
+    found |= _quantiles(above, starts, lengths, count)
+    return found if whole else {k: np.where(empty, 0.0, value) for k, value in found.items()}
+
+
+def _quantiles(
+    values: NDArray[np.float64],
+    starts: NDArray[np.int64],
+    lengths: NDArray[np.int64],
+    count: NDArray[np.int64],
+) -> EpisodeStats:
+    """Return the quantiles, interpolated like numpy's; episodes of one length are sorted as one."""
+    found = np.zeros((*count.shape, len(QUANTILES)))
+    shares = np.array(list(QUANTILES.values()))
+    for length in np.unique(lengths).tolist():
+        episodes = np.flatnonzero(lengths == length)
+        frames = starts[episodes][:, None] + np.arange(length)
+        ordered = np.sort(values[:, frames], axis=2)
+        last = np.maximum(count[:, episodes] - 1, 0)[:, :, None]
+        place = last * shares
+        under = place.astype(np.int64)
+        first = np.take_along_axis(ordered, under, 2)
+        second = np.take_along_axis(ordered, np.minimum(under + 1, last), 2)
+        with np.errstate(invalid="ignore"):  # nothing usable: inf - inf
+            found[:, episodes] = first + (second - first) * (place - under)
+    return {name: found[..., k] for k, name in enumerate(QUANTILES)}
+
+
+def counter_stats(
+    lengths: NDArray[np.int64],
+    firsts: NDArray[np.int64],
+    episodes: NDArray[np.int64],
+    tasks: NDArray[np.int64],
+    fps: float,
+) -> dict[str, EpisodeStats]:
+    """Return the statistics of the five automatic features of every episode, by formula."""
+    last = lengths - 1
+    spread = np.sqrt((lengths.astype(np.float64) ** 2 - 1) / 12)
+
+    def rising(start: NDArray[Any], step: float) -> EpisodeStats:
+        found = {"min": start, "max": start + last * step, "mean": start + last * step / 2}
+        found |= {"std": spread * step, "count": lengths}
+        return found | {name: start + last * step * share for name, share in QUANTILES.items()}
+
+    def constant(value: NDArray[np.int64]) -> EpisodeStats:
+        same = dict.fromkeys(("min", "max", "mean", *QUANTILES), value)
+        return same | {"std": np.zeros(len(value)), "count": lengths}
+
+    zero = np.zeros(len(lengths), np.int64)
+    found = {
+        "timestamp": rising(zero, 1 / fps),
+        "frame_index": rising(zero, 1),
+        "episode_index": constant(episodes),
+        "index": rising(firsts, 1),
+        "task_index": constant(tasks),
+    }
+    # The stored times are float32.
+    found["timestamp"]["max"] = (last / fps).astype(np.float32)
+
+    def kind(name: str, stat: str) -> type:
+        whole = ("count",) if name == "timestamp" else ("min", "max", "count")
+        return np.int64 if stat in whole else np.float64
+
+    return {
+        name: {stat: np.asarray(values[stat], kind(name, stat))[:, None] for stat in STATS}
+        for name, values in found.items()
+    }
+
+
+def counter_totals(
+    lengths: NDArray[np.int64], tasks: NDArray[np.int64], fps: float
+) -> dict[str, Stats]:
+    """Return the statistics of the five automatic features over all episodes, as stats.json."""
+    frames = int(lengths.sum())
+    # How many episodes have a frame of each number.
+    longer = np.cumsum(np.bincount(lengths, minlength=1)[::-1])[::-1][1:]
+    number = np.arange(len(longer))
+    kinds, places = np.unique(tasks, return_inverse=True)
+    of_tasks = np.bincount(places, weights=lengths).astype(np.int64)
+    episodes = np.arange(len(lengths))
+    found = {
+        "timestamp": histogram_stats((number / fps).astype(np.float32).astype(np.float64), longer),
+        "frame_index": histogram_stats(number, longer),
+        "episode_index": histogram_stats(episodes, lengths),
+        "task_index": histogram_stats(kinds, of_tasks),
+    }
+    zero, whole = np.zeros(1, np.int64), np.array([frames])
+    index = counter_stats(whole, zero, zero, zero, fps)["index"]
+    found["index"] = {stat: values.item() for stat, values in index.items()}
+    return {name: {stat: [found[name][stat]] for stat in STATS} for name in AUTO_FEATURES}

@@ -16,10 +16,16 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from penstock.core.files import names_synced_later, storage_error, sync_folder
-from penstock.dataset.plan import UNITS
+from penstock.core.files import (
+    FolderLock,
+    make_folder,
+    names_synced_later,
+    storage_error,
+    sync_folder,
+)
+from penstock.dataset.plan import LOCK_NAME, UNITS
 from penstock.dataset.unit import move_units
-from penstock.errors import PenstockError
+from penstock.errors import PenstockError, UsageError
 
 _AT_FDCWD = -100
 _RENAME_EXCHANGE = 2
@@ -51,6 +57,17 @@ def exchange(new: Path, folder: Path) -> None:
         raise storage_error("replace", folder, error) from error
 
 
+def new_target(out: Path | str, *inputs: Path | str) -> Path:
+    """Return the folder that a result goes to; refuse one with content, or inside what is read."""
+    target = Path(os.path.realpath(out))
+    if target.exists() and (target.is_file() or any(target.iterdir())):
+        raise UsageError(f"{target} exists: give a new folder")
+    for each in map(os.path.realpath, inputs):
+        if target.is_relative_to(each):
+            raise UsageError(f"{target} lies in {each}, which is read: give a folder beside it")
+    return target
+
+
 @contextmanager
 def replacing(folder: Path, like: Path) -> Iterator[Path]:
     """Yield an empty folder, which at the end takes the place of another at once.
@@ -61,17 +78,18 @@ def replacing(folder: Path, like: Path) -> Iterator[Path]:
     Args:
         folder: What is replaced, or made if it is not there.
         like: The folder that has the permissions.
-
-    Raises:
-        StorageError: The disk refuses.
     """
     new = sibling(folder, "new")
     made = not folder.is_dir() or not any(folder.iterdir())
+    lock = FolderLock(new, LOCK_NAME)  # the writer of a dataset that is there has its lock
+    if made:
+        make_folder(new)
+        lock.acquire()
     try:
         if made:
-            shutil.rmtree(new, ignore_errors=True)
-            folder.parent.mkdir(parents=True, exist_ok=True)
-        new.mkdir()
+            _empty(new)
+        else:
+            new.mkdir()
         shutil.copymode(like, new)
         with names_synced_later():
             yield new
@@ -89,9 +107,20 @@ def replacing(folder: Path, like: Path) -> Iterator[Path]:
             settle(folder)  # what comes after the exchange must not lose the units
         if made:
             shutil.rmtree(new, ignore_errors=True)
-        if isinstance(error, OSError) and not isinstance(error, PenstockError):
+        if isinstance(error, OSError):
             raise storage_error("build", folder, error) from error
         raise
+    finally:
+        lock.release()
+
+
+def _empty(folder: Path) -> None:
+    """Remove what is in a folder, but for its lock."""
+    for path in folder.iterdir():
+        if path.is_dir():
+            shutil.rmtree(path)
+        elif path.name != LOCK_NAME:
+            path.unlink()
 
 
 def settle(folder: Path) -> None:

@@ -14,6 +14,7 @@ from typing import Any, BinaryIO
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
+from numpy.typing import NDArray
 
 from penstock.core.files import NewFile
 from penstock.dataset.layout import Feature
@@ -132,7 +133,14 @@ class Table:
             texts are arrays of bytes and str objects.
         """
         for piece in self.pieces(list(features), start, stop, _batch_rows(features)):
-            yield {n: self._array(piece.column(n), n, f) for n, f in features.items()}
+            found: Columns = {}
+            for name, feature in features.items():
+                try:
+                    found[name] = to_numpy(piece.column(name), feature)
+                except DataError as error:
+                    where = f"{self.name} in {self.root}, column {name!r}"
+                    raise type(error)(f"{where}: {error}") from error
+            yield found
 
     def pieces(
         self, columns: Sequence[str] | None, start: int = 0, stop: int | None = None, most: int = 0
@@ -167,12 +175,6 @@ class Table:
                 f"{self.name} in {self.root} ends after {position} rows; {stop} are needed"
             )
 
-    def _array(self, array: pa.Array, name: str, feature: Feature) -> np.ndarray[Any, Any]:
-        try:
-            return to_numpy(array, feature)
-        except DataError as error:
-            raise type(error)(f"{self.name} in {self.root}, column {name!r}: {error}") from error
-
 
 def read_rows(
     path: Path, start: int, stop: int, columns: Sequence[str] | None = None, *, most: int = 0
@@ -192,11 +194,7 @@ class RowStream:
         self._rows = 0
 
     def take(self, rows: int) -> pa.Table:
-        """Return exactly so many rows as one piece.
-
-        Raises:
-            CorruptFile: There are not so many left.
-        """
+        """Return exactly so many rows as one piece."""
         while self._rows < rows:
             table = next(self._tables, None)
             if table is None:
@@ -288,6 +286,15 @@ def to_numpy(array: pa.Array, feature: Feature) -> np.ndarray[Any, Any]:
             raise DataError(f"{array.type} is stored where the dataset promises {wanted}")
         found = found.astype(wanted, copy=False)
     return found.reshape(rows, *(() if shape == (1,) else shape))
+
+
+def to_column(values: NDArray[Any], shape: tuple[int, ...], kind: pa.DataType) -> pa.Array:
+    """Return (episodes, elements) as a column of nested lists of that shape and type."""
+    nested = pa.array(np.ascontiguousarray(values).reshape(-1))
+    for length in reversed(shape):
+        offsets = pa.array(np.arange(0, len(nested) + 1, length, dtype=np.int32))
+        nested = pa.ListArray.from_arrays(offsets, nested)
+    return nested.cast(kind)
 
 
 def is_list(kind: pa.DataType) -> bool:

@@ -23,9 +23,10 @@ import shutil
 import sys
 import tempfile
 import threading
+from collections import deque
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack, suppress
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -44,21 +45,28 @@ from penstock.core.files import (
     sync_folder,
     temporary_path,
 )
-from penstock.core.objects import ObjectPath
-from penstock.dataset.episode_stats import EpisodeStats, episode_stats, to_column
 from penstock.dataset.layout import (
     AUTO_FEATURES,
     Feature,
     arrow_type,
     check_name,
+    check_task,
     episodes_schema,
+    own_features,
 )
-from penstock.dataset.sinks import PictureSink, open_sink
-from penstock.dataset.stats import AnyStats, PictureStats, VectorStats, read_stats, write_stats
-from penstock.dataset.tables import inside, new_parquet, write_table
+from penstock.dataset.sinks import PictureSink
+from penstock.dataset.stats import (
+    EpisodeStats,
+    PictureStats,
+    VectorStats,
+    episode_stats,
+    write_stats,
+)
+from penstock.dataset.tables import inside, new_parquet, to_column, write_table
 from penstock.errors import CorruptFile, DataError, PenstockError, UsageError
 from penstock.media.remux import coding
 from penstock.media.video import VideoSettings
+from penstock.objects import ObjectPath
 
 Digest = tuple[int, int]  # size and CRC-32 of a file
 _FORMAT = 1
@@ -66,7 +74,7 @@ _FORMAT = 1
 MALFORMED = (ValueError, LookupError, TypeError, AttributeError, RecursionError, OverflowError)
 _REMOVE = "remove its folder, and make the unit again"
 # Episodes that fit together into so many rows are summed together; longer ones piece by piece.
-_PIECE_ROWS = 4096
+_PIECE_ROWS = 1024
 _DIGEST_BYTES = 1 << 18
 RECORD = "unit.json"
 ROWS = "rows.parquet"
@@ -79,8 +87,6 @@ class Episode:
     """One episode of a unit.
 
     Attributes:
-        frames: How many it has.
-        task: What was to be done.
         start_ns: When the recording of it began; None if there is no clock.
         end_ns: When its last frame was recorded.
         size_bytes: Of its rows, uncompressed.
@@ -103,7 +109,6 @@ class UnitRecord:
         key: Its name: the same recording and settings have the same.
         position: Its place among the units of the dataset.
         source: JSON that says where it came from.
-        episodes: In their order.
     """
 
     key: str
@@ -116,13 +121,9 @@ class UnitRecord:
         """Frames of all its episodes."""
         return sum(episode.frames for episode in self.episodes)
 
-    def to_json(self) -> dict[str, Any]:
-        """Return it as JSON values."""
-        return asdict(self)
-
     @classmethod
     def from_json(cls, value: Any) -> Self:
-        """Read it; a value of the wrong kind raises what Python raises for it.
+        """Read what `asdict` made; a value of the wrong kind raises what Python raises for it.
 
         What the units of a dataset have in common is one object: there may be very many of them.
         """
@@ -156,18 +157,14 @@ def parse_json(data: bytes) -> Any:
     return json.loads(data, parse_constant=refuse)
 
 
-def _count(value: Any) -> int:
-    """Return a number of things; a ValueError if it is none."""
-    if type(value) is not int or not 0 <= value < 1 << 48:
-        raise ValueError(f"{str(value)[:40]!r} is no count")
+def _count(value: Any, bits: int = 48) -> int:
+    if type(value) is not int or not 0 <= value < 1 << bits:
+        raise ValueError(f"{str(value)[:40]!r} is no count or time")
     return value
 
 
 def _time(value: Any) -> int | None:
-    """Return a time in ns; a ValueError if it is none."""
-    if value is not None and not (type(value) is int and 0 <= value < 1 << 63):
-        raise ValueError(f"{str(value)[:40]!r} is no time")
-    return value
+    return None if value is None else _count(value, 63)
 
 
 def check_key(key: str) -> None:
@@ -207,8 +204,7 @@ class Unit:
                 folder,
                 UnitRecord.from_json(content["record"]),
                 int(content["fps"]),
-                _parse_features(json.dumps(content["features"])),
-                _parse_infos(json.dumps(content["infos"])),
+                *_parse_cameras(json.dumps([content["features"], content["infos"]])),
                 {sys.intern(str(n)): (int(a), int(b)) for n, (a, b) in content["files"].items()},
             )
         except FileNotFoundError as error:
@@ -218,12 +214,10 @@ class Unit:
 
     def check(self) -> None:
         """See that every file is there, and has the size that it was committed with."""
-        wanted = {EPISODES, UNIT_STATS}
-        wanted |= {ROWS} if any(not f.is_picture for f in self.features.values()) else set()
-        for number in range(len(self.record.episodes)):
-            for name, feature in self.features.items():
-                if feature.is_picture:
-                    wanted.add(pictures_name(name, feature, number))
+        wanted, numbers = {EPISODES, UNIT_STATS}, range(len(self.record.episodes))
+        for name, feature in self.features.items():
+            own = (pictures_name(name, feature, number) for number in numbers)
+            wanted.update(own if feature.is_picture else [ROWS])
         if wanted != set(self.files):
             odd = min(wanted ^ set(self.files))
             raise CorruptFile(f"{self.folder / RECORD} is damaged ({odd!r}): {_REMOVE}")
@@ -236,20 +230,13 @@ class Unit:
             if found != size:
                 raise CorruptFile(f"{path} has {found} bytes, {size} were committed: {_REMOVE}")
 
-    def stats(self) -> dict[str, AnyStats]:
-        """Read the statistics of all its frames."""
-        return read_stats(self.folder / UNIT_STATS)
-
 
 # The units of a dataset have the same: a hundred thousand of them share one.
 @lru_cache(maxsize=8)
-def _parse_features(text: str) -> dict[str, Feature]:
-    return {name: Feature.from_json(name, value) for name, value in json.loads(text).items()}
-
-
-@lru_cache(maxsize=8)
-def _parse_infos(text: str) -> dict[str, dict[str, Any]]:
-    return {str(name): dict(info) for name, info in json.loads(text).items()}
+def _parse_cameras(text: str) -> tuple[dict[str, Feature], dict[str, dict[str, Any]]]:
+    features, infos = json.loads(text)
+    parsed = {name: Feature.from_json(name, value) for name, value in features.items()}
+    return parsed, {str(name): dict(info) for name, info in infos.items()}
 
 
 def pictures_name(camera: str, feature: Feature, episode: int) -> str:
@@ -288,7 +275,7 @@ class UnitWriter:
         videos: Mapping[str, VideoSettings] | None = None,
     ) -> None:
         check_key(record.key)
-        self._features = {n: f for n, f in features.items() if n not in AUTO_FEATURES}
+        self._features = own_features(features)
         for name in self._features:
             check_name(name)
         self._settings = dict(videos or {})
@@ -297,16 +284,18 @@ class UnitWriter:
             raise UsageError(f"{min(unknown)!r} is no camera of the dataset")
         if not record.episodes or min(episode.frames for episode in record.episodes) < 1:
             raise UsageError("a unit needs at least one episode, each of at least one frame")
+        for episode in record.episodes:
+            check_task(episode.task)
         self._units, self._record, self._fps = units, record, fps
         lengths = np.array([episode.frames for episode in record.episodes], np.int64)
         self._numbers = NumberColumns(
             {n: f for n, f in self._features.items() if not f.is_picture}, lengths
         )
         self._pictures = {n: PictureStats.of(f) for n, f in self._features.items() if f.is_picture}
-        self._picture_stats: dict[tuple[str, int], dict[str, Any]] = {}
         self._sinks: dict[tuple[str, int], PictureSink] = {}
         self._infos: dict[str, dict[str, Any]] = {}
-        self._shown: dict[tuple[str, int], tuple[int, str]] = {}
+        # Of finished videos the bytes, how they are coded, and the statistics.
+        self._shown: dict[tuple[str, int], tuple[int, str, dict[str, Any]]] = {}
         self._lock = threading.Lock()
         self._open = True
         self._committed = False
@@ -320,18 +309,14 @@ class UnitWriter:
             raise storage_error("write", here, error) from error
         self._parquet: Any = None
         if self._numbers.features:
-            rows = new_parquet(self.folder / ROWS, self._numbers.schema)
+            # Measurements hardly repeat: to look for it takes three times the memory, for nothing.
+            rows = new_parquet(self.folder / ROWS, self._numbers.schema, dictionary=False)
             self._parquet = self._stack.enter_context(rows)
 
     @property
-    def position(self) -> int:
-        """Its place among the units of the dataset."""
-        return self._record.position
-
-    @property
-    def given_up(self) -> bool:
-        """Whether nothing will come of it any more."""
-        return not self._open and not self._committed
+    def free_position(self) -> int | None:
+        """Its place among the units of the dataset, if nothing will come of it any more."""
+        return None if self._open or self._committed else self._record.position
 
     def add_rows(self, columns: Mapping[str, Any]) -> None:
         """Add frames: for every feature but pictures an array of (n, *shape), n alike for all.
@@ -343,12 +328,10 @@ class UnitWriter:
         for table in self._numbers.add(columns):
             try:
                 self._parquet.write_table(table, row_group_size=max(table.num_rows, 1))
-            except pa.ArrowException as error:
-                if not isinstance(error, OSError):
-                    raise DataError(f"{self.folder}: rows cannot be written ({error})") from error
-                raise storage_error("write", self.folder, error) from error
-            except OSError as error:
-                raise storage_error("write", self.folder, error) from error
+            except (pa.ArrowException, OSError) as error:
+                if isinstance(error, OSError):
+                    raise storage_error("write", self.folder, error) from error
+                raise DataError(f"{self.folder}: rows cannot be written ({error})") from error
 
     def video(self, camera: str, episode: int) -> PictureSink:
         """Return the sink of a camera's pictures of one episode, to be used from one thread."""
@@ -365,7 +348,7 @@ class UnitWriter:
             if (camera, episode) not in self._sinks:
                 path = self.folder / pictures_name(camera, feature, episode)
                 frames = self._record.episodes[episode].frames
-                sink = open_sink(path, feature, settings, self._fps, frames)
+                sink = PictureSink(path, feature, settings, self._fps, frames)
                 self._sinks[camera, episode] = sink
             return self._sinks[camera, episode]
 
@@ -382,9 +365,8 @@ class UnitWriter:
         how = coding(sink.path) if self._features[camera].dtype == "video" else ""
         with self._lock:
             self._pictures[camera].merge(sink.stats)
-            self._picture_stats[camera, episode] = sink.stats.to_json()
             self._infos.setdefault(camera, sink.info or {})
-            self._shown[camera, episode] = size, how
+            self._shown[camera, episode] = size, how, sink.stats.to_json()
             del self._sinks[camera, episode]
 
     def commit(self) -> Unit:
@@ -397,56 +379,46 @@ class UnitWriter:
             StorageError: The disk refuses; nothing is kept.
         """
         self._check_open()
-        if isinstance(self._units, ObjectPath):
-            return self._upload(self._units)
         target = self._units / self._record.key
         try:
             with names_synced_later():
-                unit = self._finish(target)
-            sync_folder(self.folder)
-            try:
-                os.rename(self.folder, target)
-                self._committed = True
-            except OSError:
-                if not (target / RECORD).is_file():
-                    raise
-            sync_folder(self._units)
-            with suppress(FileNotFoundError):
-                (self._units / failure_name(self._record.key)).unlink()
-            if not self._committed:
-                shutil.rmtree(self.folder, ignore_errors=True)
-            self._open, self._committed = False, True
+                unit = self._finish(target if isinstance(target, Path) else self.folder)
+            if isinstance(target, Path):
+                self._publish(target)
+            else:
+                for path in sorted(
+                    self.folder.iterdir(), key=lambda path: (path.name == RECORD, path)
+                ):
+                    (target / path.name).upload(path)
+            self._committed = True
+            self.abandon()  # what is left here
         except BaseException as error:
-            if self._committed:
-                # Nobody was told of it: whoever tries again must not find it there.
-                with suppress(OSError):
-                    os.rename(target, self.folder)
-                self._committed = False
             self.abandon()
             if isinstance(error, pa.ArrowException | MemoryError):
                 raise DataError(f"{target}: the unit cannot be written ({error})") from error
-            if isinstance(error, OSError) and not isinstance(error, PenstockError):
-                raise storage_error("write", target, error) from error
+            if isinstance(error, OSError):
+                raise storage_error("write", str(target), error) from error
             raise
         return unit  # not read again: a build may have taken it by now
 
-    def _upload(self, units: ObjectPath) -> Unit:
-        """Complete the files, and put them into object storage, the record last."""
-        target = units / self._record.key
+    def _publish(self, target: Path) -> None:
+        """Give the finished folder its name, unless another worker was faster."""
+        sync_folder(self.folder)
         try:
-            with names_synced_later():
-                unit = self._finish(self.folder)
-            upload_unit(self.folder, target)
-            self._committed = True
-        except (pa.ArrowException, MemoryError) as error:
-            raise DataError(f"{target}: the unit cannot be written ({error})") from error
-        except OSError as error:
-            if isinstance(error, PenstockError):
+            os.rename(self.folder, target)
+        except OSError:
+            if not (target / RECORD).is_file():
                 raise
-            raise storage_error("write", self.folder, error) from error
-        finally:
-            self.abandon()
-        return unit
+        try:
+            sync_folder(target.parent)
+            with suppress(FileNotFoundError):
+                (target.parent / failure_name(self._record.key)).unlink()
+        except BaseException:
+            if not self.folder.exists():
+                # Nobody was told of it: whoever tries again must not find it there.
+                with suppress(OSError):
+                    os.rename(target, self.folder)
+            raise
 
     def abandon(self) -> None:
         """Remove everything; safe to call twice, and after `commit` it does nothing."""
@@ -472,26 +444,23 @@ class UnitWriter:
             name, rows = next(iter(self._numbers.features)), self._numbers.rows
             raise DataError(f"{name!r} has {rows} frames, and the episodes have {record.frames}")
         self._stack.close()
-        videos: list[dict[str, tuple[int, str]]] = [{} for _ in record.episodes]
-        sizes = [episode.frames * self._numbers.row_bytes for episode in record.episodes]
-        for camera in self._pictures:
-            for number in range(len(record.episodes)):
+        episodes = []
+        for number, episode in enumerate(record.episodes):
+            size_bytes, videos = episode.frames * self._numbers.row_bytes, {}
+            for camera in self._pictures:
                 if (camera, number) not in self._shown:
                     if (camera, number) not in self._sinks:
                         raise DataError(f"{camera!r} has 0 frames in episode {number}")
                     self.finish_video(camera, number)
-                size, how = self._shown[camera, number]
+                size, how, _ = self._shown[camera, number]
                 if how:
-                    videos[number][camera] = size, how
+                    videos[camera] = size, how
                 else:
-                    sizes[number] += size
-        episodes = [
-            Episode(e.frames, e.task, e.start_ns, e.end_ns, size, shown)
-            for e, size, shown in zip(record.episodes, sizes, videos, strict=True)
-        ]
-        record = UnitRecord(record.key, record.position, record.source, episodes)
+                    size_bytes += size
+            episodes.append(replace(episode, size_bytes=size_bytes, videos=videos))
+        record = replace(record, episodes=episodes)
         pictures = {
-            camera: [self._picture_stats[camera, number] for number in range(len(episodes))]
+            camera: [self._shown[camera, number][2] for number in range(len(episodes))]
             for camera in self._pictures
         }
         stats = stats_table(self._features, len(episodes), self._numbers.stats, pictures)
@@ -500,7 +469,7 @@ class UnitWriter:
         files = {path.name: file_digest(path) for path in sorted(self.folder.iterdir())}
         content = {
             "format": _FORMAT,
-            "record": record.to_json(),
+            "record": asdict(record),
             "fps": self._fps,
             "features": {name: feature.to_json() for name, feature in self._features.items()},
             "infos": dict(sorted(self._infos.items())),
@@ -526,13 +495,9 @@ def stats_table(
     numbers: Mapping[str, Sequence[EpisodeStats]],
     pictures: Mapping[str, Sequence[Mapping[str, Any]]],
 ) -> pa.Table:
-    """Return the statistics of episodes, in the columns of LeRobot's records.
+    """Return the statistics of so many episodes, in the columns of LeRobot's records.
 
-    Args:
-        features: Of the dataset.
-        count: How many episodes there are.
-        numbers: Per feature the statistics of some episodes after the other.
-        pictures: Per camera the statistics of every episode.
+    Those of numbers come in portions of some episodes each, those of pictures one by one.
     """
     schema = stats_schema(features)
     arrays = []
@@ -560,14 +525,10 @@ class NumberColumns:
             np.dtype(f.dtype).itemsize * f.size if f.dtype != "string" else 64
             for f in features.values()
         )
-        summed = {n: f for n, f in features.items() if f.has_stats}
-        self.totals: dict[str, AnyStats] = {
-            name: VectorStats(feature.size) for name, feature in summed.items()
-        }
-        self.stats: dict[str, list[EpisodeStats]] = {name: [] for name in summed}
+        self.totals = {n: VectorStats(f.size) for n, f in features.items() if f.has_stats}
+        self.stats: dict[str, list[EpisodeStats]] = {name: [] for name in self.totals}
         self._lengths = lengths
-        self._pieces = list(_pieces(lengths))
-        self._next_piece = 0
+        self._pieces = deque(_pieces(lengths))
         self._long: dict[str, VectorStats] = {}  # of the long episode under way
         self._waiting: dict[str, list[NDArray[Any]]] = {name: [] for name in features}
         self._waiting_rows = 0
@@ -579,11 +540,10 @@ class NumberColumns:
             what = "is missing" if odd in self.features else "is no numeric feature of the dataset"
             raise UsageError(f"{odd!r} {what}")
         arrays = {n: _column(n, self.features[n], columns[n]) for n in self.features}
-        counts = {len(array) for array in arrays.values()}
-        if len(counts) > 1:
-            lengths = {name: len(array) for name, array in arrays.items()}
-            raise UsageError(f"the features have different numbers of rows: {lengths}")
-        count = counts.pop() if counts else 0
+        counts = {name: len(array) for name, array in arrays.items()}
+        if len(set(counts.values())) > 1:
+            raise UsageError(f"the features have different numbers of rows: {counts}")
+        count = next(iter(counts.values()), 0)
         total = int(self._lengths.sum())
         if self.rows + count > total:
             raise UsageError(f"{self.rows + count} rows were given, and the episodes have {total}")
@@ -592,12 +552,8 @@ class NumberColumns:
         self._waiting_rows += count
         self.rows += count
         tables = []
-        while self._next_piece < len(self._pieces):
-            first, last, rows = self._pieces[self._next_piece]
-            if self._waiting_rows < rows:
-                break
-            self._next_piece += 1
-            tables.append(self._take(first, last, rows))
+        while self._pieces and self._waiting_rows >= self._pieces[0][2]:
+            tables.append(self._take(*self._pieces.popleft()))
         for parts in self._waiting.values():
             parts[-1] = parts[-1].copy()  # the caller may use its array again
         return tables
@@ -611,7 +567,6 @@ class NumberColumns:
         self._waiting_rows -= rows
         lengths = self._lengths[first : last + 1]
         for name, total in self.totals.items():
-            assert isinstance(total, VectorStats)
             feature, values = self.features[name], arrays[name]
             if rows == lengths.sum():
                 self.stats[name].append(episode_stats(values, lengths, feature))
@@ -620,7 +575,8 @@ class NumberColumns:
             long = self._long.setdefault(name, VectorStats(total.dim))
             long.add(values)
             if long.rows == lengths[0]:
-                self.stats[name].append(_as_arrays(long, feature))
+                one = {n: np.reshape(v, (1, -1)) for n, v in long.to_json(feature).items()}
+                self.stats[name].append(one)
                 total.merge(self._long.pop(name))
         columns = [to_arrow(self.features[n], arrays[n]) for n in self.schema.names]
         return pa.table(columns, self.schema)
@@ -641,19 +597,6 @@ def _pieces(lengths: NDArray[np.int64]) -> list[tuple[int, int, int]]:
         else:
             rows += length
     return [*found, (first, len(lengths) - 1, rows)] if rows else found
-
-
-def _as_arrays(stats: VectorStats, feature: Feature) -> EpisodeStats:
-    """Return the statistics of one episode like those of many."""
-    return {
-        name: np.asarray(value).reshape(1, -1) for name, value in stats.to_json(feature).items()
-    }
-
-
-def upload_unit(folder: Path, target: ObjectPath) -> None:
-    """Put a finished unit into object storage, its record last."""
-    for path in sorted(folder.iterdir(), key=lambda path: (path.name == RECORD, path.name)):
-        (target / path.name).upload(path)
 
 
 def remove_unit(folder: Path) -> None:
@@ -717,10 +660,8 @@ def json_digest(data: bytes) -> Digest:
 
 def to_arrow(feature: Feature, array: NDArray[Any]) -> pa.Array:
     """Turn rows of a feature into a column, without copying the numbers."""
-    kind = arrow_type(feature)
-    if feature.dtype == "string":
-        return pa.array([str(text) for text in array.reshape(-1)], kind)
-    flat = pa.array(np.ascontiguousarray(array).reshape(-1))
+    kind, values = arrow_type(feature), np.ascontiguousarray(array).reshape(-1)
+    flat = pa.array([*map(str, values)] if feature.dtype == "string" else values)
     if feature.shape == (1,):
         return flat
     if len(feature.shape) == 1:
@@ -730,11 +671,10 @@ def to_arrow(feature: Feature, array: NDArray[Any]) -> pa.Array:
 
 def _column(name: str, feature: Feature, values: Any) -> NDArray[Any]:
     """Check rows of a feature, and give them its type."""
-    if feature.dtype == "string":
-        texts = np.asarray(values, dtype=object)
-        return texts.reshape(len(texts), 1)
+    is_text = feature.dtype == "string"
+    kind, what = (object, "texts") if is_text else (feature.dtype, "numbers")
     try:
-        array = np.asarray(values)
+        array = np.asarray(values, object if is_text else None)
         if array.ndim == 1 and feature.shape == (1,):
             array = array[:, None]
         if array.shape[1:] != feature.shape:
@@ -742,6 +682,6 @@ def _column(name: str, feature: Feature, values: Any) -> NDArray[Any]:
                 f"{name!r}: rows of {list(array.shape[1:])} were given, not {list(feature.shape)}"
             )
         with np.errstate(over="ignore", invalid="ignore"):
-            return array.astype(feature.dtype, copy=False)
+            return array.astype(kind, copy=False)
     except (ValueError, TypeError, IndexError) as error:
-        raise UsageError(f"{name!r}: these are no rows of numbers ({error})") from error
+        raise UsageError(f"{name!r}: these are no rows of {what} ({error})") from error

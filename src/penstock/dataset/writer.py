@@ -18,24 +18,19 @@ from typing import Any, Literal
 from typing_extensions import Self
 
 from penstock.core.files import FolderLock, make_folder, publish_bytes, storage_error, sweep
-from penstock.core.objects import ObjectPath, is_object
 from penstock.dataset import metadata
-from penstock.dataset.adopt import (
-    OLD_SETTINGS,
-    adopt,
-    journal_sources,
-    spec_of,
-)
+from penstock.dataset.adopt import OLD_SETTINGS, adopt, journal_sources, spec_of
 from penstock.dataset.build import build
 from penstock.dataset.layout import (
-    AUTO_FEATURES,
     INFO_PATH,
     PRIVATE_FOLDER,
     VERSIONS,
     Feature,
     FileLimits,
+    Spec,
     Version,
     check_name,
+    own_features,
 )
 from penstock.dataset.plan import (
     CLAIMS,
@@ -45,9 +40,9 @@ from penstock.dataset.plan import (
     REPLACED_UNITS,
     STATS_FOLDER,
     UNITS,
+    Base,
     Built,
     Plan,
-    Spec,
     check_fits,
     check_same,
 )
@@ -67,8 +62,9 @@ from penstock.dataset.unit import (
     move_units,
     remove_unit,
 )
-from penstock.errors import PenstockError, SaverClosed, StorageError, UsageError
+from penstock.errors import SaverClosed, StorageError, UsageError
 from penstock.media.video import VideoSettings
+from penstock.objects import ObjectPath, is_object
 
 Mode = Literal["create", "resume", "append", "overwrite"]
 _FOLDERS = (LOCK_NAME, UNITS, REPLACED_UNITS, STATS_FOLDER)
@@ -83,11 +79,6 @@ def is_empty(root: Path) -> bool:
     return all(entry.name in (LOCK_NAME, PRIVATE_FOLDER) for entry in root.iterdir())
 
 
-def is_dataset(root: Path) -> bool:
-    """Whether a folder is a LeRobot dataset, or one that penstock has begun."""
-    return any((root / name).is_file() for name in (INFO_PATH, PLAN, OLD_SETTINGS))
-
-
 def read_plan(root: Path | ObjectPath) -> Plan | None:
     """Read the plan of a dataset, of this version or an earlier one; None if it has none."""
     if isinstance(root, ObjectPath):
@@ -96,6 +87,13 @@ def read_plan(root: Path | ObjectPath) -> Plan | None:
         if (root / name).is_file():
             return Plan.read(inside(root, name))
     return None
+
+
+def _begun_plan(root: Path, out: Path | str | ObjectPath | RemoteDataset) -> Plan:
+    plan = read_plan(root)
+    if plan is None:
+        raise UsageError(f"{out} holds no units: convert recordings into it first")
+    return plan
 
 
 class DatasetWriter:
@@ -114,10 +112,6 @@ class DatasetWriter:
         settings: JSON; stored, and compared on "resume".
         limits: How large files may grow.
         bags: The recordings of a new dataset by fingerprint, in their order; see `position_of`.
-
-    Attributes:
-        root: The folder.
-        plan: What the dataset is to be.
 
     Raises:
         LockHeld: Another process writes there.
@@ -150,12 +144,12 @@ class DatasetWriter:
             raise UsageError(f"fps must be a whole number of 1 to 1000, not {fps!r}")
         for name in features:
             check_name(name)
-        own = {name: feature for name, feature in features.items() if name not in AUTO_FEATURES}
+        own = own_features(features)
         if not own:
             raise UsageError("a dataset needs at least one feature")
         spec = Spec(own, fps, robot_type, version, limits or FileLimits())
         plan = Plan(spec, dict(settings or {}), list(dict.fromkeys(bags)))
-        self._start(out, lambda: self._open(plan, mode))
+        self._start(out, plan, mode)
 
     @classmethod
     def reopen(cls, out: Path | str | ObjectPath) -> Self:
@@ -168,20 +162,13 @@ class DatasetWriter:
         if not is_object(out):
             root = Path(os.path.realpath(str(out)))
             # Between the two renames of an exchange the dataset is beside its place.
-            if read_plan(root if root.is_dir() else sibling(root, "old")) is None:
-                raise UsageError(f"{root} holds no units: convert recordings into it first")
-
-        def open_it() -> Plan:
-            this._restore()
-            plan = read_plan(this.root)
-            if plan is None:
-                raise UsageError(f"{out} holds no units: convert recordings into it first")
-            return plan
-
-        this._start(out, open_it)
+            _begun_plan(root if root.is_dir() else sibling(root, "old"), out)
+        this._start(out, None, "resume")
         return this
 
-    def _start(self, out: Path | str | ObjectPath | RemoteDataset, open_plan: Any) -> None:
+    def _start(
+        self, out: Path | str | ObjectPath | RemoteDataset, given: Plan | None, mode: Mode
+    ) -> None:
         self._stack = ExitStack()
         self._remote = out if isinstance(out, RemoteDataset) else None
         if is_object(out):
@@ -195,9 +182,10 @@ class DatasetWriter:
         created = not self.root.exists()
         try:
             self._prepare()
-            self.plan: Plan = open_plan()
+            if given is None:
+                self._restore()
+            self.plan = self._open(given, mode) if given else _begun_plan(self.root, out)
             self._built = self._read_built()
-            self._adopted = self._adoptable()
             self._sweep_units()
             self._next = max([len(self.plan.bags), *(r.position + 1 for r in self.records)])
         except BaseException as error:
@@ -207,7 +195,7 @@ class DatasetWriter:
                 with suppress(OSError):
                     (self.root / LOCK_NAME).unlink()
                     self.root.rmdir()
-            if isinstance(error, OSError) and not isinstance(error, PenstockError):
+            if isinstance(error, OSError):
                 raise storage_error("open", self.root, error) from error
             raise
 
@@ -219,20 +207,18 @@ class DatasetWriter:
     @property
     def records(self) -> list[UnitRecord]:
         """The units that are built or committed, in the order of their episodes."""
-        built = self._built.units if self._built else []
-        found = [*built, *(unit.record for unit in self._waiting())]
+        found = [*self._built.units, *(unit.record for unit in self._waiting())]
         return sorted(found, key=lambda record: record.position)
 
     @property
     def built_units(self) -> int:
         """How many units are in the LeRobot files."""
-        return len(self._built.units) if self._built else 0
+        return len(self._built.units)
 
     @property
     def committed(self) -> list[dict[str, Any]]:
         """Where all episodes came from, as far as that is known, in their order."""
-        before = self._built.base.sources if self._built else self._adopted
-        return [*before, *(record.source for record in self.records)]
+        return [*self._built.base.sources, *(record.source for record in self.records)]
 
     @property
     def failures(self) -> list[dict[str, Any]]:
@@ -249,14 +235,12 @@ class DatasetWriter:
     @property
     def total_episodes(self) -> int:
         """Episodes that are built or committed."""
-        base = self._built.base.episodes if self._built else self._base_totals()[0]
-        return base + sum(len(record.episodes) for record in self.records)
+        return self._built.base.episodes + sum(len(record.episodes) for record in self.records)
 
     @property
     def total_frames(self) -> int:
         """Frames that are built or committed."""
-        base = self._built.base.frames if self._built else self._base_totals()[1]
-        return base + sum(record.frames for record in self.records)
+        return self._built.base.frames + sum(record.frames for record in self.records)
 
     def position_of(self, fingerprints: Sequence[str]) -> dict[str, int]:
         """Give recordings their places in the dataset: those that have one keep it.
@@ -265,15 +249,16 @@ class DatasetWriter:
             fingerprints: Of recordings, in the order that new ones get.
         """
         self._check_open()
-        bags = list(dict.fromkeys([*self.plan.bags, *fingerprints]))
-        new = bags[len(self.plan.bags) :]
-        if new:
+        bags = self.plan.bags
+        known = set(bags)
+        if new := dict.fromkeys(each for each in fingerprints if each not in known):
             # Units that were made without a fingerprint have their places, too.
-            taken = [f"unit {number}" for number in range(len(self.plan.bags), self._next)]
-            bags = [*self.plan.bags, *taken, *new]
+            taken = [f"unit {number}" for number in range(len(bags), self._next)]
+            bags = [*bags, *taken, *new]
             self._write_plan(replace(self.plan, bags=bags))
             self._next = len(bags)
-        return {each: position for position, each in enumerate(bags)}
+        # A merged dataset may hold a recording twice: the first place is the one.
+        return {each: place for place, each in reversed(list(enumerate(bags)))}
 
     def unit(
         self,
@@ -289,8 +274,8 @@ class DatasetWriter:
             videos: How each camera is stored.
         """
         self._check_open()
-        if self._last is not None and self._last.given_up and self._last.position == self._next - 1:
-            self._next -= 1  # its place is free again
+        if self._last is not None and self._last.free_position == self._next - 1:
+            self._next -= 1
         position = self._next
         record = UnitRecord(make_key(source, position), position, dict(source), list(episodes))
         spec = self.plan.spec
@@ -318,13 +303,14 @@ class DatasetWriter:
         if not units:
             return False
         self._check_units(units)
-        base, stats = None, None
-        if self._built is None and not self.plan.replaces and (self.root / INFO_PATH).is_file():
+        built, stats = self._built, None
+        if built.base.info is not None and not built.units:
             if self._remote is not None:
                 self._remote.fetch_all()
-            base, stats = adopt(self.root, self._adopted)
+            base, stats = adopt(self.root, built.base.sources)
+            built = replace(built, base=base)
         try:
-            result = build(self.root, self.plan, self._built, units, base, stats, fetch)
+            result = build(self.root, self.plan, built, units, stats, fetch)
             if self._remote is not None:
                 self._remote.push_build({record.key for record in result.units})
         finally:
@@ -332,11 +318,9 @@ class DatasetWriter:
             self._lock.acquire()  # where there are no hard links, it is another file now
             self.plan = read_plan(self.root) or self.plan
             self._built = self._read_built()
-            self._adopted = self._adoptable()
-            built = self._built.units if self._built else []
-            for record in built:
+            for record in self._built.units:
                 self._opened.pop(record.key, None)
-            self._next = max([self._next, *(record.position + 1 for record in built)])
+                self._next = max(self._next, record.position + 1)
         return True
 
     def clear_units(self) -> None:
@@ -344,12 +328,11 @@ class DatasetWriter:
 
         Nobody here can tell whether they are dead: but whatever they make, it is there already.
         """
-        built = self._built.units if self._built else []
-        known = {record.source.get("fingerprint") for record in built}
+        known = {record.source.get("fingerprint") for record in self._built.units}
         if self.plan.bags and known.issuperset(self.plan.bags):
             shutil.rmtree(self.root / UNITS, ignore_errors=True)
             if self._remote is not None:
-                self._remote.delete_units()
+                self._remote.units.delete_folder()
 
     def close(self) -> None:
         """Let the folder go; safe to call twice."""
@@ -401,7 +384,7 @@ class DatasetWriter:
                     path.unlink()
             return self._write_plan(given)
         self._restore()
-        if not is_dataset(root):
+        if not any((root / name).is_file() for name in (INFO_PATH, PLAN, OLD_SETTINGS)):
             raise UsageError(f"{root} is not empty and no LeRobot dataset: choose another folder")
         if mode == "create":
             raise UsageError(
@@ -421,16 +404,16 @@ class DatasetWriter:
             check_fits(root, found, given.spec)
             return self._write_plan(replace(given, spec=found))
         if mode == "resume":
-            if self._has_base():
+            built = Built.read(root)
+            if built.base.episodes if built else (root / INFO_PATH).is_file():
                 # Limits and the like are those of the dataset that was added to.
                 check_fits(root, stored.spec, given.spec)
                 given = replace(given, spec=stored.spec)
             check_same(root, stored, given)
-            return stored if stored.settings == given.settings else self._go_on(stored, given)
-        check_fits(root, stored.spec, given.spec)
-        return self._go_on(stored, given)
-
-    def _go_on(self, stored: Plan, given: Plan) -> Plan:
+            if stored.settings == given.settings:
+                return stored
+        else:
+            check_fits(root, stored.spec, given.spec)
         return self._write_plan(replace(stored, settings=given.settings))
 
     def _overwrite(self, given: Plan) -> Plan:
@@ -469,43 +452,26 @@ class DatasetWriter:
         self.plan = plan
         return plan
 
-    def _read_built(self) -> Built | None:
-        """Return what the LeRobot files hold of ours; None if others have changed them since."""
-        if self.plan.replaces:
-            return None
-        built = Built.read(self.root)
-        if built is None:
-            return None
+    def _read_built(self) -> Built:
+        """Return what the LeRobot files hold; all is the base's if others changed them since."""
+        built = None if self.plan.replaces else Built.read(self.root)
+        if self.plan.replaces or not (built or (self.root / INFO_PATH).is_file()):
+            return Built()
         info = metadata.read_info(self.root).raw
-        same = (info["total_episodes"], info["total_frames"]) == (built.episodes, built.frames)
+        episodes, frames = info["total_episodes"], info["total_frames"]
+        if built is None:
+            return Built(
+                Base(episodes, frames, info=info, sources=journal_sources(self.root, episodes))
+            )
+        same = (episodes, frames) == (built.episodes, built.frames)
         for name, digest in built.files.items():
             if same and name.startswith(self.plan.spec.format.episodes):
                 path = inside(self.root, name)
                 same = path.is_file() and file_digest(path) == digest
-        return built if same else None
-
-    def _has_base(self) -> bool:
-        """Whether the dataset has episodes that no unit knows."""
-        built = Built.read(self.root)
-        return built.base.episodes > 0 if built else (self.root / INFO_PATH).is_file()
-
-    def _adoptable(self) -> list[dict[str, Any]]:
-        """Return where the episodes came from that are there and that no unit knows."""
-        if self._built is not None or self.plan.replaces or not (self.root / INFO_PATH).is_file():
-            return []
-        before = Built.read(self.root)
-        if before is not None:
-            return [*before.base.sources, *(unit.source for unit in before.units)]
-        return journal_sources(self.root, self._base_totals()[0])
-
-    def _base_totals(self) -> tuple[int, int]:
-        if self.plan.replaces or not (self.root / INFO_PATH).is_file():
-            return 0, 0
-        info = metadata.read_info(self.root).raw
-        return info["total_episodes"], info["total_frames"]
+        sources = [*built.base.sources, *(unit.source for unit in built.units)]
+        return built if same else Built(Base(episodes, frames, info=info, sources=sources))
 
     def _unit_folders(self) -> list[Path]:
-        """Return the folders of all committed units."""
         if self._remote is not None:
             self._remote.pull_units()
         found = (path.parent for path in (self.root / UNITS).glob(f"*/{RECORD}"))
@@ -514,7 +480,7 @@ class DatasetWriter:
     def _waiting(self) -> list[Unit]:
         """Return the units that are committed and not built; they never change."""
         # A worker that did not know of the build may make one of these again.
-        built = {record.key for record in self._built.units} if self._built else set()
+        built = {record.key for record in self._built.units}
         folders = [path for path in self._unit_folders() if path.name not in built]
         for path in folders:
             if path.name not in self._opened:
@@ -526,19 +492,16 @@ class DatasetWriter:
         sweep(self.root)
         sweep(self.root / PRIVATE_FOLDER)
         shutil.rmtree(self.root / PRIVATE_FOLDER / "staging", ignore_errors=True)  # of format 1
-        if not (self.root / UNITS).is_dir():
-            return
         sweep(self.root / UNITS)
-        for record in self._built.units if self._built else ():
+        for record in self._built.units if (self.root / UNITS).is_dir() else ():
             remove_unit(self.root / UNITS / record.key)
 
     def _check_units(self, units: Sequence[Unit]) -> None:
         """Refuse what does not fit the dataset, or each other."""
         spec = self.plan.spec
-        infos = dict(self._built.infos) if self._built else {}
+        infos = dict(self._built.infos)
         infos |= {key: spec.features[key].info or {} for key in spec.video_keys if key not in infos}
-        built = self._built.units if self._built else []
-        places = {record.position: record.key for record in built}
+        places = {record.position: record.key for record in self._built.units}
         for unit in sorted(units, key=lambda unit: unit.record.position):
             try:
                 if unit.fps != spec.fps:
@@ -553,6 +516,9 @@ class DatasetWriter:
                         a, b = infos[key].get(name), unit.infos.get(key, {}).get(name)
                         if a is not None and a != b:
                             raise UsageError(f"{key!r}: {name} is {a} in the dataset, and {b} here")
+                    stored = replace(spec.features[key], info=infos[key])
+                    if not stored.same_coding(unit.infos.get(key)):
+                        raise UsageError(f"{key!r} codes its distances in another way")
             except UsageError as error:
                 raise UsageError(
                     f"{unit.folder} does not fit: {error}; remove it, or write to another folder"

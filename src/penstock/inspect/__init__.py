@@ -10,9 +10,9 @@ import os
 from pathlib import Path
 from typing import Any
 
-from penstock.core.objects import is_object
 from penstock.errors import UsageError
 from penstock.inspect import checkpoint, dataset, recording, replay, run
+from penstock.objects import is_object
 
 Facts = dict[str, Any]
 
@@ -35,6 +35,8 @@ def describe(path: str | os.PathLike[str], salvage: bool = False) -> Facts:
         return dataset.describe(where)
     if recording.is_bag(where):
         return recording.describe(where, salvage)
+    if recording.is_folder(where):
+        return recording.describe_folder(where, salvage)
     if run.is_run(where):
         return run.describe(where)
     return checkpoint.describe(where)
@@ -46,6 +48,8 @@ def text(facts: Facts, top: int = 10) -> str:
         return replay.replay_text(facts)
     if "rollouts" in facts:
         return replay.rollouts_text(facts)
+    if "recordings" in facts:
+        return recording.folder_text(facts)
     if "topics" in facts:
         return recording.text(facts)
     if "episodes" in facts:

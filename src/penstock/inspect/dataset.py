@@ -7,12 +7,12 @@ from pathlib import Path
 from typing import Any
 
 from penstock.core.memory import format_bytes
-from penstock.core.objects import ObjectPath
 from penstock.dataset.layout import INFO_PATH
 from penstock.dataset.plan import Built
 from penstock.dataset.reader import Dataset
 from penstock.dataset.remote import RemoteDataset
 from penstock.errors import UsageError
+from penstock.objects import ObjectPath
 from penstock.ui.report import aligned, text_table
 
 Facts = dict[str, Any]

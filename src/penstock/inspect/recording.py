@@ -5,13 +5,14 @@ Only the index is read.
 
 from __future__ import annotations
 
+from contextlib import suppress
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
-from penstock.bags import Bag, open_bag
-from penstock.bags.find import METADATA, parts_of
-from penstock.conversion.guess import guess_mapping, rate_of
+from penstock.bags import Bag, find_bags, open_bag
+from penstock.bags.find import parts_of
+from penstock.conversion.guess import guess_mapping, left_out, rate_of, survey
 from penstock.conversion.map_file import to_yaml
 from penstock.conversion.mapping import Camera
 from penstock.core.files import publish_bytes
@@ -20,13 +21,17 @@ from penstock.errors import DataError
 from penstock.ui.report import aligned, text_table
 
 Facts = dict[str, Any]
+_MOST_OPENED = 200  # of a folder
 BAG_ENDINGS = (".bag", ".bag.active", ".db3", ".mcap", ".db3.zstd", ".mcap.zstd")
 
 
 def is_bag(path: Path) -> bool:
-    """Tell whether a file or folder is a recording, by its name: a damaged one is one too."""
+    """Tell whether a file or folder is a recording, by its name: a damaged one is one too.
+
+    A folder of several recordings is none, as for a conversion.
+    """
     if path.is_dir():
-        return (path / METADATA).is_file() or bool(parts_of(path))
+        return bool(parts_of(path)) and len(find_bags([path])) == 1
     return path.name.endswith(BAG_ENDINGS)
 
 
@@ -55,11 +60,13 @@ def describe(path: Path, salvage: bool = False) -> Facts:
                     "in_bursts": round(rate.in_bursts, 2) if rate else 0.0,
                 }
             )
+        found, mapping = survey(bag), None
         try:
-            mapping = guess_mapping(bag)
+            mapping = guess_mapping(bag, found)
             guess: Any = {
                 "fps": mapping.fps,
                 "clock": mapping.clock,
+                "task": mapping.tasks.topic if mapping.tasks else None,
                 "features": {
                     name: list(feature.topics)
                     if isinstance(feature, Camera)
@@ -80,7 +87,50 @@ def describe(path: Path, salvage: bool = False) -> Facts:
             "salvage": None if bag.salvage is None else str(bag.salvage),
             "topics": topics,
             "guess": guess,
+            "left_out": left_out(bag, found, mapping),
         }
+
+
+def is_folder(path: Path) -> bool:
+    """Tell whether a folder holds recordings, one or several."""
+    with suppress(DataError):
+        return path.is_dir() and bool(find_bags([path]))
+    return False
+
+
+def describe_folder(path: Path, salvage: bool = False) -> Facts:
+    """Say which recordings are in a folder; of the first ones, what is in them."""
+    found = find_bags([path])
+    entries: list[Facts] = []
+    for each in found[:_MOST_OPENED]:
+        entry: Facts = {"path": str(each), "size_bytes": size_of(each)}
+        try:
+            with open_bag(each, salvage=salvage) as bag:
+                entry |= {"kind": _kind(bag), "topics": len(bag.topics)}
+                entry |= {"messages": bag.message_count, "duration_s": round(bag.duration_s, 3)}
+        except DataError as error:
+            entry["problem"] = str(error).removeprefix(f"{each}: ")
+        entries.append(entry)
+    return {"path": str(path), "count": len(found), "recordings": entries}
+
+
+def folder_text(facts: Facts) -> str:
+    """Lay out what `describe_folder` found."""
+    head = [("path", facts["path"]), ("holds", f"{facts['count']} recordings")]
+    rows = [
+        (
+            Path(entry["path"]).name,
+            entry.get("kind") or entry["problem"],
+            *(str(entry.get(key, "-")) for key in ("topics", "messages")),
+            f"{entry['duration_s']:.1f}" if "duration_s" in entry else "-",
+            format_bytes(entry["size_bytes"]),
+        )
+        for entry in facts["recordings"]
+    ]
+    columns = ("recording", "kind", "topics", "messages", "seconds", "size")
+    more = facts["count"] - len(rows)
+    table = text_table(columns, rows) + (f"\nand {more} more" if more else "")
+    return f"{aligned(head)}\n\n{table}\n\npenstock info, of one of them, shows its topics"
 
 
 def _kind(bag: Bag) -> str:
@@ -147,8 +197,12 @@ def text(facts: Facts) -> str:
         guess = [f"guess at {facts['guess']['fps']} fps{clock} (--write-map map.yaml to edit it):"]
         features = facts["guess"]["features"]
         sources = [(name, ", ".join(topics)) for name, topics in features.items()]
+        if facts["guess"]["task"]:
+            sources.append(("task", facts["guess"]["task"]))
         guess.append(text_table(("feature", "from"), sources))
         parts.append("\n".join(guess))
+    if facts["left_out"]:
+        parts.append(text_table(("left out", "because"), list(facts["left_out"].items())))
     return "\n\n".join(parts)
 
 

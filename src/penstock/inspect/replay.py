@@ -11,7 +11,7 @@ from penstock.core.files import storage_error
 from penstock.core.memory import format_bytes
 from penstock.core.pack import DTYPES, PackReader
 from penstock.errors import CorruptFile, DataError
-from penstock.replay.segments import MANIFEST, LogReader, SegmentLog
+from penstock.replay.segments import MANIFEST, LogReader
 from penstock.ui.report import aligned, text_table
 
 Facts = dict[str, Any]
@@ -36,7 +36,7 @@ def describe_replay(path: Path) -> Facts:
     Raises:
         DataError: The manifest is damaged.
     """
-    with SegmentLog.read(path) as log:
+    with LogReader(path) as log:
         try:
             keys = [_describe_key(record) for record in _key_records(log.state)]
             episodes, frames = _counts(log)
@@ -112,7 +112,7 @@ def replay_text(facts: Facts) -> str:
 def check_replay(path: Path) -> Iterator[tuple[str, str]]:
     """Verify every byte of a saved replay buffer; yield (file, problem)."""
     try:
-        log = SegmentLog.read(path)
+        log = LogReader(path)
     except DataError as error:
         yield MANIFEST, str(error)
         return

@@ -11,10 +11,11 @@ from pathlib import Path
 from typing import Any
 
 from penstock.dataset.layout import PRIVATE_FOLDER
+from penstock.dataset.plan import LOCK_NAME
 from penstock.dataset.reader import Dataset
 from penstock.errors import MissingExtra, StorageError, UsageError
 
-_LEFT_OUT = [f"{PRIVATE_FOLDER}/**", "images/**", ".cache/**", "tmp*/**", "*.part"]
+_LEFT_OUT = [f"{PRIVATE_FOLDER}/**", LOCK_NAME, "images/**", ".cache/**", "tmp*/**", "*.part"]
 
 
 def push(path: Path | str, repository: str, *, private: bool = False) -> str:

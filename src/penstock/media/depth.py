@@ -8,6 +8,7 @@ nearer than depth_min (0, no measurement, too) gets code 0 and comes back as dep
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from typing import Any
@@ -45,7 +46,7 @@ class DepthCoding:
             raise DataError(f"depth from {self.depth_min} to {self.depth_max} m cannot be coded")
 
     @classmethod
-    def from_info(cls, info: dict[str, Any] | None) -> Self:
+    def from_info(cls, info: Mapping[str, Any] | None) -> Self:
         """Read it from a video feature's info; what is not there has lerobot's default."""
         found = info or {}
         values = {
@@ -114,9 +115,6 @@ def read_rvl(data: Buffer, width: int, height: int) -> NDArray[np.uint16]:
     Zeros and others take turns in runs; others are told by their differences. Every number is a
     chain of nibbles, three bits each, the lowest first; the fourth bit says that more follow. (A.
     D. Wilson, Fast Lossless Depth Image Compression, 2017.)
-
-    Raises:
-        DataError: The data are cut or damaged.
     """
     numbers = _numbers(data)
     depth = np.zeros(width * height, np.int64)

@@ -92,7 +92,7 @@ def compressed_image(text: str, data: memoryview) -> ImageMessage:
     if head.startswith(_JPEG_MAGIC):
         encoding = "jpeg"
     elif head.startswith(PNG_MAGIC):
-        encoding = "png"
+        encoding = "compressedDepth" if text.startswith("16UC1") else "png"
     elif head[8:12] == b"WEBP":
         encoding = "webp"
     elif body == PNG_MAGIC:

@@ -25,11 +25,7 @@ class JpegSize(NamedTuple):
 
 
 def jpeg_size(data: Buffer) -> JpegSize:
-    """Read the size of a JPEG from its frame header, decoding nothing.
-
-    Raises:
-        DataError: If it is no JPEG, or its headers are cut.
-    """
+    """Read the size of a JPEG from its frame header, decoding nothing."""
     view = memoryview(data).cast("B")
     if bytes(view[:2]) != b"\xff\xd8":
         raise DataError("the picture is no JPEG: it does not start with ff d8")
@@ -80,6 +76,12 @@ def png_size(data: Buffer) -> tuple[int, int]:
     if not width or not height:
         raise DataError(f"the PNG is damaged: its size is {width}x{height}")
     return width, height
+
+
+def png_bits(data: Buffer) -> int:
+    """Read the bits of a channel of a PNG from its header."""
+    png_size(data)  # that there is one
+    return memoryview(data).cast("B")[24]
 
 
 def webp_size(data: Buffer) -> tuple[int, int]:

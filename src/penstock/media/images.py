@@ -17,16 +17,17 @@ from av.video.reformatter import ColorRange, Colorspace
 from numpy.typing import NDArray
 
 from penstock.errors import DataError, UsageError
-from penstock.media.av_versions import (
-    ACCURATE_RND,
-    BILINEAR,
-    BITEXACT,
-    FULL_CHR_H_INT,
-    Reformatter,
-)
+from penstock.media.av_versions import ACCURATE_RND, BILINEAR, BITEXACT, FULL_CHR_H_INT, Reformatter
 from penstock.media.depth import read_rvl
-from penstock.media.encodings import DEPTH_FORMATS, RAW_FORMATS, ImageMessage
-from penstock.media.headers import Buffer, check_jpeg, check_pixels, png_size, webp_size
+from penstock.media.encodings import DEPTH_FORMATS, PNG_MAGIC, RAW_FORMATS, ImageMessage
+from penstock.media.headers import (
+    MAX_PIXELS,
+    Buffer,
+    check_jpeg,
+    check_pixels,
+    png_size,
+    webp_size,
+)
 
 STRICT = "crccheck+bitstream+buffer+explode"  # otherwise FFmpeg paints over what is damaged
 FULL_RANGE = 2  # AVCOL_RANGE_JPEG
@@ -66,6 +67,24 @@ class ImageDecoder:
         check_pixels(*png_size(data))
         return self._decode("png", data)
 
+    def stored(self, data: Buffer) -> NDArray[Any]:
+        """Decode a picture of a dataset, a PNG, JPEG or TIFF.
+
+        Returns:
+            RGB, (height, width, 3) of uint8; of 16 bits in one channel, which are distances, the
+            millimetres, (height, width) of uint16.
+        """
+        head = bytes(memoryview(data)[:4])
+        if head == PNG_MAGIC[:4]:
+            frame = self.png(data)
+        elif head[:2] == b"\xff\xd8":
+            frame = self.jpeg(data)
+        elif head in (b"II*\0", b"MM\0*"):
+            frame = self._decode("tiff", data)
+        else:
+            raise DataError(f"a picture is no PNG, JPEG or TIFF: it begins with {head.hex()}")
+        return _words(frame) if frame.format.name.startswith("gray16") else to_rgb(frame)
+
     def color(self, image: ImageMessage) -> av.VideoFrame:
         """Decode a colour picture of any kind: "jpeg", "png", "webp", or raw pixels."""
         if image.encoding == "jpeg":
@@ -73,7 +92,8 @@ class ImageDecoder:
         if image.encoding == "webp":
             check_pixels(*webp_size(image.data))
             return self._decode("webp", image.data)
-        return self.png(image.data) if image.encoding == "png" else _raw_frame(image)
+        is_png = image.encoding in ("png", "compressedDepth")
+        return self.png(image.data) if is_png else _raw_frame(image)
 
     def resize(self, frame: av.VideoFrame, width: int, height: int) -> av.VideoFrame:
         """Scale a colour picture, bilinear; its format and range stay."""
@@ -115,9 +135,7 @@ class ImageDecoder:
             frame = self.png(image.data)
             if not frame.format.name.startswith("gray16"):
                 raise DataError(f"a depth PNG must have 16 bits, this one is {frame.format.name}")
-            order = ">u2" if frame.format.name.endswith("be") else "<u2"
-            words = plane_rows(frame, order)
-            return words[: frame.height, : frame.width].astype(np.uint16)
+            return _words(frame)
         if image.encoding == "rvl":
             check_pixels(image.width, image.height)
             return read_rvl(image.data, image.width, image.height)
@@ -140,7 +158,7 @@ class ImageDecoder:
         try:
             frames = codec.decode(av.Packet(cast(bytes, data)))
         except (av.FFmpegError, ValueError, MemoryError) as error:
-            kind = {"mjpeg": "JPEG", "png": "PNG", "webp": "WebP"}[name]
+            kind = {"mjpeg": "JPEG", "png": "PNG", "webp": "WebP", "tiff": "TIFF"}[name]
             reason = getattr(error, "strerror", None) or str(error) or type(error).__name__
             raise DataError(f"the {kind} cannot be decoded ({reason})") from error
         if len(frames) != 1 or frames[0].is_corrupt:
@@ -153,16 +171,24 @@ class ImageDecoder:
 def _new_codec(name: str) -> VideoCodecContext:
     codec = cast(VideoCodecContext, CodecContext.create(name, "r"))
     codec.thread_count = 1  # one picture is one frame: threads would only delay it
-    codec.options = {"err_detect": STRICT}
+    codec.options = {"err_detect": STRICT, "max_pixels": str(MAX_PIXELS)}
     return codec
+
+
+def _words(frame: av.VideoFrame) -> NDArray[np.uint16]:
+    """Return the pixels of a grey picture of 16 bits."""
+    words = plane_rows(frame, ">u2" if frame.format.name.endswith("be") else "<u2")
+    return words[: frame.height, : frame.width].astype(np.uint16)
 
 
 def _raw_frame(image: ImageMessage) -> av.VideoFrame:
     """Wrap raw pixels."""
     width, height, step = image.width, image.height, image.step
     if image.encoding not in RAW_FORMATS:
-        known = ", ".join(RAW_FORMATS)
-        raise DataError(f"pictures in the encoding {image.encoding[:40]!r} are not known: {known}")
+        raise DataError(
+            f"pictures in the encoding {image.encoding[:40]!r} are not known: raw ones of "
+            "sensor_msgs, JPEG, PNG, WebP and compressed depths are"
+        )
     name, pixel_bytes = RAW_FORMATS[image.encoding]
     if name.endswith(("16", "48", "64")):
         name += "be" if image.is_big_endian else "le"
@@ -175,6 +201,8 @@ def _raw_frame(image: ImageMessage) -> av.VideoFrame:
         chroma = memoryview(image.data)[start:]
         half = _raw_rows(chroma, -(-width // across), -(-height // down), 2, step)
         plane_rows(frame, plane=1)[: len(half), : half.shape[1]] = half
+    if name.startswith("bayer"):  # FFmpeg cannot scale it, and has a coarse way to YUV
+        frame = converted(frame, "rgb24", True, True, _EXACT, Reformatter())
     return frame
 
 

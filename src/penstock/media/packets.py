@@ -28,15 +28,7 @@ _SLICE_BYTES: Final = 64
 
 
 class KeyFrame(NamedTuple):
-    """The first packet of a topic that stands alone.
-
-    Attributes:
-        ordinal: Its number within the topic.
-        codec: As messages name it.
-        width: Of the picture.
-        height: Of the picture.
-        pix_fmt: FFmpeg's name of its pixels.
-    """
+    """The first packet of a topic that stands alone; its codec as messages name it."""
 
     ordinal: int
     codec: str

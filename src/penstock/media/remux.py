@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from fractions import Fraction
@@ -17,6 +17,8 @@ from penstock.errors import CorruptFile
 from penstock.media.av_versions import pixel_format
 from penstock.media.video import TICKS, close_mp4, open_mp4, open_video, writing
 
+_REORDERED = 64  # frames behind a clip that its last ones may need
+
 
 @dataclass(frozen=True, slots=True)
 class Clip:
@@ -26,13 +28,11 @@ class Clip:
         path: The file.
         first: The number of the first frame.
         frames: How many.
-        spare: How many others may have to come along, which these need.
     """
 
     path: Path
     first: int
     frames: int
-    spare: int = 0
 
 
 def coding(path: Path | str) -> str:
@@ -60,29 +60,32 @@ def join(clips: Sequence[Clip], out: Path | str, fps: int) -> list[int]:
     """
     target = Path(out)
     base = Fraction(1, fps * TICKS)
+    runs = _runs(clips)
+    leads = _leads([run for run, _ in runs], fps)
+    room = sum(clip.frames for clip in clips) + sum(lead + _REORDERED for lead in leads if lead)
     with writing(target):
-        output = open_mp4(target, sum(clip.frames + clip.spare for clip in clips))
+        output = open_mp4(target, room)
     try:
         copy: Any = None
         done, firsts = 0, []
-        for path, own in groupby(clips, lambda clip: clip.path):
+        for path, own in groupby(runs, lambda run: run[0].path):
             with open_video(path) as (container, stream):
                 if copy is None:
                     copy = output.add_stream_from_template(stream, opaque=True)
                     copy.time_base = base
-                scale = stream.time_base * fps * TICKS
+                begin, scale = stream.start_time or 0, stream.time_base * fps * TICKS
                 above, below = scale.numerator, scale.denominator
-                for clip in own:
+                for run, starts in own:
                     low = high = -1
-                    for number, packet in _packets(container, stream, clip, fps):
+                    for number, packet in _packets(container, stream, run, fps):
                         low, high = number if low < 0 else low, max(high, number)
                         shift = (done - low) * TICKS
                         packet.pts = shift + number * TICKS
-                        packet.dts = shift + _divided(packet.dts * above, below)
+                        packet.dts = shift + _divided((packet.dts - begin) * above, below)
                         packet.time_base, packet.duration, packet.stream = base, TICKS, copy
                         with writing(target):
                             output.mux(packet)
-                    firsts.append(done + clip.first - low)
+                    firsts += [done + start - low for start in starts]
                     done += high - low + 1
         with writing(target):
             close_mp4(output, target)
@@ -95,6 +98,37 @@ def join(clips: Sequence[Clip], out: Path | str, fps: int) -> list[int]:
     return firsts
 
 
+def _runs(clips: Sequence[Clip]) -> list[tuple[Clip, list[int]]]:
+    """Join clips that lie behind each other in a file; return where each of them begins, too."""
+    found: list[tuple[Clip, list[int]]] = []
+    for clip in clips:
+        run, starts = found[-1] if found else (None, [])
+        if run and (run.path, run.first + run.frames) == (clip.path, clip.first):
+            longer = Clip(run.path, run.first, run.frames + clip.frames)
+            starts.append(clip.first)
+            found[-1] = longer, starts
+        else:
+            found.append((clip, [clip.first]))
+    return found
+
+
+def _leads(clips: Iterable[Clip], fps: int) -> list[int]:
+    """Return how many frames lie between each clip and the key frame that it needs, if any do."""
+    found = []
+    later = (clip for clip in clips if clip.first > 0)
+    for path, own in groupby(later, lambda clip: clip.path):
+        with open_video(path) as (container, stream):
+            for clip in own:
+                number, _ = next(_packets(container, stream, clip, fps))
+                found.append(clip.first - number)
+    return found
+
+
+def begins_alone(clip: Clip, fps: int) -> bool:
+    """Whether a clip begins with a key frame, so that it can be a video of its own."""
+    return not any(_leads([clip], fps))
+
+
 def _divided(value: int, by: int) -> int:
     """Return the nearest whole number."""
     return (2 * value + by) // (2 * by)
@@ -102,8 +136,8 @@ def _divided(value: int, by: int) -> int:
 
 def _packets(container: Any, stream: Any, clip: Clip, fps: int) -> Iterator[tuple[int, Any]]:
     """Yield (frame number, packet) of a clip and of what it needs, in the order of decoding."""
-    container.seek(round(Fraction(clip.first, fps) / stream.time_base), stream=stream)
-    scale = stream.time_base * fps
+    begin, scale = stream.start_time or 0, stream.time_base * fps
+    container.seek(begin + round(clip.first / scale), stream=stream)
     above, below = scale.numerator, scale.denominator
     stop = clip.first + clip.frames
     low = high = -1
@@ -111,7 +145,7 @@ def _packets(container: Any, stream: Any, clip: Clip, fps: int) -> Iterator[tupl
     for packet in container.demux(stream):
         if packet.size == 0 or packet.pts is None or packet.dts is None:
             continue
-        number = _divided(packet.pts * above, below)
+        number = _divided((packet.pts - begin) * above, below)
         low = number if low < 0 else low
         if number < low:
             continue  # shown before the key frame, and not whole without the one before

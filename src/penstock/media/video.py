@@ -23,8 +23,9 @@ from numpy.typing import NDArray
 from typing_extensions import Self
 
 from penstock.core.files import storage_error
-from penstock.errors import CorruptFile, DataError, UsageError
+from penstock.errors import CorruptFile, DataError, PenstockError, UsageError
 from penstock.media.av_versions import (
+    ACCURATE_RND,
     ANY_METADATA,
     BILINEAR,
     BITEXACT,
@@ -60,7 +61,7 @@ def open_mp4(path: Path, frames: int | None) -> Any:
     if frames is not None:
         options["moov_size"] = str(8192 + 28 * frames)
     open(path, "wb").close()  # av would find a missing folder only much later
-    return av.open(str(path), "w", format="mp4", container_options=options)
+    return av.open(os.path.abspath(path), "w", format="mp4", container_options=options)
 
 
 def close_mp4(container: Any, path: Path) -> None:
@@ -308,11 +309,13 @@ class VideoWriter:
         full = not is_yuv or name.startswith("yuvj") or frame.color_range == FULL_RANGE
         if name == "yuv420p" and not full and frame.colorspace != BT709:
             return frame
-        # FFmpeg's own narrowing of the range moves both chroma planes up by half a step.
+        # FFmpeg's own narrowing of the range moves both chroma planes up by half a step. From BGR
+        # it has a short way that rounds down: pictures become darker, and green.
         narrow = name.startswith("yuvj")
+        flags = BILINEAR | BITEXACT | (ACCURATE_RND if name == "bgr24" else 0)
         if name != "yuvj420p":
             made = "yuvj420p" if narrow else "yuv420p"
-            frame = converted(frame, made, full, narrow, BILINEAR | BITEXACT, self._reformatter)
+            frame = converted(frame, made, full, narrow, flags, self._reformatter)
         return _limited_range(frame) if narrow else frame
 
     def _depth_frame(self, depth: Picture) -> av.VideoFrame:
@@ -433,36 +436,27 @@ def name_of(source: VideoSource) -> str:
     return str(source) if isinstance(source, Path | str) else str(source.name)
 
 
-class open_video:  # noqa: N801 - used as a function
+@contextmanager
+def open_video(source: VideoSource) -> Iterator[tuple[Any, Any]]:
     """Open a video for reading; what FFmpeg says of a bad one becomes a CorruptFile."""
-
-    def __init__(self, source: VideoSource) -> None:
-        self._source, self._path = source, name_of(source)
-        self._container: Any = None
-
-    def __enter__(self) -> tuple[Any, Any]:
-        try:
-            opened = str(self._source) if isinstance(self._source, Path | str) else self._source
-            self._container = av.open(opened, **ANY_METADATA)
-        except (av.FFmpegError, OSError, ValueError) as error:
-            raise self._corrupt(error) from error
-        if not self._container.streams.video:
-            self._container.close()
-            raise CorruptFile(f"{self._path} holds no video")
-        stream = self._container.streams.video[0]
-        if stream.codec_context is None:
-            self._container.close()
-            raise CorruptFile(f"{self._path} is damaged: its codec is not known")
-        return self._container, stream
-
-    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
-        self._container.close()
-        if isinstance(error, av.FFmpegError | MemoryError | ZeroDivisionError | OverflowError):
-            raise self._corrupt(error) from error
-
-    def _corrupt(self, error: BaseException) -> CorruptFile:
+    path = name_of(source)
+    expected: tuple[type[BaseException], ...] = (av.FFmpegError, OSError, ValueError)
+    try:
+        # FFmpeg takes what stands before a colon in a relative path for a protocol.
+        opened = os.path.abspath(source) if isinstance(source, Path | str) else source
+        with av.open(opened, **ANY_METADATA) as container:
+            expected = (av.FFmpegError, MemoryError, ZeroDivisionError, OverflowError)
+            if not container.streams.video:
+                raise CorruptFile(f"{path} holds no video")
+            stream = container.streams.video[0]
+            if stream.codec_context is None:
+                raise CorruptFile(f"{path} is damaged: its codec is not known")
+            yield container, stream
+    except expected as error:
+        if isinstance(error, PenstockError):
+            raise
         reason = getattr(error, "strerror", None) or str(error)
-        return CorruptFile(f"{self._path} cannot be read as a video ({reason})")
+        raise CorruptFile(f"{path} cannot be read as a video ({reason})") from error
 
 
 @contextmanager

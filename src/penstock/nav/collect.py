@@ -8,22 +8,20 @@ environments.
 from __future__ import annotations
 
 import copy
-import queue
+import time
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, Final, Protocol
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any, Final, NamedTuple, Protocol
 
 import torch
 from tensordict import TensorDict
 from torch import Tensor
 
-from penstock.core.threads import poll
-from penstock.errors import PenstockError
-from penstock.nav.networks import ACTIONS, Policy
+from penstock.nav.networks import ACTIONS, Act, Policy
 from penstock.nav.ppo import Batch
 from penstock.nav.simulation.simulator import Info, Simulator
 from penstock.nav.simulation.task import Settings
-from penstock.rollouts.collect import PipelinedDataCollector
 
 OUTCOMES: Final = (
     "success",
@@ -35,7 +33,6 @@ OUTCOMES: Final = (
 WINDOW: Final = 1000  # finished episodes that shares are over, at least
 _CUT, _RETURN, _LENGTH, _REWARD, _STEPS = range(len(OUTCOMES), len(OUTCOMES) + 5)
 SUMS: Final = _STEPS + 1
-_WAIT_S = 60.0
 
 
 class Stopped(Exception):
@@ -108,7 +105,7 @@ class SimulatorCollector:
         each = settings[0].num_envs
         self._parts = [slice(i * each, (i + 1) * each) for i in range(len(numbers))]
         drones = each * len(numbers)
-        self._buffers = deque(_Rollout(settings[0], steps, drones) for _ in range(buffers))
+        self._buffers = deque(Rollout(settings[0].shapes(), steps, drones) for _ in range(buffers))
         self._fresh = True
 
     def collect(self, dynamic_active: int, disturbed: float = 1.0) -> Batch:
@@ -130,14 +127,11 @@ class SimulatorCollector:
                 raise Stopped
             for simulator, generator, part in shards:
                 encoded = policy.encode(_on(device, rollout.observation(step, part)))
-                rollout.keep_encoded(encoded, step, part)
                 act = policy.sample(encoded, generator)
+                rollout.keep(act, step, part, encoded)
                 _, reward, terminated, truncated, info = simulator.step(
                     act.action, rollout.observation(step + 1, part)
                 )
-                rollout.action[step, part] = act.action
-                rollout.log_prob[step, part] = act.log_prob
-                rollout.value[step, part] = act.value
                 rollout.reward[step, part] = reward
                 rollout.terminated[step, part] = terminated
                 rollout.truncated[step, part] = truncated
@@ -145,10 +139,9 @@ class SimulatorCollector:
                     value = policy.value(_on(device, info.final))
                     rollout.final_value[step, info.final_index + part.start] = value.cpu()
                 sums.add(info, reward)
-        last = [
-            policy.value(_on(device, rollout.observation(self.steps, part))) for *_, part in shards
-        ]
-        return rollout.batch(torch.cat(last), sums, device)
+        seen = (rollout.observation(self.steps, part) for *_, part in shards)
+        last = torch.cat([policy.value(_on(device, each)) for each in seen])
+        return rollout.batch(last, sums, device)
 
     def state_dict(self) -> list[dict[str, Any]]:
         """Return what the next rollout depends on besides the policy, per shard."""
@@ -172,14 +165,11 @@ class SimulatorCollector:
             simulator.close()
 
 
-class _Rollout:
+class Rollout:
     """Memory of T steps of N drones, and of the observation after the last."""
 
-    def __init__(self, settings: Settings, steps: int, drones: int) -> None:
-        self.obs = {
-            name: torch.zeros(steps + 1, drones, *shape)
-            for name, shape in settings.shapes().items()
-        }
+    def __init__(self, shapes: Mapping[str, tuple[int, ...]], steps: int, drones: int) -> None:
+        self.obs = {name: torch.zeros(steps + 1, drones, *shape) for name, shape in shapes.items()}
         self.action = torch.zeros(steps, drones, ACTIONS)
         numbers = torch.zeros(4, steps, drones)
         self.log_prob, self.value, self.reward, self.final_value = numbers
@@ -190,11 +180,13 @@ class _Rollout:
         """Return the memory of one step's observation of some drones."""
         return {name: value[step, part] for name, value in self.obs.items()}
 
-    def keep_encoded(self, rows: Tensor, step: int, part: slice) -> None:
-        """Keep observations as the networks take them: the learner need not make them again."""
-        if self.encoded is None:
-            self.encoded = rows.new_zeros(*self.reward.shape, *rows.shape[1:])
-        self.encoded[step, part] = rows
+    def keep(self, act: Act, step: int, part: slice, encoded: Tensor | None = None) -> None:
+        """Keep what the policy decided, and perhaps its rows: they need not be made again."""
+        self.action[step, part], self.log_prob[step, part], self.value[step, part] = act
+        if encoded is not None:
+            if self.encoded is None:
+                self.encoded = encoded.new_zeros(*self.reward.shape, *encoded.shape[1:])
+            self.encoded[step, part] = encoded
 
     def batch(self, last_value: Tensor, sums: EpisodeSums, device: torch.device) -> Batch:
         """Return the rollout as the learner takes it; on the CPU nothing is copied."""
@@ -210,8 +202,6 @@ class _Rollout:
 
 
 def _on(device: torch.device, obs: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
-    if device.type == "cpu":
-        return obs
     return {name: value.to(device) for name, value in obs.items()}
 
 
@@ -234,94 +224,62 @@ class PipelinedCollector:
         for parameter in self._flown.parameters():
             parameter.grad = None
         self._inner = make(self._flown, 2)
-        self._orders: queue.SimpleQueue[Any] = queue.SimpleQueue()
-        self._begun: deque[list[dict[str, Any]]] = deque()
-        self._resumed: tuple[dict[str, Tensor], int, float] | None = None
-        self._ahead: PipelinedDataCollector | None = None
-        self._batches: Iterator[Any] | None = None
+        self._thread = ThreadPoolExecutor(1, "penstock-collect")
+        self._resumed: _Order | None = None
+        self._ahead: Future[Batch] | None = None
+        self._begun: list[dict[str, Any]] = []
+        self._waited_s = 0.0
 
     def collect(self, dynamic_active: int, disturbed: float = 1.0) -> Batch:
         """Return the batch that was collected meanwhile; the one after the next is of now."""
-        weights = {
-            name: value.detach().clone() for name, value in self._policy.state_dict().items()
-        }
-        now = (weights, dynamic_active, disturbed)
-        if self._batches is None:
-            self._ahead = PipelinedDataCollector(_Repeat(self._fly), prefetch_count=1)
-            self._batches = iter(self._ahead)
-            self._orders.put(now if self._resumed is None else self._resumed)
-        self._orders.put(now)
-        made = next(self._batches, None)
-        if made is None:
-            raise Stopped
-        self._begun.popleft()
-        assert self._ahead is not None
-        batch: Batch = made.batch
+        weights = self._policy.state_dict()
+        now = _Order({k: v.detach().clone() for k, v in weights.items()}, dynamic_active, disturbed)
+        staleness = 0 if self._ahead is None and self._resumed is None else 1
+        asked_s = time.perf_counter()
+        ahead = self._begin(self._resumed or now) if self._ahead is None else self._ahead
+        batch = ahead.result()
+        self._waited_s += time.perf_counter() - asked_s
+        self._ahead = self._begin(now)
         batch.facts = {
             **batch.facts,
-            "pipeline/staleness": self._ahead.staleness,
-            "pipeline/wait_s": self._ahead.stats()["wait_s"],
+            "pipeline/staleness": float(staleness),
+            "pipeline/wait_s": self._waited_s,
         }
         return batch
 
-    def _fly(self) -> Iterator[_Made]:
-        while (order := self._orders.get()) is not None:
-            weights, active, disturbed = order
-            self._flown.load_state_dict(weights)
-            states = self._inner.state_dict()
-            for state in states:
-                state["flown"] = weights
-                state["active"] = torch.tensor(active)
-                state["disturbed"] = torch.tensor(disturbed, dtype=torch.float64)
-            self._begun.append(states)
-            try:
-                batch = self._inner.collect(active, disturbed)
-            except Stopped:
-                return
-            yield _Made(batch)
+    def _begin(self, order: _Order) -> Future[Batch]:
+        """Fly a batch in the background, and remember what it begins with."""
+        self._flown.load_state_dict(order.flown)
+        own = {"flown": order.flown, "active": torch.tensor(order.active)}
+        own["disturbed"] = torch.tensor(order.disturbed, dtype=torch.float64)
+        self._begun = [state | own for state in self._inner.state_dict()]
+        return self._thread.submit(self._inner.collect, order.active, order.disturbed)
 
     def state_dict(self) -> list[dict[str, Any]]:
         """Return what the batch in the making began with, and the weights it is flown with."""
-        if self._batches is None:
-            return self._inner.state_dict()
-        if not poll(lambda: bool(self._begun), _WAIT_S):
-            raise PenstockError(f"collection did not begin within {_WAIT_S:.0f} s")
-        return self._begun[0]
+        return self._begun or self._inner.state_dict()
 
     def load_state_dict(self, states: Sequence[Mapping[str, Any]]) -> None:
         """Begin with a batch that was in the making."""
-        if self._batches is not None:
-            raise PenstockError("collection has begun; load the state before")
         self._inner.load_state_dict(states)
         first = states[0]
         if "flown" in first:
-            drones = first.get("simulator", {})
-            active = first.get("active", drones.get("active", 0))  # before: of the drones
-            self._resumed = (first["flown"], int(active), float(first.get("disturbed", 1.0)))
+            mine = first if "active" in first else first["simulator"]  # of earlier versions
+            disturbed = float(first.get("disturbed", 1.0))
+            self._resumed = _Order(first["flown"], int(mine["active"]), disturbed)
 
     def close(self) -> None:
-        """Stop collecting."""
-        self._orders.put(None)
-        if self._ahead is not None:
-            self._ahead.shutdown()
+        """Stop collecting; a batch in the making is flown to its end, or until it may stop."""
+        self._thread.shutdown()
         self._inner.close()
 
 
-class _Made:
-    """What the pipeline passes on as it is: it looks into dicts and tuples only."""
+class _Order(NamedTuple):
+    """What a batch is flown with."""
 
-    def __init__(self, batch: Batch) -> None:
-        self.batch = batch
-
-
-class _Repeat:
-    """An iterable that makes a new iterator each time."""
-
-    def __init__(self, make: Callable[[], Iterator[Any]]) -> None:
-        self._make = make
-
-    def __iter__(self) -> Iterator[Any]:
-        return iter(self._make())
+    flown: dict[str, Tensor]
+    active: int
+    disturbed: float
 
 
 # ---------------------------------------------------------------------- how episodes end
@@ -408,23 +366,13 @@ def _finished(sums: Tensor) -> float:
 
 def as_tensordict(batch: Batch) -> TensorDict:
     """Return a batch with NavRL's keys, [drones, steps]; nothing is copied."""
-    steps, drones = batch.reward.shape
-
-    def turned(tensor: Tensor) -> Tensor:
-        return tensor.transpose(0, 1)
-
-    return TensorDict(
-        {
-            "agents": {
-                "observation": {name: turned(value) for name, value in batch.obs.items()},
-                "action_normalized": turned(batch.action),
-                "log_prob": turned(batch.log_prob),
-                "reward": turned(batch.reward),
-            },
-            "state_value": turned(batch.value),
-            "terminated": turned(batch.terminated),
-            "truncated": turned(batch.truncated),
-            "final_value": turned(batch.final_value),
-        },
-        batch_size=[drones, steps],
-    )
+    names = ("terminated", "truncated", "final_value")
+    agents = {
+        "observation": dict(batch.obs),
+        "action_normalized": batch.action,
+        "log_prob": batch.log_prob,
+        "reward": batch.reward,
+    }
+    parts = {"agents": agents, "state_value": batch.value}
+    parts |= {name: getattr(batch, name) for name in names}
+    return TensorDict(parts, batch_size=batch.reward.shape).transpose(0, 1)

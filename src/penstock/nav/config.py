@@ -6,7 +6,6 @@ is one line, before anything starts.
 
 from __future__ import annotations
 
-import copy
 import json
 import os
 import re
@@ -22,7 +21,13 @@ from penstock.core.files import publish_bytes, storage_error
 from penstock.errors import MissingExtra, UsageError
 from penstock.nav.networks import PRESETS
 from penstock.nav.ppo import PPO_HELP, PPOSettings
-from penstock.nav.simulation.task import PHYSICS_DT_S, Disturbances, Reward, Settings
+from penstock.nav.simulation.task import (
+    PHYSICS_DT_S,
+    Disturbances,
+    Reward,
+    Settings,
+    is_number,
+)
 from penstock.ui.suggestions import did_you_mean
 
 try:
@@ -37,6 +42,22 @@ TRAINING_MAPS: Final = 1_000_000  # seeds of maps: from here for training, see e
 VALIDATION_MAPS: Final = 500_000
 _CHANGED: Final = "# changed after iteration"
 _WORD: Final = re.compile(r"(\+\+|\+|~)?([^=]+?)=(.*)", re.DOTALL)
+_WHOLE: Final = {  # settings that are whole numbers, by the least that they may be
+    0: "seed save_interval rollout_save_interval eval_interval stats_interval "
+    "checkpoint_delta_every save_compression_level rollout_compression_level env.num_obstacles "
+    "env.maps env.map_seed env.new_map_every env.max_episode_length env_dyn.num_obstacles",
+    1: "threads eval_worlds eval_drones log_interval async_checkpoint_queue_size max_frame_num "
+    "max_iterations checkpoint_keep rollout_keep env.num_envs sim.substeps "
+    "algo.training_frame_num",
+}
+_MOST: Final = {  # and the most
+    "seed": 10**9,
+    "env.map_seed": 2**60,
+    "save_compression_level": 16,
+    "rollout_compression_level": 16,
+}
+_FLAGS: Final = ("headless", "tensorboard", "compress_checkpoint", "env.hold_yaw")
+_OR_NULL: Final = ("max_iterations", "checkpoint_keep", "rollout_keep")
 _PPO: Final = {field.name for field in fields(PPOSettings)} - {"shards"}
 
 
@@ -48,12 +69,9 @@ class Config:
     settings: Settings
     ppo: PPOSettings
     preset: str
-    bf16: bool | None
     steps: int
     max_frames: int
     max_seconds: float | None
-    max_iterations: int | None
-    curriculum: float
     processes: int
     shards: int
     plugin_arguments: Mapping[str, Any]
@@ -106,10 +124,9 @@ def load_config(
     Raises:
         UsageError: A key is unknown, or a value impossible.
     """
-    pairs = [_split(word) for word in words]
-    if any(key == "backend" and word != "backend=numba" for key, word in pairs):
+    pairs = [pair for pair in map(_split, words) if pair != ("backend", "backend=numba")]
+    if any(key == "backend" for key, _ in pairs):
         raise UsageError("backend=… is gone: the simulator is compiled for the CPU; leave it out")
-    pairs = [pair for pair in pairs if pair[0] != "backend"]
     user = _read_yaml(Path(file)) if file is not None else OmegaConf.create({})
     presets = [word.partition("=")[2] for key, word in pairs if key == "algo"]
     if isinstance(preset := OmegaConf.select(user, "algo"), str):  # a file may name it, too
@@ -118,6 +135,8 @@ def load_config(
     config = _defaults(presets[-1] if presets else "fast")
     if base is not None:
         former = _read_yaml(base)
+        if not former:
+            raise UsageError(f"{base} holds no settings; start a new run")
         target = OmegaConf.select(former, "env._target_")
         if target and not any(key == "env._target_" for key, _ in pairs):
             raise UsageError(  # a file must not decide what code is run
@@ -132,26 +151,14 @@ def load_config(
         config = _merged(config, former, str(base), foreign=True)
     foreign = _is_foreign(config, user, pairs)
     config = _merged(config, user, str(file), foreign)
-    known = _keys(config)
     for key, word in pairs:
-        if key == "algo":
-            continue
-        if key not in known and not (foreign and key.startswith("env.")):
-            raise UsageError(f"unknown setting {key!r}; {did_you_mean(key, known)}")
-        config = _merged(config, _override(word), word, foreign)
+        if key != "algo":
+            config = _merged(config, _override(word), word, foreign)
     raw: Any = OmegaConf.to_container(config, resolve=True)
-    for name in ("env", "env_dyn", "sim", "sensor", "reward", "algo", "wandb"):
-        if not isinstance(raw[name], dict):
-            raise UsageError(f"{name} is {raw[name]!r}; give its settings, such as {name}.…=…")
     named = {key for key in (*_keys(user), *(key for key, _ in pairs)) if key.startswith("env.")}
     arguments = {key: raw["env"][key] for key in raw["env"] if f"env.{key}" in named}
     arguments.pop("_target_", None)
     return _checked(raw, arguments if foreign else {})
-
-
-def from_raw(raw: Mapping[str, Any], plugin_arguments: Mapping[str, Any]) -> Config:
-    """Make the settings again in another process, from `Config.raw`."""
-    return _checked(copy.deepcopy(dict(raw)), plugin_arguments)
 
 
 def as_omegaconf(config: Config) -> DictConfig:
@@ -162,12 +169,8 @@ def as_omegaconf(config: Config) -> DictConfig:
 def write_config(config: Config, path: Path, iteration: int = 0) -> None:
     """Write all keys to a file that appears whole or not at all.
 
-    Over the file of a run that is gone on with, what changes is kept as comments on top.
-
-    Args:
-        config: The settings.
-        path: The file.
-        iteration: After which they are used.
+    Over the file of a run that is gone on with, what changes after that iteration is kept as
+    comments on top.
     """
     used = OmegaConf.merge(as_omegaconf(config), {"resume": None})
     history: list[str] = []
@@ -252,11 +255,14 @@ def _merged(config: DictConfig, more: DictConfig, where: str, foreign: bool) -> 
     for key in _keys(more):
         if key not in known and not (foreign and key.startswith("env.")):
             raise UsageError(f"{where}: unknown setting {key!r}; {did_you_mean(key, known)}")
-    OmegaConf.set_struct(config, False)
     try:
-        return OmegaConf.merge(config, more)  # type: ignore[return-value]
+        merged: Any = OmegaConf.merge(config, more)
     except OmegaConfBaseException as error:
         raise UsageError(f"{where}: {_first_line(error)}") from error
+    for name in ("env", "env_dyn", "sim", "sim.noise", "sensor", "reward", "algo", "wandb"):
+        if not isinstance(group := OmegaConf.select(merged, name), DictConfig):
+            raise UsageError(f"{name}={group!r}; give its parts, such as {name}.…=…")
+    return merged  # type: ignore[no-any-return]
 
 
 def _keys(config: DictConfig, prefix: str = "") -> list[str]:
@@ -303,36 +309,23 @@ def _checked(raw: dict[str, Any], plugin_arguments: Mapping[str, Any]) -> Config
     _check_choice("collector", raw["collector"], COLLECTORS)
     _check_device(raw["device"])
     _check_choice("wandb.mode", raw["wandb"]["mode"], ("offline", "online", "disabled"))
-    for name, least in (
-        ("seed", 0),
-        ("threads", 1),
-        ("save_interval", 0),
-        ("rollout_save_interval", 0),
-        ("eval_interval", 0),
-        ("eval_worlds", 1),
-        ("eval_drones", 1),
-        ("log_interval", 1),
-        ("stats_interval", 0),
-        ("async_checkpoint_queue_size", 1),
-        ("checkpoint_delta_every", 0),
-    ):
-        raw[name] = _whole(name, raw[name], least)
-    for name in ("checkpoint_keep", "rollout_keep", "max_iterations"):
-        raw[name] = None if raw[name] is None else _whole(name, raw[name], 1)
-    for name in ("save_compression_level", "rollout_compression_level"):
-        raw[name] = _whole(name, raw[name], 0, 16)
-    raw["max_frame_num"] = _whole("max_frame_num", raw["max_frame_num"], 1)
-    envs = _whole("env.num_envs", raw["env"]["num_envs"], 1)
-    raw["env"]["num_envs"] = envs
+    if raw["env"]["map_seed"] == "auto":
+        raw["env"]["map_seed"] = TRAINING_MAPS * (1 + _whole("seed", raw["seed"], 0))
+    for name in _FLAGS:
+        place, key = _place(raw, name)
+        if place[key] not in (True, False):
+            raise UsageError(f"{name}={place[key]!r}; give true or false")
+    for least, names in _WHOLE.items():
+        for name in names.split():
+            place, key = _place(raw, name)
+            if place[key] is not None or name not in _OR_NULL:
+                place[key] = _whole(name, place[key], least)
+    algo, envs = raw["algo"], raw["env"]["num_envs"]
     processes, shards = _processes(raw, envs)
-    algo = raw["algo"]
-    for key in _PPO & algo.keys() - {"schedule"}:
-        if algo[key] is not None and type(algo[key]) not in (int, float):
-            raise UsageError(f"algo.{key}={algo[key]!r}; give a number")
     if algo["bf16"] not in (True, False, None):
         raise UsageError(f"algo.bf16={algo['bf16']!r}; give true, false or null")
     ppo = PPOSettings.preset(algo["name"], **{key: algo[key] for key in _PPO if key in algo})
-    steps = _whole("algo.training_frame_num", algo["training_frame_num"], 1)
+    steps = algo["training_frame_num"]
     rows = steps * envs // shards
     if rows % ppo.minibatches:
         raise UsageError(
@@ -341,10 +334,10 @@ def _checked(raw: dict[str, Any], plugin_arguments: Mapping[str, Any]) -> Config
         )
     for group in ("env_dyn", "sim"):
         share = raw[group]["curriculum"]
-        if not isinstance(share, int | float) or not 0 <= share <= 1:
+        if not is_number(share) or not 0 <= share <= 1:
             raise UsageError(f"{group}.curriculum={share!r}; give a share from 0 to 1")
     minutes = raw["max_minutes"]
-    if minutes is not None and not (isinstance(minutes, int | float) and minutes > 0):
+    if minutes is not None and not (is_number(minutes) and minutes > 0):
         raise UsageError(f"max_minutes={minutes!r}; give a number above 0, or null")
     settings = _settings(raw, shards)
     return Config(
@@ -353,12 +346,9 @@ def _checked(raw: dict[str, Any], plugin_arguments: Mapping[str, Any]) -> Config
         settings=settings,
         ppo=ppo,
         preset=algo["name"],
-        bf16=algo["bf16"],
         steps=steps,
         max_frames=raw["max_frame_num"],
         max_seconds=None if minutes is None else 60.0 * minutes,
-        max_iterations=raw["max_iterations"],
-        curriculum=float(raw["env_dyn"]["curriculum"]),
         processes=processes,
         shards=shards,
         plugin_arguments=plugin_arguments,
@@ -366,17 +356,9 @@ def _checked(raw: dict[str, Any], plugin_arguments: Mapping[str, Any]) -> Config
 
 
 def _settings(raw: dict[str, Any], shards: int) -> Settings:
-    env, sensor = raw["env"], raw["sensor"]
-    for name in ("num_obstacles", "maps", "new_map_every", "max_episode_length"):
-        env[name] = _whole(f"env.{name}", env[name], 0)
-    raw["env_dyn"]["num_obstacles"] = _whole(
-        "env_dyn.num_obstacles", raw["env_dyn"]["num_obstacles"], 0
-    )
-    raw["sim"]["substeps"] = _whole("sim.substeps", raw["sim"]["substeps"], 1)
-    if env["map_seed"] == "auto":
-        env["map_seed"] = TRAINING_MAPS * (1 + raw["seed"])
+    env, sensor, sim = raw["env"], raw["sensor"], raw["sim"]
     hres = sensor["lidar_hres"]
-    if not isinstance(hres, int | float) or hres <= 0 or (360 / hres) % 1:
+    if not is_number(hres) or hres <= 0 or (360 / hres) % 1:
         raise UsageError(f"sensor.lidar_hres={hres!r}; give degrees that divide 360")
     around, high = round(360 / hres), sensor["lidar_vbeams"]
     if (around, high) != (36, 4):
@@ -387,18 +369,13 @@ def _settings(raw: dict[str, Any], shards: int) -> Settings:
     weights = {key: value for key, value in raw["reward"].items() if key != "preset"}
     reward = Reward.preset(str(raw["reward"]["preset"]))
     reward = replace(reward, **{key: value for key, value in weights.items() if value is not None})
-    sim = raw["sim"]
-    if not isinstance(sim["noise"], dict):
-        raise UsageError(
-            f"sim.noise={sim['noise']!r}; give its parts, such as sim.noise.range_m=0.03"
-        )
     outer = {name: sim[name] for name in ("latency", "wind", "mass")}
     maps = max(shards, env["maps"] // shards * shards) if env["maps"] else 0
     return Settings(
         num_envs=env["num_envs"],
         num_obstacles=env["num_obstacles"],
         dynamic_obstacles=raw["env_dyn"]["num_obstacles"],
-        substeps=raw["sim"]["substeps"],
+        substeps=sim["substeps"],
         episode_seconds=env["max_episode_length"] * PHYSICS_DT_S,
         lidar_range_m=sensor["lidar_range"],
         lidar_beams=(around, high),
@@ -408,7 +385,7 @@ def _settings(raw: dict[str, Any], shards: int) -> Settings:
         hold_yaw=bool(env["hold_yaw"]),
         reward=reward,
         maps=min(maps, env["num_envs"]),
-        map_seed=_whole("env.map_seed", env["map_seed"], 0),
+        map_seed=env["map_seed"],
         new_map_every=env["new_map_every"],
         crossing_share=env["crossing_share"],
         disturbances=Disturbances(**sim["noise"], **outer),
@@ -454,8 +431,17 @@ def _processes(raw: dict[str, Any], envs: int) -> tuple[int, int]:
     return processes, shards
 
 
-def _whole(name: str, value: Any, least: int, most: int | None = None) -> int:
+def _place(raw: dict[str, Any], name: str) -> tuple[dict[str, Any], str]:
+    """Return the group that a dotted key is in, and its name there."""
+    *groups, last = name.split(".")
+    for group in groups:
+        raw = raw[group]
+    return raw, last
+
+
+def _whole(name: str, value: Any, least: int) -> int:
     """A whole number, also written as 12e8."""
+    most = _MOST.get(name)
     try:
         number = float(value) if not isinstance(value, bool) else float("nan")
     except (TypeError, ValueError):

@@ -24,7 +24,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from safetensors import SafetensorError
 from safetensors.torch import load, save
 from torch import Tensor
 from typing_extensions import Self
@@ -44,10 +43,6 @@ class Group:
         size: How many there are.
         init_method: Where they meet: a file:// or env:// address; None for one process.
         device: Of the learner: "cuda" takes nccl besides gloo.
-
-    Example:
-        with Group() as group:
-            group.mean_(gradient)
     """
 
     def __init__(
@@ -110,56 +105,43 @@ class Group:
 
     def gather(self, states: Sequence[Mapping[str, Tensor]]) -> list[dict[str, Tensor]]:
         """Collect flat dicts of tensors from all processes, in their order; all get the list."""
-        own = [dict(state) for state in states]
         if self.size == 1:
-            return own
-        flat = {f"{i} {k}": v.contiguous() for i, state in enumerate(own) for k, v in state.items()}
+            return [dict(state) for state in states]
+        flat = {
+            f"{number} {name}": value.contiguous()
+            for number, state in enumerate(states)
+            for name, value in state.items()
+        }
+        # As bytes of safetensors, never pickled; a sum with zeros elsewhere gathers them.
         mine = torch.frombuffer(bytearray(save(flat)), dtype=torch.uint8)
         sizes = torch.zeros(self.size, dtype=torch.int64)
         sizes[self.rank] = len(mine)
-        self.sum_(sizes)
-        parts = torch.zeros(self.size, int(sizes.max()), dtype=torch.uint8)
+        parts = torch.zeros(self.size, int(self.sum_(sizes).max()), dtype=torch.uint8)
         parts[self.rank, : len(mine)] = mine
-        self.sum_(parts)  # zeros elsewhere: a sum of bytes is a gather
         result: list[dict[str, Tensor]] = []
-        for part, size in zip(parts, sizes.tolist(), strict=True):
-            result += _unflatten(part[:size].numpy().tobytes(), len(own))
+        for part, size in zip(self.sum_(parts), sizes.tolist(), strict=True):
+            found: list[dict[str, Tensor]] = [{} for _ in states]
+            for name, tensor in load(part[:size].numpy().tobytes()).items():
+                number, _, key = name.partition(" ")
+                found[int(number)][key] = tensor
+            result += found
         return result
-
-    def close(self) -> None:
-        """Leave the group."""
-        if self.size > 1 and dist.is_initialized():
-            dist.destroy_process_group()
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self.close()
-
-
-def _unflatten(data: bytes, count: int) -> list[dict[str, Tensor]]:
-    states: list[dict[str, Tensor]] = [{} for _ in range(count)]
-    try:
-        for name, tensor in load(data).items():
-            number, _, key = name.partition(" ")
-            states[int(number)][key] = tensor
-    except SafetensorError as error:
-        raise PenstockError(f"another process sent a state that cannot be read: {error}") from error
-    return states
+        if self.size > 1:
+            dist.destroy_process_group()
 
 
 @contextmanager
 def spawn_workers(
     size: int, main: Callable[..., None], arguments: tuple[Any, ...], device: str
 ) -> Iterator[Group]:
-    """Start the processes besides this one, and yield the group that they make.
+    """Start the processes besides this one, and yield the group that all make.
 
-    Args:
-        size: Processes, this one included.
-        main: What the others do: main(rank, address, *arguments).
-        arguments: For it; they are sent.
-        device: See `Group`.
+    The others do main(rank, address, *arguments); the arguments are sent.
 
     Raises:
         PenstockError: One of them died; it is named.

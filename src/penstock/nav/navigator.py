@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from typing_extensions import Self
 
 from penstock.errors import MissingExtra, UnknownFormat, UsageError
-from penstock.nav.shield import Shield
+from penstock.nav.shield.shield import Shield, as_array
 from penstock.nav.simulation.task import POLICY_INPUTS, Settings, State
 from penstock.ui.suggestions import did_you_mean
 
@@ -108,11 +108,9 @@ class Navigator:
         session = open_session(file)
         noted = session.get_modelmeta().custom_metadata_map.get(NOTES)
         try:
-            metadata = json.loads(noted) if noted is not None else None
-        except ValueError:
-            metadata = None
-        if not isinstance(metadata, dict):
-            raise UnknownFormat(f"{file} does not say its settings; use penstock export")
+            metadata = json.loads(noted or "{}")
+        except ValueError as error:
+            raise UnknownFormat(f"{file}: its settings cannot be read: {error}") from error
         settings = read_settings(file, metadata)
         guard = Shield.for_task(settings, margins, backend) if shield == "on" else None
         return cls(runner(session), settings, guard, file, metadata)
@@ -156,11 +154,8 @@ class Navigator:
         x, y = way[:, 0], way[:, 1]
         length = np.hypot(x, y)
         level = length < 1e-6  # straight up or down: the simulator takes x for ahead then
-        x, y, length = (
-            np.where(level, 1.0, x),
-            np.where(level, 0.0, y),
-            np.where(level, 1.0, length),
-        )
+        x, y = np.where(level, 1.0, x), np.where(level, 0.0, y)
+        length = np.where(level, 1.0, length)
         turned = np.array(wanted, np.float64)
         turned[:, 0] = (x * wanted[:, 0] - y * wanted[:, 1]) / length
         turned[:, 1] = (y * wanted[:, 0] + x * wanted[:, 1]) / length
@@ -176,19 +171,18 @@ class Navigator:
         velocity: Floats = (self._decide(seen) * 2 - 1) * np.float32(self.settings.action_limit)
         if self.shield is None:
             return velocity
-        level = _array(height)
+        level = as_array(height, np.float32)
         if not np.isfinite(level).all():
             raise UsageError("height has values that are not finite; check sensors")
-        flown: Floats = self.shield.filter(velocity, seen, seen["state"][:, State.VELOCITY], level)[
-            0
-        ]
+        current = seen["state"][:, State.VELOCITY]
+        flown: Floats = self.shield.filter(velocity, seen, current, level)[0]
         return flown
 
     def _checked(self, obs: Mapping[str, Any], name: str) -> Floats:
         shape = self._shapes[name]
         if obs.get(name) is None:
             raise UsageError(f"the observation has no {name!r}; give [n, {_words(shape)}]")
-        value = _array(obs[name])
+        value = as_array(obs[name], np.float32)
         if value.ndim < 2 or _plain(value.shape[1:]) != self._plain[name]:
             raise UsageError(
                 f"observation {name!r} is {list(value.shape)}; give [n, {_words(shape)}]"
@@ -246,25 +240,21 @@ def runner(session: Any) -> Decide:
     return decide
 
 
-def read_settings(path: Path, metadata: Mapping[str, Any]) -> Settings:
+def read_settings(path: Path, metadata: Any) -> Settings:
     """Return the settings in the notes of a checkpoint or an exported policy.
 
     Raises:
         UnknownFormat: There are none, or of another version.
     """
-    if not isinstance(metadata.get("settings"), dict):
-        raise UnknownFormat(f"{path} does not say its navigation settings")
+    if not (isinstance(metadata, dict) and isinstance(metadata.get("settings"), dict)):
+        raise UnknownFormat(
+            f"{path} does not say its navigation settings; give a checkpoint of penstock train, or "
+            "what penstock export made of it"
+        )
     try:
         return Settings.from_json(metadata["settings"])
     except (UsageError, TypeError, ValueError) as error:
         raise UnknownFormat(f"{path}: its settings cannot be used: {error}") from error
-
-
-def _array(value: Any) -> Floats:
-    """Take an array, a list, or a tensor of any device."""
-    if hasattr(value, "detach"):
-        value = value.detach().cpu().numpy()
-    return np.ascontiguousarray(value, np.float32)
 
 
 def _like(given: Any, result: Any) -> Any:

@@ -6,7 +6,7 @@ import math
 import sys
 import threading
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from time import monotonic
 from typing import TYPE_CHECKING, Any, Final
@@ -20,18 +20,12 @@ if TYPE_CHECKING:
     from rich.console import Console, ConsoleOptions, RenderResult
     from rich.table import Table
 
-_PERIOD_S: Final = {"rich": 0.5, "plain": 10.0}  # drawing takes some 10 ms
+_PERIOD_S: Final = {"rich": 0.5, "plain": 10.0, "quiet": math.inf}  # drawing takes some 10 ms
 _RATE_S: Final = 60.0  # the speed is that of the last minute, so that the time left follows it
 _STEP_S: Final = 0.5  # between two points of that minute
 _MEMORY_PERIOD_S: Final = 1.0  # reading the whole process tree takes milliseconds
 _MAX_WIDTH: Final = 104
 _WIDE: Final = 76  # inside the frame: enough for three columns
-_MAX_PHASES: Final = 6
-# Columns; with a least width, so that the rest does not jump when the first values come.
-_NAME: Final[dict[str, Any]] = {"style": "dim"}
-_VALUE: Final[dict[str, Any]] = {"justify": "right", "min_width": 7}
-_SHARE: Final[dict[str, Any]] = {"justify": "right", "min_width": 4}
-
 # Name on the screen, key, colour: an episode ends in one of these ways.
 _ENDS: Final = (
     ("success", "train/success", "green"),
@@ -109,25 +103,18 @@ class Panel:
             self.frames = frames
             # Copies: the caller may go on with its own.
             self._metrics, self._shares, self._stalls = dict(metrics), dict(shares), dict(stalls)
-            if self.mode == "quiet" or self._ended:
-                return
             now_s = monotonic()
             if now_s - self._history[-1][0] >= _STEP_S:
                 self._history.append((now_s, frames))
-            if now_s - self._shown_s >= _PERIOD_S[self.mode]:
+            if not self._ended and now_s - self._shown_s >= _PERIOD_S[self.mode]:
                 self._shown_s = now_s
                 self._show()
 
     def note(self, text: str) -> None:
         """Show one line that stays: a checkpoint was saved, say."""
         with self._lock:
-            if self.mode == "quiet" or self._ended:
-                return
-            line = " ".join(text.split())
-            if self.mode == "plain":
-                self._put(line)
-            else:
-                _never_fail(lambda: self._print_above(line))
+            if not self._ended:
+                self._put(" ".join(text.split()))
 
     def close(self, stopped: bool = False) -> None:
         """Show how it ended; later calls show nothing.
@@ -139,16 +126,14 @@ class Panel:
             if self._ended:
                 return
             self._ended = "stopped" if stopped else "done"
-            if self.mode == "quiet":
-                return
             self._show()
             if self._live is not None:
-                _never_fail(self._live.stop)
+                with suppress(Exception):
+                    self._live.stop()
 
     def __enter__(self) -> Self:
-        with self._lock:
-            if self.mode == "rich":  # the first iteration compiles, which takes its time
-                self._show()
+        if self.mode == "rich":  # the first iteration compiles, which takes its time
+            self._show()
         return self
 
     def __exit__(self, exc_type: object, *exc_info: object) -> None:
@@ -157,27 +142,29 @@ class Panel:
     # ------------------------------------------------------------------ in a log
 
     def _show(self) -> None:
-        if self.mode == "plain":
-            _never_fail(lambda: self._put(self._line()))
-        else:
-            _never_fail(lambda: self._screen().update(self, refresh=True))
+        with suppress(Exception):  # no lost terminal or strange value may stop an hour of training
+            if self.mode == "plain":
+                self._put(self._line())
+            elif self.mode == "rich":
+                self._screen().update(self, refresh=True)
 
     def _put(self, line: str) -> None:
-        line = f"{self.title}: {line}" if self.title else line
-        _never_fail(lambda: print(line, file=sys.stderr, flush=True))  # noqa: T201
+        """Show a line that stays."""
+        with suppress(Exception):
+            if self.mode == "plain":
+                line = f"{self.title}: {line}" if self.title else line
+                print(line, file=sys.stderr, flush=True)  # noqa: T201
+            elif self.mode == "rich":
+                from rich.text import Text
+
+                text = Text.assemble((f"{clock(monotonic() - self._start_s)}  ", "dim"), line)
+                self._screen().console.print(text, no_wrap=True, overflow="ellipsis")
 
     def _line(self) -> str:
         words = [f"{self._amount()} frames", f"{self._share():.0%}", *self._pace()]
-        words += [
-            f"{name} {_percent(self._metrics[key])}"
-            for name, key, _ in _ENDS
-            if key in self._metrics
-        ]
-        words += [
-            f"{name} {_number(self._metrics[key])}"
-            for name, key in _LEARNING
-            if key in self._metrics
-        ]
+        known = self._metrics
+        words += [f"{name} {_percent(known[key])}" for name, key, _ in _ENDS if key in known]
+        words += [f"{name} {_number(known[key])}" for name, key in _LEARNING if key in known]
         words += [f"{name} {_percent(share, 0)}" for name, share in self._shares.items()]
         if self._stalls:
             words.append(self._checkpoints())
@@ -237,12 +224,6 @@ class Panel:
             self._live.start()
         return self._live
 
-    def _print_above(self, line: str) -> None:
-        from rich.text import Text
-
-        text = Text.assemble((f"{clock(monotonic() - self._start_s)}  ", "dim"), line)
-        self._screen().console.print(text, no_wrap=True, overflow="ellipsis")
-
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         """Draw the panel as wide as there is room: three columns, or one below the other."""
         from rich import box
@@ -252,17 +233,18 @@ class Panel:
 
         width = max(min(options.max_width, _MAX_WIDTH), 8)
         inside = width - 4
-        small = 5 if inside < _WIDE + 10 else 10
-        parts = [self._ends(small), self._learning(), self._phases(small)]
+        amount = f"{self._amount()} frames  {self._share():.0%}"
+        bar = _bar(self._share(), max(inside - len(amount) - 2, 1), "cyan")
+        pace = "   ".join([*self._pace(), f"memory {format_bytes(self._rss())}"])
+        parts = self._columns(5 if inside < _WIDE + 10 else 10)
         if inside >= _WIDE:
-            row = _grid({}, {}, {}, expand=True)
-            row.add_row(*parts)
-            body: list[Any] = [row]
+            body: list[Any] = [_grid([parts], {}, {}, {}, expand=True)]
         else:
             body = [part for table in parts for part in (table, Text())][:-1]
         foot = Text(self._checkpoints(), style="dim")
+        head = _grid([(bar, Text(amount, style="bold"))], {}, {})
         yield Frame(
-            Group(*self._head(inside), Text(), *body, Text(), foot),
+            Group(head, Text(pace), Text(), *body, Text(), foot),
             title=Text(self.title or "training", style="bold"),
             title_align="left",
             subtitle=Text(self._ended) if self._ended else None,
@@ -272,61 +254,35 @@ class Panel:
             width=width,
         )
 
-    def _head(self, inside: int) -> list[Any]:
-        from rich.text import Text
-
-        amount = f"{self._amount()} frames  {self._share():.0%}"
-        row = _grid({}, {})
-        row.add_row(
-            _bar(self._share(), max(inside - len(amount) - 2, 1), "cyan"),
-            Text(amount, style="bold"),
-        )
-        return [row, Text("   ".join([*self._pace(), f"memory {format_bytes(self._rss())}"]))]
-
-    def _ends(self, small: int) -> Table:
-        from rich.text import Text
-
-        table = _grid(_NAME, _VALUE, {})
-        table.add_row(Text("last episodes", style="bold not dim"), "", "")
+    def _columns(self, small: int) -> list[Table]:
+        """How episodes end, how learning goes, and where the time goes; bars so wide."""
+        ends: list[Any] = [("[bold not dim]last episodes",)]
         for name, key, colour in _ENDS:
             share = _finite(self._metrics.get(key))
-            bar = _bar(share or 0.0, small, colour)
-            table.add_row(name, Text(_percent(share), style=colour), bar)
-        return table
-
-    def _learning(self) -> Table:
-        from rich.text import Text
-
-        table = _grid(_NAME, _VALUE)
-        table.add_row(Text("learning", style="bold not dim"), "")
-        for name, key in _LEARNING:
-            table.add_row(name, _number(self._metrics.get(key)))
-        return table
-
-    def _phases(self, small: int) -> Table:
-        from rich.text import Text
-
-        table = _grid(_NAME | {"min_width": 10, "max_width": 10}, {"min_width": small}, _SHARE)
-        table.add_row(Text("time", style="bold not dim"), "", "")
-        known = {name: _finite(share) for name, share in self._shares.items()}
-        kept = sorted(known, key=lambda name: known[name] or 0.0, reverse=True)
-        if len(kept) > _MAX_PHASES:
-            kept = kept[: _MAX_PHASES - 1]
-        shown = {name: share for name, share in known.items() if name in kept}
-        if len(shown) < len(known):
-            shown["other"] = sum(share or 0.0 for name, share in known.items() if name not in kept)
-        for name, share in shown.items():
-            bar = _bar(share or 0.0, small, "blue")
-            table.add_row(Text(name), bar, _percent(share, 0))
-        return table
+            ends.append((name, f"[{colour}]{_percent(share)}", _bar(share or 0.0, small, colour)))
+        learning: list[Any] = [("[bold not dim]learning",)]
+        learning += [(name, _number(self._metrics.get(key))) for name, key in _LEARNING]
+        phases: list[Any] = [("[bold not dim]time",)]
+        for name, share in self._shares.items():
+            phases.append((name, _bar(_finite(share) or 0.0, small, "blue"), _percent(share, 0)))
+        # With least widths, so that the rest does not jump when the first values come.
+        name_, value = {"style": "dim"}, {"justify": "right", "min_width": 7}
+        phase = name_ | {"min_width": 10, "max_width": 10}
+        return [
+            _grid(ends, name_, value, {}),
+            _grid(learning, name_, value),
+            _grid(phases, phase, {"min_width": small}, {"justify": "right", "min_width": 4}),
+        ]
 
 
-def _grid(*columns: Mapping[str, Any], expand: bool = False) -> Table:
+def _grid(rows: Iterable[Any], *columns: Mapping[str, Any], expand: bool = False) -> Table:
     from rich.table import Table
 
     table = Table.grid(padding=(0, 1, 0, 0), expand=expand)
     for options in columns:
         table.add_column(no_wrap=True, overflow="ellipsis", **options)
+    for row in rows:
+        table.add_row(*row)
     return table
 
 
@@ -367,9 +323,3 @@ def _count(value: float) -> str:
         if abs(value) >= scale * (10 if unit == "k" else 1):
             return f"{value / scale:.{digits}f}{unit}"
     return f"{value:.0f}"
-
-
-def _never_fail(show: Callable[[], object]) -> None:
-    """Show something; neither a lost terminal nor a strange value may stop an hour of training."""
-    with suppress(Exception):
-        show()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F  # noqa: N812
@@ -18,6 +18,7 @@ from penstock.ui.suggestions import did_you_mean
 AllReduce = Callable[[Tensor], None]
 """Replaces a tensor, in place, by its mean over all processes."""
 
+_LEAST_VARIANCE = 1e-2  # of returns: constant ones must not be blown up
 SCHEDULES = ("constant", "linear", "cosine")
 PPO_HELP = {  # beside the settings in `penstock train --print-config`
     "huber": "errors of the critic beyond this count linearly",
@@ -78,18 +79,16 @@ class PPOSettings:
 
     def __post_init__(self) -> None:
         for names, fits, wanted in (
-            (("gamma", "lam", "lr_floor"), lambda v: 0.0 <= v <= 1.0, "a number from 0 to 1"),
-            (
-                ("epochs", "minibatches", "shards"),
-                lambda v: type(v) is int and v >= 1,
-                "a whole number, at least 1",
-            ),
-            (("clip", "huber", "max_grad_norm", "lr"), lambda v: v > 0.0, "a number above 0"),
-            (("actor_lr", "critic_lr"), lambda v: v is None or v > 0.0, "a number above 0"),
+            ("actor_weight critic_weight entropy_weight value_norm_beta", lambda v: True, ""),
+            ("gamma lam lr_floor", lambda v: 0.0 <= v <= 1.0, " from 0 to 1"),
+            ("epochs minibatches shards", lambda v: type(v) is int and v >= 1, ", whole, above 0"),
+            ("clip huber max_grad_norm lr actor_lr critic_lr", lambda v: v > 0.0, " above 0"),
         ):
-            for name in names:
-                if not fits(getattr(self, name)):
-                    raise UsageError(f"PPO: {name} is {getattr(self, name)!r}; give {wanted}")
+            for name in names.split():
+                value = getattr(self, name)
+                inherited = value is None and name in ("actor_lr", "critic_lr")
+                if not inherited and not (type(value) in (int, float) and fits(value)):
+                    raise UsageError(f"PPO: {name} is {value!r}; give a number{wanted}")
         if self.schedule not in SCHEDULES:
             raise UsageError(
                 f"there is no schedule {self.schedule!r}; {did_you_mean(self.schedule, SCHEDULES)}"
@@ -181,19 +180,13 @@ def require_finite(name: str, tensor: Tensor) -> None:
 class ValueNorm:
     """Running mean and deviation of the returns, without the bias of a start from zero.
 
-    Args:
-        beta: Share of the past kept at each update.
-        floor: Least variance, so that constant returns are not blown up.
-        device: Where the statistics live.
+    `beta` is the share of the past that is kept at each update.
     """
 
-    def __init__(
-        self, beta: float = 0.995, floor: float = 1e-2, device: torch.device | str = "cpu"
-    ) -> None:
+    def __init__(self, beta: float = 0.995, device: torch.device | str = "cpu") -> None:
         if not 0.0 <= beta < 1.0:
             raise UsageError(f"value norm: beta is {beta}; give a number from 0 to below 1")
         self.beta = beta
-        self.floor = floor
         # Mean, mean square, weight of all updates so far. Double, since variance is a difference.
         self._sums = torch.zeros(3, dtype=torch.float64, device=device)
 
@@ -204,7 +197,7 @@ class ValueNorm:
         if weight == 0.0:
             return 0.0, 1.0
         mean, square = mean / weight, square / weight
-        return mean, float(max(square - mean * mean, self.floor) ** 0.5)
+        return mean, float(max(square - mean * mean, _LEAST_VARIANCE) ** 0.5)
 
     def update(self, returns: Tensor, all_reduce: AllReduce | None = None) -> None:
         """Take in a batch of returns, with those of the other processes if there are any."""
@@ -255,18 +248,8 @@ def gae(
 
     After a termination nothing follows. After a truncation the episode would have gone on, so the
     value of its final observation stands for the rest. In both cases the next row belongs to
-    another episode, and nothing of it flows back.
-
-    Args:
-        reward: [T, N], what each step paid.
-        value: [T, N], the value of the observation before each step.
-        terminated: [T, N] bool, the episode is over; it wins where both are true.
-        truncated: [T, N] bool, the episode was cut off.
-        final_value: [T, N], the value of the last observation of the episode where `truncated`;
-            anything finite elsewhere.
-        last_value: [N], the value of the observation after the last step.
-        gamma: Discount per step.
-        lam: How far advantages look ahead, from 0 (one step) to 1 (all).
+    another episode, and nothing of it flows back. Arguments are as in `Batch`; termination wins
+    where both are true.
 
     Returns:
         Advantages and returns (advantage + value), [T, N] each.
@@ -274,17 +257,17 @@ def gae(
     Raises:
         UsageError: Shapes do not fit together.
     """
-    for name, tensor in (
-        ("value", value),
-        ("terminated", terminated),
-        ("truncated", truncated),
-        ("final_value", final_value),
-        ("last_value", last_value),
+    shape = reward.shape
+    for name, tensor, expected in (
+        ("value", value, shape),
+        ("terminated", terminated, shape),
+        ("truncated", truncated, shape),
+        ("final_value", final_value, shape),
+        ("last_value", last_value, shape[1:]),
     ):
-        expected = reward.shape[1:] if name == "last_value" else reward.shape
         if tensor.shape != expected:
             raise UsageError(
-                f"gae: {name} has shape {list(tensor.shape)}, but reward has {list(reward.shape)}; "
+                f"gae: {name} has shape {list(tensor.shape)}, but reward has {list(shape)}; "
                 f"give {list(expected)}"
             )
     following = torch.cat((value[1:], last_value.unsqueeze(0)))
@@ -297,8 +280,7 @@ def gae(
     return advantage, advantage + value
 
 
-@dataclass
-class Targets:
+class Targets(NamedTuple):
     """What the update aims at: of `PPO.advantages`."""
 
     advantage: Tensor
@@ -352,7 +334,7 @@ class PPO:
         self._gradient = torch.zeros(sum(sizes), device=policy.device)
         for parameter, part in zip(everything, torch.split(self._gradient, sizes), strict=True):
             parameter.grad = part.view_as(parameter)
-        self._held: dict[int, Tensor] = {}
+        self._held: dict[str, Tensor] = {}
 
     @torch.no_grad()
     def advantages(self, batch: Batch) -> Targets:
@@ -424,16 +406,19 @@ class PPO:
             group["lr"] = rate * factor
         columns = (batch.log_prob, targets.advantage, targets.returns, batch.value)
         scalars = torch.cat((batch.action, torch.stack(columns, -1)), -1).flatten(0, 1)
-        encoded = self._encoded(batch).flatten(0, 1)
+        encoded = batch.encoded
+        if encoded is None:  # a step at a time stays in the caches
+            parts = ({k: v[t] for k, v in batch.obs.items()} for t in range(len(batch.reward)))
+            encoded = torch.stack([self.policy.encode(part) for part in parts])
+        encoded = encoded.flatten(0, 1)
         sums = torch.zeros(6, device=scalars.device)
         for _ in range(settings.epochs):
             order = self._order(rows, batch.reward.shape[1], generator).to(scalars.device)
             for chosen in order:
                 if on_minibatch is not None:
                     on_minibatch()
-                sums += self._step(
-                    self._gather(0, scalars, chosen), self._gather(1, encoded, chosen)
-                )
+                minibatch = self._gather("scalars", scalars, chosen)
+                sums += self._step(minibatch, self._gather("encoded", encoded, chosen))
         means = sums / (settings.epochs * settings.minibatches)
         if self.all_reduce is not None:
             self.all_reduce(means)
@@ -505,33 +490,23 @@ class PPO:
         first = torch.div(order, width, rounding_mode="floor") * environments + order % width
         return torch.cat([first + shard * width for shard in range(shards)], 1)
 
-    def _encoded(self, batch: Batch) -> Tensor:
-        """All observations as rows of one matrix [T, N, width]: a minibatch is one gather."""
-        if batch.encoded is not None:
-            return batch.encoded
-        steps = range(len(batch.reward))  # a step at a time stays in the caches
-        return torch.stack(
-            [self.policy.encode({k: v[t] for k, v in batch.obs.items()}) for t in steps]
-        )
-
-    def _gather(self, which: int, table: Tensor, chosen: Tensor) -> Tensor:
+    def _gather(self, name: str, table: Tensor, chosen: Tensor) -> Tensor:
         """Copy the chosen rows into memory that is used again: fresh megabytes cost page faults."""
         shape = (len(chosen), table.shape[1])
-        held = self._held.get(which)
+        held = self._held.get(name)
         if held is None or held.shape != shape or held.dtype != table.dtype:
-            held = self._held[which] = table.new_empty(shape)
+            held = self._held[name] = table.new_empty(shape)
         return torch.index_select(table, 0, chosen, out=held)
 
     def _name_culprit(self, actor: Tensor, critic: Tensor, entropy: Tensor, norm: Tensor) -> None:
-        for name, tensor in (
-            ("actor_loss", actor),
-            ("critic_loss", critic),
-            ("entropy", entropy),
-            *((f"gradient of {name}", p.grad) for name, p in self.policy.named_parameters()),
-            ("grad_norm", norm),
-        ):
-            if tensor is not None:
-                require_finite(name, tensor.detach())
+        losses = {"actor_loss": actor, "critic_loss": critic, "entropy": entropy}
+        gradients = {
+            f"gradient of {name}": parameter.grad
+            for name, parameter in self.policy.named_parameters()
+            if parameter.grad is not None
+        }
+        for name, tensor in (losses | gradients | {"grad_norm": norm}).items():
+            require_finite(name, tensor.detach())
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state of policy, optimizer, value norm and schedule; tensors not copied."""
@@ -555,17 +530,13 @@ class PPO:
         if (preset := state.get("preset", self.policy.preset)) != self.policy.preset:
             raise UsageError(
                 f"PPO: the state is of preset {preset!r}, the policy is {self.policy.preset!r}; "
-                f"build Policy({preset!r})"
+                f"give algo={preset}, or build Policy({preset!r})"
             )
-        own = self.policy.state_dict()
-        for name in sorted(own.keys() | state["policy"].keys()):
-            have, given = own.get(name), state["policy"].get(name)
-            if have is None or given is None or have.shape != given.shape:
-                shapes = [None if x is None else list(x.shape) for x in (have, given)]
-                raise UsageError(
-                    f"PPO: the state is of another network: {name} is {shapes[1]} there and "
-                    f"{shapes[0]} here; load it into the network that saved it"
-                )
+        if misfit := self.policy.misfit(state["policy"]):
+            raise UsageError(
+                f"PPO: the state is of another network: {misfit}; load it into the network that "
+                "saved it"
+            )
         self.policy.load_state_dict(state["policy"])
         self.optimizer.load_state_dict(state["optimizer"])
         self.value_norm.load_state_dict(state["value_norm"])

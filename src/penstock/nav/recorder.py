@@ -14,7 +14,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from typing_extensions import Self
 
@@ -25,7 +25,6 @@ from penstock.core.memory import format_bytes, rss_bytes
 from penstock.errors import DataError, MissingExtra, UsageError
 from penstock.nav.collect import as_tensordict
 from penstock.nav.config import Config, load_config, write_config
-from penstock.nav.distributed import Group
 from penstock.nav.panel import Panel
 from penstock.nav.ppo import PPO, Batch
 from penstock.rollouts.storage import RolloutStorage
@@ -33,17 +32,16 @@ from penstock.ui.monitor import JsonlSink, PerformanceMonitor, Sink, TensorBoard
 from penstock.ui.report import aligned
 from penstock.ui.suggestions import did_you_mean
 
+if TYPE_CHECKING:
+    from penstock.nav.train import Trainer
+
 BEST = "best.pt"
 FINAL = "checkpoint_final.pt"
 _SHOWN_WINDOW = 20  # iterations that shares of time are over
 
 
 class Run:
-    """The folder of a run.
-
-    Args:
-        folder: Where it is.
-    """
+    """The folder of a run."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -59,8 +57,8 @@ class Run:
         Raises:
             UsageError: There is something already; it is left alone.
         """
-        there = self.folder.exists()
-        if there and (not self.folder.is_dir() or any(_visible(self.folder))):
+        inside = self.folder.iterdir() if self.folder.is_dir() else [self.folder]
+        if self.folder.exists() and any(not p.name.startswith(".penstock") for p in inside):
             raise UsageError(
                 f"{self.folder} exists already: go on with resume={self.folder}, or give another "
                 "name=… or run_dir=…"
@@ -80,10 +78,6 @@ class Run:
                 "missing"
             )
         return dict(state)
-
-
-def _visible(folder: Path) -> list[Path]:
-    return [path for path in folder.iterdir() if not path.name.startswith(".penstock")]
 
 
 def open_run(config: Config, words: Sequence[str]) -> tuple[Config, Run, dict[str, Any] | None]:
@@ -113,42 +107,19 @@ def open_run(config: Config, words: Sequence[str]) -> tuple[Config, Run, dict[st
 
 
 class RunRecorder:
-    """Keeps the record of one process; all but process 0 keep rollouts only.
-
-    Args:
-        config: Says what is kept.
-        run: Where.
-        ppo: The learner; its optimizer's steps finish the captures of checkpoints.
-        monitor: The timers of the loop.
-        group: The processes.
-        iteration: Where the run goes on from.
-        frames: Likewise.
-        frames_per_iteration: Of all processes.
-
-    Attributes:
-        saver: Writes the checkpoints; of process 0 only.
-    """
+    """Keeps the record of one process; all but process 0 keep rollouts only."""
 
     saver: AsyncCheckpointSaver
 
-    def __init__(
-        self,
-        config: Config,
-        run: Run,
-        ppo: PPO,
-        monitor: PerformanceMonitor,
-        group: Group,
-        iteration: int,
-        frames: int,
-        frames_per_iteration: int,
-    ) -> None:
-        self._config = config
+    def __init__(self, run: Run, trainer: Trainer, monitor: PerformanceMonitor) -> None:
+        self._trainer = trainer
+        self._config = config = trainer.config
         self._monitor = monitor
+        group, iteration = trainer.group, trainer.iteration
         self._is_main = group.is_main
         self._rollouts: RolloutStorage | None = None
         self._logged_s = time.perf_counter()
         self._validated: dict[str, float] = {}
-        self._frames_per_iteration = frames_per_iteration
         with ExitStack() as stack:
             if config["rollout_save_interval"]:
                 folder = run.rollouts if group.is_main else run.rollouts / f"rank_{group.rank}"
@@ -165,17 +136,17 @@ class RunRecorder:
                 stack.enter_context(FolderLock(run.folder))
                 if config["resume"] is not None:
                     write_config(config, run.config, iteration)
-                self.saver = stack.enter_context(_saver(config, run, ppo))
-                self._log = _MetricsLog(config, run, iteration, frames)
+                self.saver = stack.enter_context(_saver(config, run, trainer.ppo))
+                self._log = _MetricsLog(config, run, iteration, trainer.frames)
                 stack.callback(self._log.close)
                 title = f"training {run.folder.name}"
                 self._panel = stack.enter_context(
-                    Panel(config.max_frames, title, initial_frames=frames)
+                    Panel(config.max_frames, title, initial_frames=trainer.frames)
                 )
                 resumed = f", resumed after iteration {iteration}" if iteration else ""
                 processes = f"{group.size} process{'es' if group.size > 1 else ''}"
                 self._panel.note(
-                    f"{frames_per_iteration} frames per iteration, {processes}, "
+                    f"{trainer.frames_per_iteration} frames per iteration, {processes}, "
                     f"{run.folder}{resumed}"
                 )
                 for note in config.notes:
@@ -205,10 +176,12 @@ class RunRecorder:
 
     def _save(self, state: Mapping[str, Any], name: str, metric: float | None = None) -> Any:
         settings = self._config.settings
-        plain = {k: list(v) if isinstance(v, tuple) else v for k, v in asdict(settings).items()}
         seeds = state["map_seeds"].tolist()
         notes = {
-            "settings": plain,
+            "settings": {
+                key: list(value) if isinstance(value, tuple) else value
+                for key, value in asdict(settings).items()
+            },
             "preset": self._config.preset,
             "iteration": state["iteration"],
             "frames": state["frames"],
@@ -217,18 +190,17 @@ class RunRecorder:
         }
         return self.saver.save_async(dict(state), name, metadata=notes, metric=metric)
 
-    def save_rollout(self, batch: Batch, iteration: int) -> None:
+    def save_rollout(self, batch: Batch) -> None:
         """Keep a rollout if it is time for one."""
-        interval = self._config["rollout_save_interval"]
-        if self._rollouts is not None and iteration % interval == 0:
+        iteration = self._trainer.iteration
+        if self._rollouts is not None and iteration % self._config["rollout_save_interval"] == 0:
             self._rollouts.save(as_tensordict(batch), iteration)
 
-    def log_iteration(
-        self, iteration: int, frames: int, metrics: Mapping[str, float], progress: float = 0.0
-    ) -> None:
-        """Log the metrics of an iteration, and show them; `progress` is of the schedules."""
+    def log_iteration(self, metrics: Mapping[str, float]) -> None:
+        """Log the metrics of an iteration, and show them."""
         if not self._is_main:
             return
+        iteration, frames = self._trainer.iteration, self._trainer.frames
         times = self._monitor.get_stats(_SHOWN_WINDOW)
         now_s = time.perf_counter()
         took_s, self._logged_s = now_s - self._logged_s, now_s
@@ -238,7 +210,7 @@ class RunRecorder:
             if name != "validation" or "validation/success" in metrics
         }
         row["perf/iteration"] = took_s
-        row["perf/frames_per_s"] = self._frames_per_iteration / took_s
+        row["perf/frames_per_s"] = self._trainer.frames_per_iteration / took_s
         row["perf/memory_bytes"] = rss_bytes(tree=False)
         stalls = self._stalls()
         interval = self._config["save_interval"]
@@ -246,8 +218,8 @@ class RunRecorder:
             row["perf/checkpoint_stall"] = stalls["last_ms"] / 1e3
         self._log.write({"env_frames": frames, **metrics, **row}, iteration)
         shares = {name: stats["share"] for name, stats in times.items()}
-        if self._config.max_seconds is not None and progress > 0.0:
-            self._panel.total_frames = round(frames / progress)
+        if self._config.max_seconds is not None and self._trainer.progress > 0.0:
+            self._panel.total_frames = round(frames / self._trainer.progress)
         # Validation is rare: its last figures stay on the screen.
         self._validated |= {k: v for k, v in metrics.items() if k.startswith("validation/")}
         self._panel.update(frames, {**self._validated, **metrics}, shares, stalls)
@@ -258,30 +230,27 @@ class RunRecorder:
 
     def _stalls(self) -> dict[str, float]:
         stats = self.saver.get_stats()
-        blocked = stats["blocked"]
-        parts = [blocked[name] for name in ("call", "barrier") if name in blocked]
-        return {
-            "median_ms": 1e3 * sum(part["p50"] for part in parts),
-            "max_ms": 1e3 * sum(part["max"] for part in parts),
-            "last_ms": 1e3 * sum(part["last"] for part in parts),
-            "saved": stats["total_saved"],
-            "pending": stats["queue_size"],
+        parts = [stats["blocked"].get(name, {}) for name in ("call", "barrier")]
+        times = {"median_ms": "p50", "max_ms": "max", "last_ms": "last"}
+        stalls = {
+            name: 1e3 * sum(part.get(key, 0.0) for part in parts) for name, key in times.items()
         }
+        return stalls | {"saved": stats["total_saved"], "pending": stats["queue_size"]}
 
     def summary(self) -> str:
         """Return where the time went, and what was saved."""
         if not self._is_main:
             return ""
         stats, stalls = self.saver.get_stats(), self._stalls()
-        failed, waiting = stats["total_failed"], stats["queue_size"]
-        ratio = f"{stats['compression_ratio']:.2f}x smaller"
+        saved, failed, waiting = (
+            stats[name] for name in ("total_saved", "total_failed", "queue_size")
+        )
+        size = f"{format_bytes(stats['stored_bytes'])}, {stats['compression_ratio']:.2f}x smaller"
+        pause = f"{stalls['median_ms']:.2f} ms per save, longest {stalls['max_ms']:.2f} ms"
         saves = [
-            ("saves", f"{stats['total_saved']}, {failed} failed, {waiting} waiting"),
-            ("written", f"{format_bytes(stats['stored_bytes'])}, {ratio}"),
-            (
-                "paused",
-                f"{stalls['median_ms']:.2f} ms per save, longest {stalls['max_ms']:.2f} ms",
-            ),
+            ("saves", f"{saved}, {failed} failed, {waiting} waiting"),
+            ("written", size),
+            ("paused", pause),
         ]
         return f"{self._monitor.get_summary()}\n\n{aligned(saves)}"
 

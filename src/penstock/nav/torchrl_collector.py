@@ -20,8 +20,7 @@ from __future__ import annotations
 import importlib
 import inspect
 import math
-import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -32,9 +31,9 @@ from typing_extensions import Self
 from penstock.core.extras import needs_torchrl
 from penstock.core.writes import close_after
 from penstock.errors import SaverClosed, UsageError
-from penstock.nav.collect import EpisodeSums, Stopped
+from penstock.nav.collect import EpisodeSums, Rollout
 from penstock.nav.config import Config, as_omegaconf
-from penstock.nav.networks import ACTIONS, Policy
+from penstock.nav.networks import ACTIONS, Act, Policy
 from penstock.nav.ppo import Batch, require_finite
 from penstock.nav.simulation.env import to_world
 from penstock.nav.simulation.task import Settings
@@ -42,7 +41,6 @@ from penstock.ui.suggestions import did_you_mean
 
 with needs_torchrl("an environment of TorchRL"):
     from tensordict import TensorDictBase
-    from tensordict.nn import TensorDictModuleBase
     from torchrl.envs import EnvBase
 
 Key = str | tuple[str, ...]
@@ -53,25 +51,18 @@ STATS: Final = ("reach_goal", "collision", "return", "episode_len")
 _SEEN: Final = ("agents", "observation")
 _NORMALIZED: Final = ("agents", "action_normalized")
 _VELOCITY: Final = ("agents", "action")
-_LOG_PROB: Final = "penstock_log_prob"
-_VALUE: Final = "penstock_value"
 
 
 @dataclass(frozen=True)
 class Plugin:
-    """What was found out about an environment.
-
-    Attributes:
-        num_envs: Its drones.
-        actions: Shape of each action it may be given, the number of drones included.
-        reward: Key of the reward.
-        stats: Statistics of episodes that it keeps, of those in `STATS`.
-    """
+    """What was found out about an environment."""
 
     num_envs: int
     actions: Mapping[Key, tuple[int, ...]]
+    """Shape of each action it may be given, the number of drones included."""
     reward: Key
     stats: tuple[str, ...]
+    """Statistics of episodes that it keeps, of those in `STATS`."""
 
 
 def check_plugin(env: EnvBase) -> Plugin:
@@ -143,54 +134,16 @@ def _check(
         )
 
 
-class _TorchRLPolicy(TensorDictModuleBase):  # type: ignore[misc]
-    """A policy as TorchRL calls it: it reads and writes the keys of an environment.
-
-    Args:
-        policy: What decides.
-        plugin: What `check_plugin` found out.
-        generator: Where the randomness comes from, on the device of the policy.
-        limit: Largest speed per axis, m/s.
-    """
-
-    def __init__(
-        self, policy: Policy, plugin: Plugin, generator: torch.Generator, limit: float
-    ) -> None:
-        super().__init__()
-        self.in_keys = [(*_SEEN, part) for part in SHAPES]
-        self.out_keys = [*plugin.actions, _LOG_PROB, _VALUE]
-        self.policy = policy
-        self._shapes = plugin.actions
-        self._generator = generator
-        self._limit = limit
-
-    def forward(self, tensordict: TensorDictBase) -> TensorDictBase:
-        """Decide for all drones; a `DataError` names an observation that is not finite."""
-        seen = observations(tensordict)
-        for part, value in seen.items():
-            require_finite(f"observation {part} of the plug-in", value)
-        action, log_prob, value = self.policy.act(seen, self._generator)
-        toward = seen["direction"][:, 0, :2]
-        length = toward.norm(dim=1, keepdim=True)
-        ahead = toward.new_tensor([1.0, 0.0])  # of a target straight above
-        axis = torch.where(length > 1e-6, toward / length.clamp(min=1e-6), ahead)
-        velocity = to_world((2.0 * action - 1.0) * self._limit, axis)
-        for key, chosen in ((_NORMALIZED, action), (_VELOCITY, velocity)):
-            tensordict.set(key, chosen.reshape(self._shapes[key]))
-        return tensordict.update({_LOG_PROB: log_prob, _VALUE: value})
-
-
-def observations(tensordict: TensorDictBase) -> dict[str, Tensor]:
-    """Return the observations of a TensorDict [..., N] in the shapes of `SHAPES`, float32."""
-    batch = tensordict.batch_size
+def observations(tensordict: TensorDictBase, device: torch.device) -> dict[str, Tensor]:
+    """Return the observations of a TensorDict [N] in the shapes of `SHAPES`, float32."""
     return {
-        part: tensordict.get((*_SEEN, part)).reshape(*batch, *shape).float()
+        part: tensordict.get((*_SEEN, part)).reshape(-1, *shape).to(device, torch.float32)
         for part, shape in SHAPES.items()
     }
 
 
 class TorchRLCollector:
-    """Flies any environment, by TorchRL's own collector: a `penstock.nav.collect.Collector`.
+    """Flies any environment: a `penstock.nav.collect.Collector`.
 
     `close` closes the environment, too. A batch is the caller's: the next one does not overwrite
     it. Actions are drawn from a generator of its own. The environment's own state cannot be saved:
@@ -222,13 +175,11 @@ class TorchRLCollector:
         self.env = env
         self.policy = policy
         self.steps = steps
-        self._device = policy.device
-        self._generator = torch.Generator(self._device).manual_seed(seed)
+        self._limit = action_limit
+        self._generator = torch.Generator(policy.device).manual_seed(seed)
         self._seed = seed
         self._collected = 0
-        self._module = _TorchRLPolicy(policy, self.plugin, self._generator, action_limit)
-        self._collector: Any = None
-        self._batches: Iterator[Any] | None = None
+        self._now: TensorDictBase | None = None
         self._facts: dict[str, float] = {}
         self._closed = False
 
@@ -240,10 +191,7 @@ class TorchRLCollector:
             UsageError: As for the class and `make_plugin`.
         """
         assert config.plugin is not None
-        arguments = dict(config.plugin_arguments)
-        if "cfg" not in arguments and _asks_for_cfg(config.plugin):
-            arguments["cfg"] = as_omegaconf(config)
-        env = make_plugin(config.plugin, arguments)
+        env = make_plugin(config.plugin, config.plugin_arguments, as_omegaconf(config))
         made = cls(env, policy, config.steps, seed, config.settings.action_limit)
         rows = config.steps * made.plugin.num_envs
         if rows % config.ppo.minibatches:
@@ -253,44 +201,75 @@ class TorchRLCollector:
             )
         return made
 
+    @torch.no_grad()
     def collect(self, dynamic_active: int = 0, disturbed: float = 1.0) -> Batch:
         """Fly; the environment has its own obstacles and disturbances.
 
-        Returns:
-            A batch whose facts are the environment's statistics, of the last batch in which
-            episodes ended.
-
-        Raises:
-            SaverClosed: The collector was closed.
+        The batch's facts are the environment's statistics, of the last batch in which episodes
+        ended. What is not finite is a `DataError`.
         """
         del dynamic_active, disturbed
         if self._closed:
             raise SaverClosed("this collector was closed; make a new one, with a new environment")
-        if self._batches is None:
-            self._start()
-        assert self._batches is not None
-        data = next(self._batches, None)
-        if data is None:
-            raise Stopped
+        if self._now is None:
+            self.env.set_seed(self._seed + self._collected)
+            self._now = self.env.reset()
+        count, device = self.plugin.num_envs, self.policy.device
+        everyone = slice(0, count)
+        rollout = Rollout(SHAPES, self.steps, count)
+        finals: list[dict[str, Tensor]] = []
+        stats: dict[str, list[Tensor]] = {name: [] for name in self.plugin.stats}
+        for step in range(self.steps):
+            rollout.keep(self._act(self._now, rollout, step), step, everyone)
+            stepped, self._now = self.env.step_and_maybe_reset(self._now)
+            after = stepped["next"]
+            terminated = after["terminated"].reshape(count)
+            ended = after["done"].reshape(count) | terminated
+            if (cut := after.get("truncated", None)) is not None:
+                ended = ended | cut.reshape(count)
+            rollout.reward[step] = after[self.plugin.reward].reshape(count)
+            rollout.terminated[step] = terminated
+            rollout.truncated[step] = truncated = ended & ~terminated
+            if truncated.any():
+                finals.append(observations(after[truncated], device))
+            for name, values in stats.items():
+                values.append(after["stats", name].reshape(count)[ended])
         self._collected += 1
-        return self._batch(data)
+        ended = rollout.terminated | rollout.truncated
+        if number := float(ended.sum()):
+            self._facts = {"stats/episodes": number}
+            for name, values in stats.items():
+                self._facts[f"stats/{name}"] = float(torch.cat(values).double().mean())
+            if "stats/reach_goal" in self._facts:
+                self._facts["train/success"] = self._facts["stats/reach_goal"]
+        if finals:
+            together = {part: torch.cat([each[part] for each in finals]) for part in SHAPES}
+            rollout.final_value[rollout.truncated] = self.policy.value(together).cpu()
+        last = torch.zeros(count, device=device)
+        flying = ~ended[-1]  # of the others nothing is carried over
+        if flying.any():
+            last[flying] = self.policy.value(observations(self._now[flying], device))
+        sums = EpisodeSums()
+        sums.add_reward(rollout.reward)
+        batch = rollout.batch(last, sums, device)
+        batch.facts = dict(self._facts)
+        return batch
 
-    def _start(self) -> None:
-        """Seed and reset the environment."""
-        self.env.set_seed(self._seed + self._collected)
-        drawn = self._generator.get_state()
-        self._collector = _make_collector(
-            self.env,
-            self._module,
-            frames_per_batch=self.steps * self.plugin.num_envs,
-            # The very device of the weights: for any other, TorchRL would fly with a copy of them.
-            policy_device=self._device,
-            env_device=self.env.device,
-            storing_device=self._device,
-        )
-        # A collector tries the policy first to see what it writes.
-        self._generator.set_state(drawn)
-        self._batches = iter(self._collector)
+    def _act(self, now: TensorDictBase, rollout: Rollout, step: int) -> Act:
+        """Decide for all drones, and hand the environment the actions that it may ask for."""
+        seen = observations(now, self.policy.device)
+        for part, value in seen.items():
+            require_finite(f"observation {part} of the plug-in", value)
+            rollout.obs[part][step] = value
+        act = self.policy.act(seen, self._generator)
+        toward = seen["direction"][:, 0, :2]
+        length = toward.norm(dim=1, keepdim=True)
+        ahead = toward.new_tensor([1.0, 0.0])  # of a target straight above
+        axis = torch.where(length > 1e-6, toward / length.clamp(min=1e-6), ahead)
+        velocity = to_world((2.0 * act.action - 1.0) * self._limit, axis)
+        for key, chosen in ((_NORMALIZED, act.action), (_VELOCITY, velocity)):
+            now.set(key, chosen.reshape(self.plugin.actions[key]))
+        return act
 
     def state_dict(self) -> list[dict[str, Any]]:
         """Return the random numbers of the actions."""
@@ -303,9 +282,7 @@ class TorchRLCollector:
         self._collected = int(states[0]["batches"])
 
     def close(self) -> None:
-        """End collection and close the environment; may be called twice."""
-        if not self._closed and self._collector is not None:
-            self._collector.shutdown(close_env=False)
+        """Close the environment; may be called twice."""
         self._closed = True
         if not self.env.is_closed:
             self.env.close()
@@ -316,80 +293,13 @@ class TorchRLCollector:
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         close_after(self.close, error)
 
-    def _batch(self, data: TensorDictBase) -> Batch:
-        """Turn TorchRL's [N, T] into [T, N], in memory of its own."""
-        shape = (self.steps, self.plugin.num_envs)
-        rows = data.transpose(0, 1)
-        after = rows.get("next")
-        terminated = after.get("terminated").reshape(shape)
-        ended = after.get("done").reshape(shape) | terminated
-        if (cut := after.get("truncated", None)) is not None:
-            ended = ended | cut.reshape(shape)
-        truncated = ended & ~terminated
-        self._count(after, ended)
-        final = torch.zeros(shape, device=self._device)
-        if truncated.any():
-            final[truncated] = self.policy.value(observations(after[truncated]))
-        last = torch.zeros(shape[1], device=self._device)
-        flying = ~ended[-1]  # of the others nothing is carried over
-        if flying.any():
-            last[flying] = self.policy.value(observations(after[-1][flying]))
-        reward = _owned(after.get(self.plugin.reward).reshape(shape).float())
-        sums = EpisodeSums()
-        sums.add_reward(reward)
-        # TorchRL writes the next batch into the same memory.
-        return Batch(
-            obs={part: _owned(value) for part, value in observations(rows).items()},
-            action=_owned(rows.get(_NORMALIZED).reshape(*shape, ACTIONS)),
-            log_prob=_owned(rows.get(_LOG_PROB)),
-            value=_owned(rows.get(_VALUE)),
-            reward=reward,
-            terminated=_owned(terminated),
-            truncated=truncated,
-            final_value=final,
-            last_value=last,
-            episodes=sums.sums,
-            facts=dict(self._facts),
-        )
 
-    def _count(self, after: TensorDictBase, ended: Tensor) -> None:
-        """Take the means of `STATS` over the episodes that ended, if any did."""
-        count = float(ended.sum())
-        if not count:
-            return
-        self._facts = {"stats/episodes": count}
-        for name in self.plugin.stats:
-            values = after.get(("stats", name)).reshape(ended.shape)
-            self._facts[f"stats/{name}"] = float(values[ended].double().mean())
-        if "stats/reach_goal" in self._facts:
-            self._facts["train/success"] = self._facts["stats/reach_goal"]
+def make_plugin(target: str, config: Mapping[str, Any], cfg: Any = None) -> EnvBase:
+    """Make an environment from its name, "module.Class". This imports and runs code of that name.
 
-
-def _owned(tensor: Tensor) -> Tensor:
-    return tensor.clone(memory_format=torch.contiguous_format)
-
-
-def _make_collector(*args: Any, **options: Any) -> Any:
-    with warnings.catch_warnings():  # TorchRL warns of parts of its own that it will remove
-        warnings.simplefilter("ignore", DeprecationWarning)
-        from torchrl import collectors
-    kind = getattr(collectors, "Collector", None) or collectors.SyncDataCollector  # its old name
-    if "auto_register_policy_transforms" in inspect.signature(kind).parameters:
-        options["auto_register_policy_transforms"] = False  # the policy has no memory
-    return kind(*args, **options, total_frames=-1, return_same_td=True, trust_policy=True)
-
-
-def make_plugin(target: str, config: Mapping[str, Any]) -> EnvBase:
-    """Make an environment from its name. This imports and runs code of that name.
-
-    Args:
-        target: "module.Class". It must come from the command line or from a file of the user's
-            own, never from a checkpoint or another file that somebody may have sent.
-        config: Keywords of the class; "_target_" is left out.
-
-    Raises:
-        UsageError: There is no such module or class, it is not an environment, or it does not take
-            these keywords.
+    The name must come from the command line or from a file of the user's own, never from a
+    checkpoint or another file that somebody may have sent. `cfg` is given to a class that takes
+    such an argument, unless it is among the keywords in `config`.
     """
     parts = target.split(".") if isinstance(target, str) else []
     if len(parts) < 2 or not all(map(str.isidentifier, parts)):
@@ -411,11 +321,14 @@ def make_plugin(target: str, config: Mapping[str, Any]) -> EnvBase:
         raise UsageError(f"plug-in {target}: {where} has no {parts[-1]!r}; {hint}")
     if not _is_env(kind):  # before it is called: nothing but environments is
         raise UsageError(f"plug-in {target} is not a class of torchrl.envs.EnvBase; name one")
+    keywords = {key: value for key, value in config.items() if key != "_target_"}
+    known = [*inspect.signature(kind.__init__).parameters][1:]
+    if cfg is not None and "cfg" in known:
+        keywords.setdefault("cfg", cfg)
     try:
-        return kind(**{key: value for key, value in config.items() if key != "_target_"})
+        return kind(**keywords)
     except TypeError as error:
         reason = " ".join(str(error).split())
-        known = [*inspect.signature(kind.__init__).parameters][1:]
         raise UsageError(
             f"plug-in {target} could not be made: {reason}; it takes {', '.join(known) or 'none'}"
         ) from error
@@ -423,12 +336,3 @@ def make_plugin(target: str, config: Mapping[str, Any]) -> EnvBase:
 
 def _is_env(item: Any) -> bool:
     return isinstance(item, type) and issubclass(item, EnvBase)
-
-
-def _asks_for_cfg(target: str) -> bool:
-    module, _, name = target.rpartition(".")
-    try:
-        kind = getattr(importlib.import_module(module), name)
-        return "cfg" in inspect.signature(kind.__init__).parameters
-    except (ImportError, AttributeError, TypeError, ValueError):
-        return False  # make_plugin says what is wrong

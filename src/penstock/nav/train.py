@@ -6,6 +6,7 @@ of every iteration, so that a stop in the middle of one loses only what was half
 
 from __future__ import annotations
 
+import ctypes
 import os
 import signal
 import sys
@@ -27,7 +28,7 @@ from penstock.nav.collect import (
     SimulatorCollector,
     Stopped,
 )
-from penstock.nav.config import VALIDATION_MAPS, Config, from_raw, load_config
+from penstock.nav.config import VALIDATION_MAPS, Config, load_config
 from penstock.nav.distributed import Group, Stop, spawn_workers
 from penstock.nav.evaluation.crossing import Outcome, deterministic_pilot, fly
 from penstock.nav.networks import Policy, has_bf16
@@ -76,19 +77,16 @@ def start(words: Sequence[str] = (), file: str | None = None, stop: Stop | None 
             return train(config, run, state, group, stop)
     if config.processes == 1:
         return train(config, run, state, Group(), stop)
-    sent = (dict(config.raw), dict(config.plugin_arguments), str(run.folder))
-    with spawn_workers(config.processes, _worker_main, sent, device) as group:
+    with spawn_workers(config.processes, _worker_main, (config, run.folder), device) as group:
         return train(config, run, state, group, stop)
 
 
-def _worker_main(
-    rank: int, address: str, raw: dict[str, Any], arguments: dict[str, Any], folder: str
-) -> None:
+def _worker_main(rank: int, address: str, config: Config, folder: Path) -> None:
     """What a process does that was started here."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     os.environ["PENSTOCK_PROGRESS"] = "quiet"
-    config, run = from_raw(raw, arguments), Run(Path(folder))
+    run = Run(folder)
     try:
         with Group(rank, config.processes, address, config["device"]) as group:
             state = None if config["resume"] is None else run.load_state()
@@ -109,18 +107,14 @@ def train(
 ) -> Result:
     """Train until the frames, the minutes or the iterations are used up, or somebody stops it.
 
-    Args:
-        config: What is trained; see conf/train.yaml.
-        run: Where it goes; a new one must not exist.
-        state: To go on from, of `Run.load_state`.
-        group: The processes that train together.
-        stop: Asked whether to stop.
+    A new run must not exist; the state to go on from is of `Run.load_state`.
 
     Raises:
         DataError: Something was not finite; it is named, and the state before it was saved.
         UsageError: The state is of other settings, or of another network.
     """
     torch.set_num_threads(config["threads"])  # the order of sums depends on it, and so the bits
+    _keep_freed_memory()
     group = Group() if group is None else group
     stop = Stop() if stop is None else stop  # one that nobody asked is false
     timer = (monitor := PerformanceMonitor(history=1000)).timer
@@ -132,18 +126,7 @@ def train(
         if group.is_main and config["resume"] is None:
             run.create(config)  # now: settings that are impossible must leave nothing behind
         group.barrier()  # the folder is there for all
-        recorder = stack.enter_context(
-            RunRecorder(
-                config,
-                run,
-                trainer.ppo,
-                monitor,
-                group,
-                trainer.iteration,
-                trainer.frames,
-                trainer.frames_per_iteration,
-            )
-        )
+        recorder = stack.enter_context(RunRecorder(run, trainer, monitor))
         nothing_to_do = trainer.why_done
         ppo, collector = trainer.ppo, trainer.collector
         after = trainer.state()
@@ -160,7 +143,7 @@ def train(
                     )
                 with timer("other"):
                     metrics, stopped = trainer.advance(batch, stats)
-                    recorder.save_rollout(batch, trainer.iteration)
+                    recorder.save_rollout(batch)
                 best = False
                 if trainer.validation_due:
                     with timer("validation"):
@@ -168,17 +151,16 @@ def train(
                 with timer("checkpoint"):
                     after = trainer.state()
                     recorder.save(after, metrics, best=best)
-                recorder.log_iteration(trainer.iteration, trainer.frames, metrics, trainer.progress)
-            except Stopped:
-                recorder.save_now(before)
-                stopped = aborted = True
-            except PeerLost:
-                recorder.save_now(before)
-                raise
-            except DataError as error:
+                recorder.log_iteration(metrics)
+            except (Stopped, PeerLost, DataError) as error:
                 where = recorder.save_now(before)
-                raise DataError(f"iteration {trainer.iteration + 1}: {error}; {where}") from error
-        if not aborted and (stopped or config.max_iterations):
+                if isinstance(error, DataError):
+                    number = trainer.iteration + 1
+                    raise DataError(f"iteration {number}: {error}; {where}") from error
+                if isinstance(error, PeerLost):
+                    raise
+                stopped = aborted = True
+        if not aborted and (stopped or config["max_iterations"]):
             recorder.save_now(after)
         if not stopped and trainer.finished:
             recorder.save_now(after, FINAL)
@@ -198,14 +180,9 @@ def train(
 class Trainer:
     """What the loop works on: the learner, who flies for it, and how far it is.
 
-    Attributes:
-        ppo: The learner.
-        collector: Who flies.
-        order: Random numbers for the order of rows, equal in all processes.
-        iteration: Iterations done.
-        frames: Decisions of all drones together.
-        seconds: Time spent, in all sessions.
-        best: Best success on validation maps.
+    `order` are the random numbers for the order of rows, equal in all processes; `iteration`,
+    `frames` (of all drones together) and `seconds` are those of all sessions; `best` is the best
+    success on validation maps.
     """
 
     def __init__(self, config: Config, group: Group, stop: Stop) -> None:
@@ -214,7 +191,8 @@ class Trainer:
         self._stop = stop
         self._shards = group.shards(config.shards)
         seed, device = config["seed"], config["device"]
-        bf16 = has_bf16(device) if config.bf16 is None else config.bf16
+        bf16 = config["algo.bf16"]
+        bf16 = has_bf16(device) if bf16 is None else bf16
         policy = Policy(config.preset, seed=seed, bf16=bf16).to(device)
         self.ppo = PPO(
             policy,
@@ -274,7 +252,7 @@ class Trainer:
     @property
     def done(self) -> bool:
         """Whether there is nothing more to do."""
-        most = self.config.max_iterations
+        most = self.config["max_iterations"]
         return self.finished or (most is not None and self.iteration >= most)
 
     @property
@@ -284,7 +262,7 @@ class Trainer:
         if not self.done:
             return None
         if not self.finished:
-            limit, used = "max_iterations", f"{config.max_iterations}"
+            limit, used = "max_iterations", f"{config['max_iterations']}"
         elif config.max_seconds is not None:
             limit, used = "max_minutes", f"{config.max_seconds / 60:g}"
         else:
@@ -293,12 +271,13 @@ class Trainer:
 
     @property
     def dynamic_active(self) -> int:
-        """How many moving obstacles are there: more and more over the curriculum."""
+        """How many moving obstacles are there: more and more over the curriculum, by eights."""
         count = self.config.settings.dynamic_obstacles
-        if not self.config.curriculum:
+        over: float = self.config["env_dyn.curriculum"]
+        if not over:
             return count
-        share = _FIRST_SHARE + (1.0 - _FIRST_SHARE) * self.progress / self.config.curriculum
-        return int(min(1.0, share) * count)
+        share = _FIRST_SHARE + (1.0 - _FIRST_SHARE) * self.progress / over
+        return int(min(1.0, share) * count) // 8 * 8
 
     @property
     def disturbed(self) -> float:
@@ -402,8 +381,20 @@ class Trainer:
             self._window.load(state["episodes"])
 
 
+def _keep_freed_memory() -> None:
+    """Let the C library use freed megabytes again: fresh ones cost page faults.
+
+    They were a fifth of an update. The process gets no larger than it was at its largest.
+    """
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)  # of glibc only
+    if mallopt is not None:
+        trim_threshold, mmap_threshold = -1, -3
+        mallopt(trim_threshold, 1 << 30)
+        mallopt(mmap_threshold, 1 << 25)
+
+
 def _copied(value: Any) -> Any:
-    """Copy a state, so that the learner may go on."""
+    """Copy a state, so that the learner may go on; `copy.deepcopy` takes ten times as long."""
     if isinstance(value, Tensor):
         return value.detach().clone()
     if isinstance(value, dict):
@@ -417,10 +408,9 @@ def _flatten(state: Mapping[str, Any], prefix: str = "") -> dict[str, Tensor]:
     """Turn nested dicts of tensors and whole numbers into one dict of tensors."""
     flat: dict[str, Tensor] = {}
     for name, value in state.items():
-        if isinstance(value, Mapping):
-            flat |= _flatten(value, f"{prefix}{name}/")
-        else:
-            flat[f"{prefix}{name}"] = torch.as_tensor(value)
+        nested = isinstance(value, Mapping)
+        own = f"{prefix}{name}"
+        flat |= _flatten(value, f"{own}/") if nested else {own: torch.as_tensor(value)}
     return flat
 
 

@@ -13,7 +13,7 @@ import os
 import tempfile
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -24,6 +24,7 @@ from penstock.replay.frames import FrameCodec
 
 Bytes = NDArray[np.uint8]
 Longs = NDArray[np.int64]
+Encoded = tuple[Bytes, Longs]  # frames as bytes, one behind the other, and the length of each
 
 _OFFSET_BITS = 40
 _OFFSET_MASK = (1 << _OFFSET_BITS) - 1
@@ -43,13 +44,10 @@ class _Chunk:
 class Arena:
     """Append-only memory with eviction: freed pieces give their chunk back when all of it is dead.
 
-    Not thread-safe: its owner holds a lock.
+    A piece that is large beside `chunk_bytes` gets a chunk of its own. Above `memory_bytes`, chunks
+    go to files in `spill_dir` without a name: they vanish with the process, however it ends.
 
-    Args:
-        chunk_bytes: Largest size of a shared chunk; a large piece gets a chunk of its own.
-        memory_bytes: Memory to hold before chunks go to disk; needs `spill_dir`.
-        spill_dir: Where chunks go. The files have no name there: they vanish with the process,
-            however it ends.
+    Not thread-safe: its owner holds a lock.
     """
 
     def __init__(
@@ -89,7 +87,11 @@ class Arena:
         first = 0
         while first < lengths.size:
             start = int(ends[first] - lengths[first])
-            number, chunk = self._room_for(int(lengths[first]))
+            try:
+                number, chunk = self._room_for(int(lengths[first]))
+            except BaseException:  # a full disk, or no memory
+                self.free(locations[:first], lengths[:first])
+                raise
             # As many as fit, in one copy.
             last = int(np.searchsorted(ends, start + chunk.content.size - chunk.used, "right"))
             stop = int(ends[last - 1])
@@ -107,11 +109,9 @@ class Arena:
         """Give pieces back; chunks in which nothing lives any more are dropped."""
         if not locations.size:
             return
-        numbers = locations >> _OFFSET_BITS
-        touched, where = np.unique(numbers, return_inverse=True)
-        dead = np.bincount(where, weights=lengths).astype(np.int64)
-        for number, size in zip(touched.tolist(), dead.tolist(), strict=True):
-            chunk = self._chunks[number]
+        dead = np.bincount(locations >> _OFFSET_BITS, weights=lengths).astype(np.int64)
+        for number in np.flatnonzero(dead).tolist():
+            chunk, size = self._chunks[number], int(dead[number])
             chunk.live -= size
             self.live_bytes -= size
             if chunk.live == 0 and number != self._open:
@@ -142,25 +142,19 @@ class Arena:
         return data
 
     def compact(self, locations: Longs, lengths: Longs) -> Longs | None:
-        """Move what still lives in mostly dead chunks, so that these can go.
-
-        Returns:
-            The new table, or None if there was nothing to do.
-        """
-        dead = [
-            number
+        """Move what still lives in mostly dead chunks; return the new table, None for the same."""
+        dead = {
+            number: chunk.used - chunk.live
             for number, chunk in self._chunks.items()
             if number != self._open and chunk.live < _MOSTLY_DEAD * chunk.used
-        ]
+        }
         # A few half-dead chunks are cheaper than moving; but never more than a quarter is wasted.
-        waste = sum(self._chunks[number].used - self._chunks[number].live for number in dead)
+        waste = sum(dead.values())
         if not dead or waste < (self.live_bytes + waste) // 4:
             return None
-        moved = np.flatnonzero(np.isin(locations >> _OFFSET_BITS, dead))
+        moved = np.flatnonzero(np.isin(locations >> _OFFSET_BITS, list(dead)))
         table: Longs = locations.copy()
-        for at in moved.tolist():
-            piece = self.read(int(locations[at]), int(lengths[at]))
-            table[at] = self.put([piece], piece.size)
+        table[moved] = self.put_many(self.gather(locations[moved], lengths[moved]), lengths[moved])
         self.free(locations[moved], lengths[moved])
         for number in dead:
             if number in self._chunks and self._chunks[number].live == 0:
@@ -189,7 +183,7 @@ class Arena:
             self._bases = np.concatenate([self._bases, np.zeros_like(self._bases)])
         chunk = _Chunk(np.empty(size, np.uint8))
         self._chunks[number] = chunk
-        self._bases[number] = _address_of(chunk.content)
+        self._bases[number] = chunk.content.ctypes.data
         self.nbytes += size
         return number, chunk
 
@@ -227,14 +221,7 @@ class Arena:
         self.nbytes -= chunk.content.size
         chunk.content = np.frombuffer(chunk.map, np.uint8)
         self.spilled_bytes += chunk.content.size
-        self._bases[number] = _address_of(chunk.content)
-
-
-class Encoded(NamedTuple):
-    """Frames as bytes, one after another."""
-
-    data: Bytes
-    lengths: Longs
+        self._bases[number] = chunk.content.ctypes.data
 
 
 class CompressedColumns:
@@ -274,10 +261,6 @@ class CompressedColumns:
         """Return the compressed bytes of each slot."""
         return np.asarray(self._lengths.sum(axis=0, dtype=np.int64))
 
-    def encode(self, column: int, frames: Bytes) -> Encoded:
-        """Encode frames of shape [n, size]; changes nothing."""
-        return Encoded(*self.codecs[column].encode(frames))
-
     def store(self, slots: Longs, encoded: Mapping[int, Encoded]) -> None:
         """Put frames into slots, each of them named once; what was there is given back."""
         fresh: dict[int, Longs] = {}
@@ -286,7 +269,7 @@ class CompressedColumns:
                 fresh[column] = self.arena.put_many(data, lengths)
         except BaseException:  # a full disk: what is stored stays as it is
             for column, locations in fresh.items():
-                self.arena.free(locations, encoded[column].lengths)
+                self.arena.free(locations, encoded[column][1])
             raise
         for column, locations in fresh.items():
             row = self._row[column]
@@ -295,7 +278,7 @@ class CompressedColumns:
             alive = old >= 0
             freed = sizes[slots][alive].astype(np.int64)
             places[slots] = locations
-            sizes[slots] = encoded[column].lengths
+            sizes[slots] = encoded[column][1]
             if freed.size:
                 self.arena.free(old[alive], freed)
         self._compact()
@@ -315,7 +298,7 @@ class CompressedColumns:
         """Copy the compressed frames of slots out; the slots must be written."""
         row = self._row[column]
         lengths = self._lengths[row][slots].astype(np.int64)
-        return Encoded(self.arena.gather(self._locations[row][slots], lengths), lengths)
+        return self.arena.gather(self._locations[row][slots], lengths), lengths
 
     def _compact(self) -> None:
         dead = self.arena.nbytes + self.arena.spilled_bytes - self.arena.live_bytes
@@ -328,7 +311,3 @@ class CompressedColumns:
         else:
             self._patience = 0
             self._locations[alive] = moved
-
-
-def _address_of(array: NDArray[Any]) -> int:
-    return int(array.__array_interface__["data"][0])

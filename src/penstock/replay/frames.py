@@ -10,6 +10,8 @@ is kept as it is, so no codec ever makes data larger. Everything is lossless.
     bits     noisy pictures: the same differences, in as few bits as each 64 of them need
     mixed    pictures of bytes: lz4 with and without differences or bits, whatever suits the frames
              that are written; what is seen later may be another scene than what was seen first
+    gradient pictures of 32-bit words, such as depth in metres: how the slope between neighbours
+             changes, in as few bytes as each 8 need
     sparse   lidar: a bitmap of what is not zero, then the rest (32-bit words)
     narrow   float32 pictures that are bytes, or bytes / 255: as bytes, then lz4 or bits
     zstd     smallest, several times slower to read
@@ -18,6 +20,7 @@ is kept as it is, so no codec ever makes data larger. Everything is lossless.
 from __future__ import annotations
 
 import ctypes
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -41,12 +44,24 @@ Bytes = NDArray[np.uint8]
 Longs = NDArray[np.int64]
 Addresses = NDArray[np.uint64]
 
-CODEC_NAMES = ("auto", "raw", "lz4", "lz4hc", "bits", "mixed", "sparse", "narrow", "zstd")
+CODEC_NAMES = (
+    "auto",
+    "raw",
+    "lz4",
+    "lz4hc",
+    "bits",
+    "mixed",
+    "gradient",
+    "sparse",
+    "narrow",
+    "zstd",
+)
 LARGEST_FRAME_BYTES = 0x7E000000  # what LZ4 takes
 _LEAST_RATIO = 1.1
 _LEAST_FRAME_BYTES = 256
 _SAMPLE_FRAMES = 64
 _LEAST_LEVELS = 16
+_SCALES = (1, 255)
 _LZ4HC_LEVEL = 6
 _TRIED_FRAMES = 6
 _GROUP = kernels.GROUP
@@ -91,30 +106,41 @@ class RawFrames(FrameCodec):
         return frames.reshape(-1), np.full(len(frames), self.size, np.int64)
 
     def _decode(self, addresses: Addresses, lengths: Longs, out: Bytes) -> int:
-        return int(kernels.copy_frames(addresses, lengths, out))
+        nothing = np.empty(0, np.uint64)
+        return int(kernels.decode_pictures(addresses, lengths, kernels.RAW, 0, nothing, out))
 
 
 @dataclass(frozen=True)
-class Lz4Frames(FrameCodec):
+class _PictureFrames(FrameCodec):
+    """Codecs of pictures: with a `row`, its bytes, each byte as the difference to the one above."""
+
+    row: int = 0
+    _method: ClassVar[int]
+
+    def _decode(self, addresses: Addresses, lengths: Longs, out: Bytes) -> int:
+        words = 0 if self._method == kernels.LZ4 else -(-self.size // _GROUP) * _GROUP // 8
+        scratch, method = BLOCKS.array((words,), np.uint64), self._method
+        return int(kernels.decode_pictures(addresses, lengths, method, self.row, scratch, out))
+
+
+@dataclass(frozen=True)
+class Lz4Frames(_PictureFrames):
     """LZ4.
 
-    Args:
-        row: Bytes of a row of a picture, each kept as the difference to the one above; 0 for none.
-        level: Above 0 it is one of LZ4's slow mode.
-        step: In the fast mode, how far LZ4 goes ahead where it finds nothing. 4 bytes keep to the
-            bounds of floats: measured, that takes less time and makes them smaller.
+    In the fast mode, `step` is how far LZ4 goes ahead where it finds nothing: 4 bytes keep to the
+    bounds of floats; measured, that takes less time and makes them smaller.
     """
 
     id = "lz4"
-    row: int = 0
-    level: int = 0
+    _method = kernels.LZ4
+    level: int = 0  # above 0 it is one of LZ4's slow mode
     step: int = 1
 
     def encode(self, frames: Bytes, tag: int = -1) -> tuple[Bytes, Longs]:
         """Compress; a tag is a byte before each frame."""
         lengths = np.empty(len(frames), np.int64)
         # Frames that do not shrink are kept as they are: only the last one needs LZ4's worst case.
-        out = np.empty(frames.size + self.size // 255 + 64, np.uint8)
+        out = BLOCKS.array((frames.size + self.size // 255 + 64,), np.uint8)
         scratch = BLOCKS.array((self.size,), np.uint8)
         words = -(-LZ4_HARD_BYTES // 8) if self.level else 0
         state = BLOCKS.array((words,), np.uint64)
@@ -123,39 +149,33 @@ class Lz4Frames(FrameCodec):
         )
         return out[:used], lengths
 
-    def _decode(self, addresses: Addresses, lengths: Longs, out: Bytes) -> int:
-        return _decode_pictures(addresses, lengths, kernels.LZ4, self.row, out)
-
 
 @dataclass(frozen=True)
-class BitFrames(FrameCodec):
-    """Differences of rows, as for `Lz4Frames`, in as few bits as each group of 64 needs."""
+class BitFrames(_PictureFrames):
+    """As few bits as each group of 64 needs."""
 
     id = "bits"
-    row: int = 0
+    _method = kernels.BITS
 
     def encode(self, frames: Bytes, tag: int = -1) -> tuple[Bytes, Longs]:
         """Pack; a tag is a byte before each frame."""
         lengths = np.empty(len(frames), np.int64)
         groups = -(-self.size // _GROUP)
-        out = np.empty(frames.size + groups * (_GROUP + 1) + 1, np.uint8)
+        out = BLOCKS.array((frames.size + groups * (_GROUP + 1) + 1,), np.uint8)
         scratch = BLOCKS.array((groups * _GROUP,), np.uint8)
         used = kernels.bits_encode(frames, self.row, tag, scratch, out, lengths)
         return out[:used], lengths
 
-    def _decode(self, addresses: Addresses, lengths: Longs, out: Bytes) -> int:
-        return _decode_pictures(addresses, lengths, kernels.BITS, self.row, out)
-
 
 @dataclass(frozen=True)
-class MixedFrames(FrameCodec):
+class MixedFrames(_PictureFrames):
     """Lz4Frames with or without differences, or BitFrames: a byte before each frame says which.
 
     Each call of `encode` tries all on some of its frames, and takes the smallest for all of them.
     """
 
     id = "mixed"
-    row: int = 0
+    _method = kernels.TAGGED
 
     def encode(self, frames: Bytes) -> tuple[Bytes, Longs]:
         """Compress by what suits these frames best."""
@@ -171,17 +191,6 @@ class MixedFrames(FrameCodec):
         best = min(sizes, key=sizes.__getitem__)
         return ways[best].encode(frames, best)
 
-    def _decode(self, addresses: Addresses, lengths: Longs, out: Bytes) -> int:
-        return _decode_pictures(addresses, lengths, kernels.TAGGED, self.row, out)
-
-
-def _decode_pictures(
-    addresses: Addresses, lengths: Longs, method: int, row: int, out: Bytes
-) -> int:
-    words = 0 if method == kernels.LZ4 else -(-out.shape[1] // _GROUP) * _GROUP // 8
-    scratch = BLOCKS.array((words,), np.uint64)
-    return int(kernels.decode_pictures(addresses, lengths, method, row, scratch, out))
-
 
 @dataclass(frozen=True)
 class SparseFrames(FrameCodec):
@@ -196,12 +205,42 @@ class SparseFrames(FrameCodec):
     def encode(self, frames: Bytes) -> tuple[Bytes, Longs]:
         """Take out the zeros."""
         lengths = np.empty(len(frames), np.int64)
-        out = np.empty(frames.size + self.size // 32 + 8, np.uint8)
+        out = BLOCKS.array((frames.size + self.size // 32 + 8,), np.uint8)
         used = kernels.sparse_encode(frames.view(np.uint32), out, lengths)
         return out[:used], lengths
 
     def _decode(self, addresses: Addresses, lengths: Longs, out: Bytes) -> int:
         return int(kernels.sparse_decode(addresses, lengths, out.view(np.uint32)))
+
+
+@dataclass(frozen=True)
+class GradientFrames(FrameCodec):
+    """How the slope of 32-bit words changes, in as few bytes as each 8 need; `row` is in words."""
+
+    id = "gradient"
+    row: int = 1
+
+    def __post_init__(self) -> None:
+        if self.size % 4 or not 1 <= self.row <= self.size:
+            raise UsageError(f"gradient: frames of {self.size} bytes, rows of {self.row} words")
+
+    def encode(self, frames: Bytes) -> tuple[Bytes, Longs]:
+        """Pack."""
+        lengths = np.empty(len(frames), np.int64)
+        words, scratch, planes = frames.view(np.uint32), *self._scratch
+        out = BLOCKS.array((frames.size + 2 * scratch.nbytes,), np.uint8)
+        used = kernels.gradient_encode(words, self.row, scratch, planes, out, lengths)
+        return out[:used], lengths
+
+    def _decode(self, addresses: Addresses, lengths: Longs, out: Bytes) -> int:
+        words, room = out.view(np.uint32), BLOCKS.array((self.size + 32,), np.uint8)
+        bad = kernels.gradient_decode(addresses, lengths, self.row, *self._scratch, room, words)
+        return int(bad)
+
+    @property
+    def _scratch(self) -> tuple[NDArray[np.uint32], Bytes]:
+        words = -(-self.size // (4 * kernels.OCTET)) * kernels.OCTET
+        return BLOCKS.array((words,), np.uint32), BLOCKS.array((4, words), np.uint8)
 
 
 @dataclass(frozen=True)
@@ -218,7 +257,7 @@ class NarrowFrames(FrameCodec):
     bits: int = 0
 
     def __post_init__(self) -> None:
-        if self.size % 4 or self.scale < 1:
+        if self.size % 4 or self.scale not in _SCALES:
             raise UsageError(f"narrow: frames of {self.size} bytes, a scale of {self.scale}")
 
     @property
@@ -240,9 +279,14 @@ class NarrowFrames(FrameCodec):
         values = frames.view(np.float32)
         small = BLOCKS.array(values.shape, np.uint8)
         exact = np.empty(len(frames), np.bool_)
-        back = BLOCKS.array(values.shape[1:], np.float32)
-        kernels.narrow(values, np.float32(self.scale), small, back, exact)
+        kernels.narrow(values, np.float32(self.scale), *self._reciprocal, small, exact)
         return small, exact
+
+    @property
+    def _reciprocal(self) -> tuple[np.float32, np.float32]:
+        """1 / scale as the sum of two floats, the first of 16 bits: a byte times it is exact."""
+        head = (np.float32(1 / self.scale).view(np.uint32) >> 8 << 8).view(np.float32)
+        return head, np.float32(1 / self.scale - float(head))
 
     def _decode(self, addresses: Addresses, lengths: Longs, out: Bytes) -> int:
         exact = lengths != self.size
@@ -257,7 +301,7 @@ class NarrowFrames(FrameCodec):
         small = BLOCKS.array((len(out), self.size // 4), np.uint8)
         bad = self._inner._decode(addresses, lengths, small)
         if bad < 0:
-            kernels.widen(small, np.float32(self.scale), out.view(np.float32))
+            kernels.widen(small, *self._reciprocal, out.view(np.float32))
         return bad
 
 
@@ -294,17 +338,9 @@ class ZstdFrames(FrameCodec):
         return -1
 
 
+_PICTURES = (Lz4Frames, BitFrames, MixedFrames, NarrowFrames)
 _KINDS: dict[str, type[FrameCodec]] = {
-    kind.id: kind
-    for kind in (
-        RawFrames,
-        Lz4Frames,
-        BitFrames,
-        MixedFrames,
-        SparseFrames,
-        NarrowFrames,
-        ZstdFrames,
-    )
+    kind.id: kind for kind in (RawFrames, *_PICTURES, GradientFrames, SparseFrames, ZstdFrames)
 }
 
 
@@ -321,25 +357,28 @@ def frame_codec(config: Mapping[str, Any]) -> FrameCodec:
         raise CorruptFile(f"frame codec {dict(config)!r} makes no sense ({error})") from error
 
 
-def choose_codec(sample: NDArray[Any], codec: str = "auto", where: str = "a frame") -> FrameCodec:
-    """Choose a codec for frames like these.
+def check_codec(codec: str, where: str) -> None:
+    """Refuse the name of a codec that there is not."""
+    if codec not in CODEC_NAMES:
+        hint = did_you_mean(codec, CODEC_NAMES)
+        raise UsageError(f"{where}: there is no codec {codec!r}; {hint}")
 
-    Args:
-        sample: Frames [n, *shape]; some of them are tried.
-        codec: A name, or "auto": the smallest of the fast ones, raw if it saves less than 10 %.
-        where: Names the key in messages.
+
+def choose_codec(sample: NDArray[Any], codec: str = "auto", where: str = "a frame") -> FrameCodec:
+    """Choose a codec for frames [n, *shape] like these, of which some are tried.
+
+    `codec` is a name, or "auto": the smallest of the fast ones, raw if it saves less than 10 %.
+    `where` names the key in messages.
     """
     size = int(np.prod(sample.shape[1:], dtype=np.int64)) * sample.itemsize
-    if codec not in CODEC_NAMES:
-        raise UsageError(
-            f"{where}: there is no codec {codec!r}; {did_you_mean(codec, CODEC_NAMES)}"
-        )
+    check_codec(codec, where)
     if codec != "raw" and size > LARGEST_FRAME_BYTES:
         raise UsageError(f"{where}: a frame of {size} bytes is too large for {codec}; use raw")
     small = size < _LEAST_FRAME_BYTES or not len(sample)
     if codec == "raw" or (codec == "auto" and small):
         return RawFrames(size)
-    frames = _sample_bytes(sample)
+    some = sample[:: max(1, len(sample) // _SAMPLE_FRAMES)][:_SAMPLE_FRAMES]  # spread over all
+    frames = np.ascontiguousarray(some).reshape(len(some), -1).view(np.uint8)
     tried = [
         (_measured(candidate, frames, where), candidate)
         for candidate in _candidates(codec, sample, frames)
@@ -354,16 +393,9 @@ def choose_codec(sample: NDArray[Any], codec: str = "auto", where: str = "a fram
     return best
 
 
-def _sample_bytes(sample: NDArray[Any]) -> Bytes:
-    """Return some frames, spread over all, as bytes."""
-    step = max(1, len(sample) // _SAMPLE_FRAMES)
-    chosen = np.ascontiguousarray(sample[::step][:_SAMPLE_FRAMES])
-    return chosen.reshape(len(chosen), -1).view(np.uint8)
-
-
 def _candidates(codec: str, sample: NDArray[Any], frames: Bytes) -> list[FrameCodec]:
     size = frames.shape[1]
-    rows = [0, *sorted(_row_bytes(sample.shape[1:], sample.itemsize))]
+    rows = sorted({0, _row_bytes(sample.shape[1:], sample.itemsize)})
     found: list[FrameCodec] = []
     if codec == "mixed" or (codec == "auto" and sample.itemsize == 1):
         found.append(MixedFrames(size, rows[-1]))
@@ -374,10 +406,12 @@ def _candidates(codec: str, sample: NDArray[Any], frames: Bytes) -> list[FrameCo
         found += [Lz4Frames(size, row, _LZ4HC_LEVEL) for row in rows]
     if codec == "bits":
         found += [BitFrames(size, row) for row in rows]
+    if codec in ("auto", "gradient") and sample.itemsize == 4:
+        found.append(GradientFrames(size, rows[-1] // 4 or size // 4))
     if codec in ("auto", "sparse") and size % 4 == 0:
         found.append(SparseFrames(size))
     if codec in ("auto", "narrow") and sample.dtype == np.float32:
-        for scale in (1, 255):
+        for scale in _SCALES:
             small, exact = NarrowFrames(size, scale).narrowed(frames)
             # Black frames at the beginning say nothing of those that come.
             if codec == "narrow" or (exact.all() and np.unique(small).size >= _LEAST_LEVELS):
@@ -387,12 +421,11 @@ def _candidates(codec: str, sample: NDArray[Any], frames: Bytes) -> list[FrameCo
     return found
 
 
-def _row_bytes(shape: Sequence[int], itemsize: int) -> set[int]:
-    """Return how many bytes back the pixel above may lie, for [H, W], [C, H, W] and [H, W, C]."""
-    found = {shape[-1] * itemsize} if len(shape) >= 2 else set()
-    if len(shape) >= 3 and shape[-1] <= 4:
-        found = {shape[-2] * shape[-1] * itemsize}
-    return {row for row in found if row > 1}
+def _row_bytes(shape: Sequence[int], itemsize: int) -> int:
+    """Return how many bytes back the pixel above lies, in [H, W], [C, H, W], [H, W, C]; or 0."""
+    channels_last = len(shape) >= 3 and shape[-1] <= 4
+    row = itemsize * math.prod(shape[-2:] if channels_last else shape[-1:])
+    return row if len(shape) >= 2 and row > 1 else 0
 
 
 def _measured(codec: FrameCodec, frames: Bytes, where: str) -> int:

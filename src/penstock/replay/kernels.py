@@ -20,22 +20,13 @@ from penstock.core.kernels.native import (
     lz4_unpack,
     pointer,
 )
+from penstock.core.kernels.planes import join_planes, split_planes
 
-LZ4, BITS, PLAIN, TAGGED = 0, 1, 2, -1  # how a frame is packed; PLAIN: not as differences of rows
+LZ4, BITS, PLAIN, RAW, TAGGED = 0, 1, 2, 4, -1  # how frames are packed; PLAIN: no differences
 GROUP = 64  # values of the bit packer that share a width
+OCTET = 8  # words of the gradient packer that do
 _LOW1 = 0x0101010101010101  # the lowest bit of each of eight bytes, and so on
 _LOW2, _LOW4, _LOW7 = 3 * _LOW1, 15 * _LOW1, 127 * _LOW1
-
-
-@compiled
-def copy_frames(addresses, lengths, out):
-    """Fill the rows of `out` with the bytes at `addresses`."""
-    count, size = out.shape
-    for i in range(count):
-        if lengths[i] != size:
-            return i
-        copy_bytes(address_of(out[i]), addresses[i], size)
-    return -1
 
 
 @compiled
@@ -62,18 +53,11 @@ def _add_rows(frame, row):
 
 @compiled
 def lz4_encode(frames, row, level, step, tag, scratch, state, out, lengths):
-    """Compress frames one after another into `out`; return the bytes used.
+    """Compress frames [n, size] into `out`, note the bytes of each; return those of all.
 
-    Args:
-        frames: uint8 [n, size].
-        row: Bytes of a picture row, each stored as the difference to the one above; 0 for none.
-        level: 0 is the fast mode of LZ4, above it its slow, smaller one.
-        step: In the fast mode, how many bytes LZ4 goes ahead where it finds nothing.
-        tag: A byte to write before each frame that is not stored as it is; below 0 for none.
-        scratch: uint8 [size].
-        state: uint64, `LZ4_HARD_BYTES` long, or empty for level 0.
-        out: uint8, at least n * size + LZ4's worst case of one frame.
-        lengths: int64 [n], filled.
+    Level 0 is LZ4's fast mode, above it its slow, smaller one, which needs `LZ4_HARD_BYTES` as
+    state. A tag is a byte before each frame that is not stored as it is; below 0 there is none.
+    `scratch` is one frame, `out` n of them and LZ4's worst case of one.
     """
     count, size = frames.shape
     head = 1 if tag >= 0 else 0
@@ -179,42 +163,44 @@ def sparse_decode(addresses, lengths, out):
 
 
 @compiled
-def narrow(values, scale, out, back, exact):
+def narrow(values, scale, head, tail, out, exact):
     """Write float32 frames [n, size] as bytes, each times `scale`; note which are so exactly.
 
-    `back` is float32 [size], for what a reader would get: it must be the same bit for bit.
+    `head` and `tail` are as for `widen`: what that gives must be the same bit for bit.
     """
     count, size = values.shape
-    again = back.view(np.uint32)
     for i in range(count):
-        frame, bits = values[i], values[i].view(np.uint32)
-        for k in range(size):
-            out[i, k] = np.uint8(np.int32(frame[k] * scale + np.float32(0.5)))
-        _divide(out[i], scale, back)
+        frame, bits, narrowed = values[i], values[i].view(np.uint32), out[i]
         differs = np.uint32(0)
         for k in range(size):
-            differs |= again[k] ^ bits[k]
+            level = np.int32(frame[k] * scale + np.float32(0.5)) & 255
+            narrowed[k] = np.uint8(level)
+            back = np.float32(np.float32(level) * head + np.float32(level) * tail)
+            differs |= back.view(np.uint32) ^ bits[k]
         exact[i] = differs == 0
 
 
 @compiled
-def _divide(frame, scale, out):
-    for k in range(frame.size):
-        out[k] = np.float32(frame[k]) / scale
+def widen(frames, head, tail, out):
+    """Undo `narrow`: `head` + `tail` is 1 / scale, so exact that bytes times it are rounded right.
 
-
-@compiled
-def widen(frames, scale, out):
-    """Undo `narrow`."""
+    A division takes twice as long.
+    """
     for i in range(len(frames)):
-        _divide(frames[i], scale, out[i])
+        frame, widened = frames[i], out[i]
+        for k in range(frame.size):
+            widened[k] = np.float32(frame[k]) * head + np.float32(frame[k]) * tail
 
 
 @compiled
 def _width(largest):
+    """Return how many bits the largest byte of a word has."""
+    for half in (32, 16, 8):
+        largest |= largest >> np.uint64(half)
+    byte = np.int64(largest & np.uint64(255))
     bits = 0
-    while largest >> bits:
-        bits += 1
+    for k in range(8):  # without branches, which cannot be predicted here
+        bits += byte >= (1 << k)
     return bits
 
 
@@ -223,18 +209,13 @@ def bits_encode(frames, row, tag, scratch, out, lengths):
     """Pack bytes into as few bits as each group of 64 needs: for pictures with noise.
 
     Each byte becomes its difference to the one above (`row` bytes back), the sign in the lowest
-    bit. A group is written as planes of 4, 2 and 1 bits, each plane only if the width has it.
-
-    Args:
-        frames: uint8 [n, size].
-        row: As for `lz4_encode`.
-        tag: As for `lz4_encode`.
-        scratch: uint8 [size, rounded up to a multiple of 64].
-        out: uint8, at least n * (size + size / 32 + 128).
-        lengths: int64 [n], filled.
+    bit. A group is written as planes of 4, 2 and 1 bits, each plane only if the width has it. See
+    `lz4_encode`; `scratch` is whole groups of 64, `out` at least n * (size + size / 32 + 128).
     """
     count, size = frames.shape
     groups = (size + GROUP - 1) // GROUP
+    words, begins = scratch.view(np.uint64), address_of(out)
+    low7, low1, sign = np.uint64(_LOW7), np.uint64(_LOW1), np.uint64(255)
     at = 0
     for i in range(count):
         begin = at
@@ -246,39 +227,50 @@ def bits_encode(frames, row, tag, scratch, out, lengths):
             _subtract_rows(frames[i], scratch, row)
         else:
             scratch[:size] = frames[i]
-        for k in range(size):
-            value = scratch[k]
-            scratch[k] = np.uint8(value << 1) ^ np.uint8(0 - (value >> 7))
         start = at
         at += groups
         for g in range(groups):
-            group = scratch[g * GROUP : (g + 1) * GROUP]
-            largest = np.uint8(0)
-            for k in range(GROUP):
-                largest |= group[k]
+            largest = np.uint64(0)
+            for k in range(8 * g, 8 * g + 8):
+                word = words[k]
+                code = (word & low7) << np.uint64(1) ^ ((word >> np.uint64(7)) & low1) * sign
+                words[k] = code
+                largest |= code
             width = _width(largest)
             out[start + g] = width
-            if width == 8:
-                out[at : at + GROUP] = group
-                at += GROUP
-                continue
-            shift = 0
-            for plane in (4, 2, 1):
-                if width & plane:
-                    lane = GROUP * plane // 8
-                    mask = (1 << plane) - 1
-                    for k in range(lane):
-                        packed = 0
-                        for part in range(8 // plane):
-                            packed |= ((group[k + part * lane] >> shift) & mask) << (part * plane)
-                        out[at + k] = packed
-                    at += lane
-                    shift += plane
+            packed = carray(pointer(begins + np.uint64(at)), width, np.uint64)
+            _pack_group(words, 8 * g, width, packed)
+            at += 8 * width
         if at - begin >= size:
             at = begin + size
             out[begin:at] = frames[i]
         lengths[i] = at - begin
     return at
+
+
+@compiled
+def _pack_group(words, start, width, out):
+    """Pack 64 values, eight at a time in a word; see `_unpack_group`."""
+    low4, low2, low1 = np.uint64(_LOW4), np.uint64(_LOW2), np.uint64(_LOW1)
+    at = width & 4
+    if width == 8:
+        for k in range(8):
+            out[k] = words[start + k]
+        return
+    if at:
+        for k in range(4):
+            out[k] = (words[start + k] & low4) | (words[start + k + 4] & low4) << np.uint64(4)
+    if width & 2:
+        first = second = np.uint64(0)
+        for k in range(0, 8, 2):
+            first |= ((words[start + k] >> np.uint64(at)) & low2) << np.uint64(k)
+            second |= ((words[start + k + 1] >> np.uint64(at)) & low2) << np.uint64(k)
+        out[at], out[at + 1] = first, second
+    if width & 1:
+        last = np.uint64(0)
+        for k in range(8):
+            last |= ((words[start + k] >> np.uint64(width & 6)) & low1) << np.uint64(k)
+        out[width - 1] = last
 
 
 @compiled
@@ -328,13 +320,9 @@ def _unpack_group(packed, width, out, start):
 def decode_pictures(addresses, lengths, method, row, scratch, out):
     """Undo `lz4_encode` and `bits_encode`, straight into the rows of `out`.
 
-    Args:
-        addresses: uint64 [n]: where the frames lie.
-        lengths: int64 [n]: bytes of each.
-        method: `LZ4` or `BITS`, as differences of rows or `PLAIN`; `TAGGED`: the first byte says.
-        row: Bytes of a picture row.
-        scratch: uint64, eight for each group of the bit packer; empty where it is not needed.
-        out: uint8 [n, size], filled.
+    `method` is `LZ4` or `BITS`, as differences of rows or `PLAIN`; of `TAGGED` the first byte says.
+    Of `RAW` all frames are as long as they are.
+    `scratch` is eight words for each group of the bit packer.
     """
     count, size = out.shape
     for i in range(count):
@@ -357,4 +345,92 @@ def decode_pictures(addresses, lengths, method, row, scratch, out):
             return i
         if row and not kind & PLAIN:
             _add_rows(out[i], row)
+    return -1
+
+
+@compiled
+def gradient_encode(frames, row, scratch, planes, out, lengths):
+    """Write how the slope of words [n, size] changes, in as few bytes as each 8 of them need.
+
+    A word becomes (here - left) - (above - above left), the sign in the lowest bit. A frame is one
+    width for each 8 words, then so many planes of 8 bytes for each. `scratch` is a frame of whole
+    eights, `planes` its bytes [4, ...], `out` n frames and 10 * size + 80 bytes.
+    """
+    count, size = frames.shape
+    groups = planes.shape[1] // OCTET
+    octets, begins = planes.view(np.uint64), address_of(out)
+    first, second, third, fourth = octets[0], octets[1], octets[2], octets[3]
+    at = 0
+    for n in range(count):
+        _to_gradient(frames[n], row, scratch)
+        split_planes(scratch, planes)
+        begin = at
+        at += groups
+        for g in range(groups):  # without branches, which cannot be predicted here
+            packed = carray(pointer(begins + np.uint64(at)), 4, np.uint64)
+            packed[0], packed[1], packed[2], packed[3] = first[g], second[g], third[g], fourth[g]
+            largest = fourth[g]
+            width = np.int64(largest != 0)
+            largest |= third[g]
+            width += largest != 0
+            largest |= second[g]
+            width += largest != 0
+            width += (largest | first[g]) != 0
+            out[begin + g] = width
+            at += OCTET * width
+        if at - begin >= 4 * size:
+            at = begin + 4 * size
+            out[begin:at] = frames[n].view(np.uint8)
+        lengths[n] = at - begin
+    return at
+
+
+@compiled
+def _to_gradient(words, row, out):
+    out[words.size :] = 0
+    above = np.zeros(row, np.uint32)
+    for start in range(0, words.size, row):
+        here, changes = words[start : start + row], out[start : start + row]
+        changes[0] = here[0] - above[0]
+        for i in range(1, here.size):
+            changes[i] = (here[i] - above[i]) - (here[i - 1] - above[i - 1])
+        above = here
+
+
+@compiled
+def gradient_decode(addresses, lengths, row, scratch, planes, room, out):
+    """Undo `gradient_encode`; `out` is uint32 [n, words], `room` a frame and 4 words of 64 bits."""
+    count, size = out.shape
+    groups = planes.shape[1] // OCTET
+    octets, begin = planes.view(np.uint64), address_of(room)
+    places = address_of(planes) + np.arange(4).astype(np.uint64) * np.uint64(planes.shape[1])
+    zero = np.uint64(0)
+    for n in range(count):
+        length = lengths[n]
+        if length == 4 * size:
+            copy_bytes(address_of(out[n]), addresses[n], length)
+            continue
+        if length < groups or length > 4 * size:
+            return n
+        copy_bytes(begin, addresses[n], length)  # all four are read below, perhaps beyond the end
+        at = groups
+        for g in range(groups):
+            width = np.int64(room[g])
+            if width > 4 or at + OCTET * width > length:
+                return n
+            packed = carray(pointer(begin + np.uint64(at)), 4, np.uint64)
+            for k in range(4):
+                octets[k, g] = packed[k] & (zero - np.uint64(width > k))
+            at += OCTET * width
+        if at != length:
+            return n
+        join_planes(places, scratch)
+        above, slope = np.zeros(row, np.uint32), np.uint32(0)
+        for start in range(0, size, row):
+            changes, here = scratch[start : min(start + row, size)], out[n, start : start + row]
+            slope = np.uint32(0)
+            for i in range(here.size):
+                slope += changes[i]
+                here[i] = above[i] + slope
+            above = here
     return -1

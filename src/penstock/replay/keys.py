@@ -14,14 +14,13 @@ from numpy.typing import NDArray
 
 from penstock.core.pack import DTYPES
 from penstock.errors import CorruptFile, UsageError
-from penstock.replay.frames import CODEC_NAMES
-from penstock.tensors import DTYPE_NAMES
+from penstock.replay.frames import check_codec
+from penstock.tensors import torch_dtype
 from penstock.ui.suggestions import did_you_mean
 
 KeyPath = tuple[str, ...]
 Key = str | tuple[str, ...]
 Codecs = str | Mapping[Any, str]
-_TORCH_TYPES = {name: dtype for dtype, name in DTYPE_NAMES.items()}
 
 
 @dataclass(frozen=True)
@@ -54,7 +53,7 @@ class Field:
     @cached_property
     def torch_dtype(self) -> torch.dtype:
         """Its type in torch."""
-        return _TORCH_TYPES[self.dtype]
+        return torch_dtype(self.dtype)
 
     @property
     def name(self) -> str:
@@ -103,9 +102,8 @@ def as_paths(keys: Iterable[Key]) -> list[KeyPath]:
         for n in range(1, len(path)):
             if path[:n] in taken:
                 raise UsageError(f"{show(path)} lies inside {show(path[:n])}, which is a key too")
-    if len(taken) != len(paths):
-        twice = next(path for path in paths if paths.count(path) > 1)
-        raise UsageError(f"{show(twice)} is given twice")
+        if paths.count(path) > 1:
+            raise UsageError(f"{show(path)} is given twice")
     return paths
 
 
@@ -120,10 +118,7 @@ def known(path: KeyPath, paths: Sequence[KeyPath], what: str) -> int:
 def check_codecs(codecs: Codecs) -> None:
     """Refuse codecs that there are not."""
     for name in [codecs] if isinstance(codecs, str) else codecs.values():
-        if name not in CODEC_NAMES:
-            raise UsageError(
-                f"codecs: there is no codec {name!r}; {did_you_mean(name, CODEC_NAMES)}"
-            )
+        check_codec(name, "codecs")
 
 
 def codecs_of(codecs: Codecs, paths: Sequence[KeyPath], default: str) -> list[str]:

@@ -28,19 +28,10 @@ _LARGEST = 1e290  # times any number of entries still a float
 
 
 class SumTree:
-    """A fixed number of priorities, drawn from in proportion.
+    """A fixed number of priorities, drawn from in proportion; all start with 0, never drawn.
 
     Not for several threads at once: whoever owns it locks. The random numbers come from `seed`, or
     from the generator given to `sample`.
-
-    Args:
-        capacity: Number of entries; all start with priority 0, which is never drawn.
-        seed: Seed of the tree's own generator.
-
-    Example:
-        tree = SumTree(1_000_000, seed=0)
-        tree.set([3, 7], [1.0, 3.0])
-        tree.sample(256)   # 7 three times as often as 3
     """
 
     def __init__(self, capacity: int, seed: int | None = None) -> None:
@@ -97,35 +88,28 @@ class SumTree:
             if values.size != 1:
                 raise UsageError(f"{values.size} priorities for {where.size} entries")
             values = np.full(where.size, values[0])
-        bad = _first_bad(where, self.capacity, values)
-        if bad >= 0:
+        # Written so that NaN, which compares false with everything, is refused as well.
+        good = (where >= 0) & (where < self.capacity) & (values >= 0) & (values <= _LARGEST)
+        if not good.all():
             raise UsageError(
-                f"priority {values[bad]} of entry {where[bad]}: entries are 0 to "
+                f"priority {values[~good][0]} of entry {where[~good][0]}: entries are 0 to "
                 f"{self.capacity - 1}, priorities 0 to {_LARGEST:g}"
             )
         self._round += 1
         _set(self._all, self._round, where, values)
 
-    def sample(
-        self, n: int, rng: np.random.Generator | None = None, *, stratified: bool = True
-    ) -> Ints:
+    def sample(self, n: int, rng: np.random.Generator | None = None) -> Ints:
         """Draw `n` entries, with replacement, each in proportion to its priority.
 
-        Args:
-            n: How many.
-            rng: Source of random numbers; by default the tree's own.
-            stratified: Cut the total into `n` equal parts and draw one from each, which spreads
-                the draws more evenly; the result is then in the order of the entries.
+        One is drawn from each of `n` equal parts of the total, which spreads the draws more evenly;
+        the result is in the order of the entries.
         """
         if n < 0:
             raise UsageError(f"{n} draws; give a number from 0")
         if not self.total > 0:
             raise UsageError("all priorities are 0, there is nothing to draw; set some first")
-        draws = (rng or self.rng).random(n)
-        if stratified:
-            draws += np.arange(n)
-            draws /= max(n, 1)
-        return self.find(draws * self.total)
+        draws = (rng or self.rng).random(n) + np.arange(n)
+        return self.find(draws * (self.total / max(n, 1)))
 
     def find(self, sums: Floats) -> Ints:
         """Return, for each sum, the first entry up to which all priorities make more than it."""
@@ -159,17 +143,6 @@ def importance_weights(priorities: ArrayLike, smallest: float, beta: float) -> F
         raise UsageError(f"beta is {beta}; give a number from 0, usually up to 1")
     weights: Floats = (np.asarray(priorities, np.float64) / smallest) ** -beta
     return weights
-
-
-@compiled
-def _first_bad(indices: Ints, capacity: int, values: Floats) -> int:
-    """Return the number of the first entry or priority that makes no sense, -1 if all do."""
-    bad = -1
-    for k in range(indices.size - 1, -1, -1):
-        # Written so that NaN, which compares false with everything, is bad as well.
-        if not (0 <= indices[k] < capacity and 0.0 <= values[k] <= _LARGEST):
-            bad = k
-    return bad
 
 
 @compiled

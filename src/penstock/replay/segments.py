@@ -11,18 +11,17 @@ only those that no segment holds as they are now.
 
 from __future__ import annotations
 
-import contextlib
 import os
 import re
 import threading
 from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
-from typing_extensions import Self
 
 from penstock.core.files import TEMPORARY_PREFIX, FolderLock, make_folder, storage_error, sweep
 from penstock.core.pack import Item, PackReader, PackWriter
@@ -35,70 +34,71 @@ _SEGMENT = re.compile(r"segment_([0-9]{6,18})\.pack")
 _SEGMENT_BYTES = 64 << 20
 _MOST_SEGMENTS = 48
 _SPARE_ROUNDS = 8  # for what other threads change while a save is under way
+_NONSENSE = (LookupError, ValueError, TypeError, AttributeError, OverflowError, RuntimeError)
 
 
-class LogReader:
-    """A committed log, for reading. Nothing it returns was not verified.
+def need(condition: Any, problem: str) -> None:
+    """Refuse what is read, unless a condition holds."""
+    if not condition:
+        raise CorruptFile(f"this makes no sense: {problem}")
+
+
+@contextmanager
+def taking_in(what: object, *nonsense: type[Exception]) -> Iterator[None]:
+    """Turn whatever a state that was not made here raises into a DataError that names it."""
+    try:
+        yield
+    except DataError as error:
+        raise type(error)(f"{what} cannot be loaded: {error}") from error
+    except _NONSENSE + nonsense as error:
+        raise CorruptFile(f"{what} cannot be loaded: it makes no sense ({error!r})") from error
+
+
+class LogReader(ExitStack):
+    """What was committed last, for reading. Nothing it returns was not verified.
 
     No lock is taken: a writer may commit meanwhile. A segment that it removed is then reported as
-    such, and reading once more gives the new state.
+    such, and reading once more gives the new state. A log of another holder is refused.
 
     Attributes:
-        folder: Where the log lies.
+        state: What `commit` was given; alike `segments`, and `names`, of its own arrays.
         digest: Identifies this very commit; see `SegmentLog.digest`.
-        holder: What the log was written for.
-        state: The state given to `commit`.
-        digests: Names of the segments, in the order given to `commit`, and the digest of each.
-        next_number: Of the next segment.
     """
 
     def __init__(self, folder: Path | str, holder: str | None = None) -> None:
+        super().__init__()
         self.folder = Path(folder)
         path = self.folder / MANIFEST
         try:
-            self._pack = PackReader(path)
+            self._pack = self.enter_context(PackReader(path))
         except (FileNotFoundError, NotADirectoryError):
             raise UnknownFormat(f"{folder} holds no saved replay: there is no {MANIFEST}") from None
         except OSError as error:
             raise storage_error("read", path, error) from error
+        index = self._pack.index
+        self.digest, self.names = index.digest, self._pack.names
         try:
-            self._read(holder)
+            if index.kind != KIND:
+                raise UnknownFormat(f"{path} is a {index.kind!r}, not a saved replay")
+            with taking_in(path):
+                self._read(index.meta)
+            if holder not in (None, self.holder):
+                raise UnknownFormat(
+                    f"{folder} was saved by {self.holder!r}, not by {holder!r}; load it with what "
+                    "wrote it"
+                )
         except BaseException:
             self.close()
             raise
 
-    def _read(self, holder: str | None) -> None:
-        pack, meta = self._pack, self._pack.index.meta
-        self.digest = pack.index.digest
-        if pack.index.kind != KIND:
-            raise UnknownFormat(f"{pack.path} is a {pack.index.kind!r}, not a saved replay")
-        try:
-            self.holder, self.next_number = str(meta["holder"]), int(meta["next"])
-            self.state: dict[str, Any] = meta["state"]
-            self.digests = {str(one["name"]): str(one["digest"]) for one in meta["segments"]}
-            whole = isinstance(self.state, dict) and len(self.digests) == len(meta["segments"])
-        except (LookupError, TypeError, ValueError) as error:
-            raise CorruptFile(
-                f"{pack.path} is damaged: its manifest makes no sense ({error!r})"
-            ) from error
+    def _read(self, meta: Mapping[str, Any]) -> None:
+        self.holder, self.next = str(meta["holder"]), int(meta["next"])
+        self.state: dict[str, Any] = meta["state"]
+        self.digests = {str(one["name"]): str(one["digest"]) for one in meta["segments"]}
+        self.segments = list(self.digests)
+        whole = isinstance(self.state, dict) and len(self.digests) == len(meta["segments"])
         # A name from a file never leaves the folder of that file.
-        if not whole or not all(map(_SEGMENT.fullmatch, self.digests)):
-            raise CorruptFile(f"{pack.path} is damaged: its list of segments makes no sense")
-        if holder is not None and self.holder != holder:
-            raise UnknownFormat(
-                f"{self.folder} was saved by {self.holder!r}, not by {holder!r}; load it with what "
-                "wrote it"
-            )
-
-    @property
-    def segments(self) -> list[str]:
-        """Names of the segments, in order."""
-        return list(self.digests)
-
-    @property
-    def names(self) -> list[str]:
-        """Names of the manifest's own arrays."""
-        return self._pack.names
+        need(whole and all(map(_SEGMENT.fullmatch, self.digests)), "its list of segments")
 
     def item(self, name: str) -> NDArray[Any]:
         """Read one of the manifest's own arrays."""
@@ -108,13 +108,13 @@ class LogReader:
 
     def ints(self, *names: str) -> list[NDArray[np.int64]]:
         """Read tables of numbers, all with one number per block."""
-        tables = [self.item(name) for name in names]
-        for name, table in zip(names, tables, strict=True):
-            if table.dtype != np.int64 or table.ndim != 1 or table.shape != tables[0].shape:
-                raise CorruptFile(f"{self.folder} is damaged: its table {name!r} makes no sense")
-            if name == "segment" and ((table < 0) | (table >= len(self.digests))).any():
-                raise CorruptFile(f"{self.folder} is damaged: a block is in no segment")
-        return tables
+        tables = {name: self.item(name) for name in names}
+        (size,) = {table.size for table in tables.values()}
+        for name, table in tables.items():
+            need(table.dtype == np.int64 and table.shape == (size,), f"its table {name!r}")
+        segment = tables.get("segment", np.empty(0))
+        need(((segment >= 0) & (segment < len(self.digests))).all(), "a block is in no segment")
+        return list(tables.values())
 
     def open_segment(self, name: str) -> PackReader:
         """Open a segment and check that it is the file that was committed; close it yourself."""
@@ -124,7 +124,7 @@ class LogReader:
         try:
             segment = PackReader(path)
         except FileNotFoundError:
-            with SegmentLog.read(self.folder) as now:
+            with LogReader(self.folder) as now:
                 if now.digest != self.digest:
                     raise StorageError(
                         f"{self.folder} was saved again while it was read; load it once more"
@@ -153,50 +153,25 @@ class LogReader:
             except (DataError, StorageError) as error:
                 yield name, str(error)
 
-    def close(self) -> None:
-        """Close the manifest; safe to call twice."""
-        self._pack.close()
 
-    def __enter__(self) -> Self:
-        return self
+class SegmentLog(ExitStack):
+    """The one writer of a log: in a new or empty folder, or in that of a log of the same holder.
 
-    def __exit__(self, *_: object) -> None:
-        self.close()
-
-
-class SegmentLog:
-    """The one writer of a log; made by `create_or_open`.
+    Closing it removes what was appended and never committed, and lets go of the folder. A folder
+    that is refused was not changed.
 
     Attributes:
-        folder: Where the log lies.
         digest: Identifies the committed manifest; "" before the first commit. Who saved here before
-            compares it with what it remembers: if it differs, somebody else committed since, and
-            the segments in here must not be taken for one's own.
+            compares it: if it differs, somebody else committed since, and the segments are theirs.
     """
 
-    def __init__(self, folder: Path, holder: str, lock: FolderLock) -> None:
-        self.folder = folder
-        self._holder = holder
-        self._lock: FolderLock | None = lock
+    def __init__(self, folder: Path | str, holder: str = "replay") -> None:
+        super().__init__()
+        folder = Path(folder)
+        self.folder, self._holder, self.digest = folder, holder, ""
         self._committed: dict[str, str] = {}
         self._appended: dict[str, str] = {}
-        self._next = 0
-        self.digest = ""
-
-    @classmethod
-    def create_or_open(cls, folder: Path | str, holder: str = "replay") -> SegmentLog:
-        """Take a folder for writing; create it if it is not there.
-
-        Args:
-            folder: Holds one log. It must be new, empty, or hold a log of the same holder.
-            holder: What the log is written for, such as "torchrl": a log of another is refused.
-
-        Raises:
-            UsageError: The folder holds something else.
-            LockHeld: Another process writes there.
-            CorruptFile: The log that is there is damaged; nothing was changed.
-        """
-        folder = Path(folder)
+        self._next, self._open = 0, True
         try:
             make_folder(folder)
             known = (folder / MANIFEST).exists()
@@ -208,9 +183,7 @@ class SegmentLog:
                     )
         except OSError as error:
             raise storage_error("write", folder, error) from error
-        lock = FolderLock(folder)
-        lock.acquire()
-        log = cls(folder, holder, lock)
+        self._lock = self.enter_context(FolderLock(folder))
         try:
             sweep(folder)  # it is the lock's holder who decides what is left over
             if (folder / MANIFEST).exists():
@@ -220,18 +193,13 @@ class SegmentLog:
                             f"{folder} holds a replay saved by {reader.holder!r}, not by "
                             f"{holder!r}; choose another folder"
                         )
-                    log._committed, log._next = reader.digests, reader.next_number
-                    log.digest = reader.digest
-            log._remove_unlisted()
+                    self._committed, self._next = reader.digests, reader.next
+                    self.digest = reader.digest
+            self._remove_unlisted()
         except BaseException:
-            lock.release()
+            self.close()
             raise
-        return log
-
-    @staticmethod
-    def read(folder: Path | str, holder: str | None = None) -> LogReader:
-        """Open what was committed last, and refuse a log of another holder; None takes any."""
-        return LogReader(folder, holder)
+        self.callback(self._end)
 
     @property
     def segments(self) -> list[str]:
@@ -275,19 +243,9 @@ class SegmentLog:
         self._committed, self._appended = kept, {}
         self._remove_unlisted()
 
-    def close(self) -> None:
-        """Remove what was appended and never committed, and let go of the folder."""
-        if self._lock is None:
-            return
+    def _end(self) -> None:
+        self._open = False
         self._remove_unlisted()
-        self._lock.release()
-        self._lock = None
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
 
     def _remove_unlisted(self) -> None:
         try:
@@ -296,11 +254,11 @@ class SegmentLog:
             return
         for name in names:
             if _SEGMENT.fullmatch(name) and name not in self._committed:
-                with contextlib.suppress(OSError):  # what stays is removed by the next writer
+                with suppress(OSError):  # what stays is removed by the next writer
                     os.unlink(self.folder / name)
 
     def _check_open(self) -> None:
-        if self._lock is None:
+        if not self._open:
             raise UsageError(f"{self.folder}: this log was closed; open it again")
 
 
@@ -321,19 +279,12 @@ class Place(NamedTuple):
 
 @dataclass(frozen=True)
 class Saved:
-    """What the last save left in a folder: what the next one need not write again.
-
-    Attributes:
-        folder: The folder.
-        digest: Of that very commit.
-        places: Of each block.
-        sizes: Bytes that each segment was written with.
-    """
+    """What the last save left in a folder: what the next one need not write again."""
 
     folder: Path
-    digest: str
-    places: dict[int, Place] = field(default_factory=dict)
-    sizes: dict[str, int] = field(default_factory=dict)
+    digest: str  # of that very commit
+    places: dict[int, Place] = field(default_factory=dict)  # of each block
+    sizes: dict[str, int] = field(default_factory=dict)  # bytes that segments were written with
 
 
 class Content(Protocol):
@@ -360,17 +311,11 @@ def save_blocks(
 
     Segments of which less than half lives are written anew, and the smaller half of them when there
     are many: so a folder is never much more than twice the buffer. The manifest gets two tables
-    more, "segment" and "place": where each block lies.
-
-    Args:
-        content: The buffer.
-        lock: Guards it; held only while something is copied out of it.
-        folder: Where to.
-        holder: As for `SegmentLog.create_or_open`.
-        saved: What the last call returned, or None.
+    more, "segment" and "place": where each block lies. The lock of the buffer is held only while
+    something is copied out of it. `saved` is what the last call returned, or None.
     """
     where = Path(folder)
-    with SegmentLog.create_or_open(where, holder) as log:
+    with SegmentLog(where, holder) as log:
         places: dict[int, Place] = {}
         sizes: dict[str, int] = {}
 

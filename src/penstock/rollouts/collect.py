@@ -20,7 +20,7 @@ from penstock.core.memory import whole_number
 from penstock.core.threads import POLL_S, start
 from penstock.core.writes import close_after
 from penstock.errors import SaverClosed, UsageError
-from penstock.rollouts.tensordicts import is_tensor_collection
+from penstock.rollouts.structure import is_tensor_collection
 from penstock.tensors import tensor_bytes
 
 _LOG = logging.getLogger("penstock")
@@ -53,9 +53,6 @@ class PipelinedDataCollector:
             learner updated more often than before, is dropped and counted.
         policy_version: Returns the version, instead of the count kept here.
 
-    Attributes:
-        base_collector: The collector.
-
     Example:
         with PipelinedDataCollector(Collector(env, policy, frames_per_batch=4096)) as collector:
             for data in collector:
@@ -74,10 +71,8 @@ class PipelinedDataCollector:
         policy_version: Callable[[], int] | None = None,
     ) -> None:
         whole_number("prefetch_count", prefetch_count, 1)
-        if max_bytes is not None:
-            whole_number("max_bytes", max_bytes, 1)
-        if max_staleness is not None:
-            whole_number("max_staleness", max_staleness, 0)
+        whole_number("max_bytes", 1 if max_bytes is None else max_bytes, 1)
+        whole_number("max_staleness", 0 if max_staleness is None else max_staleness, 0)
         if not isinstance(base_collector, Iterable):
             raise UsageError(
                 f"base_collector is a {type(base_collector).__name__}, which cannot be iterated"
@@ -123,18 +118,9 @@ class PipelinedDataCollector:
         """
         own = self._prefetcher
         with own.lock:
-            return {
-                "batches": own.batches,
-                "staleness_mean": own.stale_sum / own.batches if own.batches else 0.0,
-                "staleness_max": own.stale_max,
-                "dropped": own.dropped,
-                "queued": len(own.queue),
-                "queued_bytes": own.queued_bytes(),
-                "peak_bytes": own.peak_bytes,
-                "version": own.now(),
-                "collect_s": own.collect_s,
-                "wait_s": own.wait_s,
-            }
+            now = {"queued": len(own.queue), "queued_bytes": own.queued_bytes()}
+            mean = own.stale_sum / max(1, own.stats["batches"])
+            return {**own.stats, **now, "staleness_mean": mean, "version": own.now()}
 
     def shutdown(self, timeout: float | None = 30.0) -> bool:
         """Stop collecting and shut the collector down, in the thread that used it.
@@ -145,22 +131,16 @@ class PipelinedDataCollector:
         Returns:
             False if it was still in a step: then the thread ends, and shuts the collector down, as
             soon as that step returns, and the interpreter does not exit before.
-
-        Raises:
-            Exception: What the collector's own `shutdown` raised.
         """
         self._prefetcher.stop(shut_base=True)
         thread = self._prefetcher.thread
-        if thread is threading.current_thread():
-            thread = None
-        if thread is not None:
+        if thread is not None and thread is not threading.current_thread():
             thread.join(timeout)
-        if thread is not None and thread.is_alive():
-            _LOG.warning(
-                "the collector is still in a step after %s s; its thread ends with that step",
-                timeout,
-            )
-            return False
+            if thread.is_alive():
+                _LOG.warning(
+                    "the collector is still in a step after %s s; it ends with it", timeout
+                )
+                return False
         self._prefetcher.shut_down_base()
         return True
 
@@ -214,11 +194,9 @@ class _Prefetcher:
         self._ended = False
         self._shuts_base = self._base_shut = False
         self._shutdown_error: BaseException | None = None
-        self.batches = self.dropped = 0
-        self.stale_sum = self.stale_max = self.peak_bytes = 0
-        self.collect_s = self.wait_s = 0.0
-
-    # --- the learner's side ---------------------------------------------------------------------
+        names = ("batches", "staleness_max", "dropped", "peak_bytes", "collect_s", "wait_s")
+        self.stats: dict[str, Any] = dict.fromkeys(names, 0)
+        self.stale_sum = 0
 
     def start(self) -> None:
         """Start the thread, unless there is one, or what it left is not taken yet."""
@@ -227,12 +205,9 @@ class _Prefetcher:
             if running or self.queue or self._error is not None or self.stopped:
                 return
             self._ended = False
-            self.thread = threading.Thread(
-                target=self._run,
-                args=(torch.get_num_threads(),),
-                name="penstock-collector",
-                daemon=False,
-            )
+            threads = (torch.get_num_threads(),)
+            name = "penstock-collector"
+            self.thread = threading.Thread(target=self._run, args=threads, name=name, daemon=False)
             start(self.thread)
 
     def take(self) -> list[Any]:
@@ -257,7 +232,7 @@ class _Prefetcher:
         finally:
             with self.lock:
                 self._askers.discard(threading.get_ident())
-                self.wait_s += perf_counter() - begin
+                self.stats["wait_s"] += perf_counter() - begin
 
     def advance(self, versions: int) -> None:
         """Count updates of the policy."""
@@ -287,14 +262,11 @@ class _Prefetcher:
 
     def _close_turn(self) -> None:
         """The learner has done with its batch: see how often it updated the policy meanwhile."""
-        if self._handed_at is None:
-            return
-        updates = self.now() - self._handed_at
-        if updates == 0 and self.policy_version is None:
-            self._version += 1  # it does not count its updates: one batch, one update
-            updates = 1
-        self._per_batch = max(self._per_batch, updates)
-        self._handed_at = None
+        if self._handed_at is not None:
+            if self.now() == self._handed_at and self.policy_version is None:
+                self._version += 1  # it does not count its updates: one batch, one update
+            self._per_batch = max(self._per_batch, self.now() - self._handed_at)
+            self._handed_at = None
 
     def _next_ready(self) -> list[Any]:
         while self.queue:
@@ -302,13 +274,13 @@ class _Prefetcher:
             now = self.now()
             staleness = max(0, now - ready.version)
             if self.max_staleness is not None and staleness > self.max_staleness:
-                self.dropped += 1
+                self.stats["dropped"] += 1
                 continue
             self._handed_at = now
-            self.batches += 1
             self.staleness = staleness
             self.stale_sum += staleness
-            self.stale_max = max(self.stale_max, staleness)
+            self.stats["batches"] += 1
+            self.stats["staleness_max"] = max(self.stats["staleness_max"], staleness)
             return [ready.batch]
         return []
 
@@ -317,8 +289,6 @@ class _Prefetcher:
 
     def queued_bytes(self) -> int:
         return sum(ready.nbytes for ready in self.queue)
-
-    # --- the thread's side ----------------------------------------------------------------------
 
     def _may_start(self) -> bool:
         """Tell whether the next batch may be collected now; what is in hand is counted before."""
@@ -367,7 +337,7 @@ class _Prefetcher:
         except StopIteration:
             return False
         finally:
-            self.collect_s += perf_counter() - begin
+            self.stats["collect_s"] += perf_counter() - begin
         batch, nbytes = _cloned(batch, self.device)
         ready = _Ready(batch, nbytes or int(getattr(batch, "nbytes", 0) or 0), version)
         del batch
@@ -376,7 +346,7 @@ class _Prefetcher:
                 return False
             self._last_bytes = ready.nbytes
             self.queue.append(ready)
-            self.peak_bytes = max(self.peak_bytes, self.queued_bytes())
+            self.stats["peak_bytes"] = max(self.stats["peak_bytes"], self.queued_bytes())
         self._answers.put(None)
         return True
 

@@ -18,10 +18,17 @@ from penstock.core.pack import DTYPES
 from penstock.core.threads import parallel_list
 from penstock.errors import UsageError
 from penstock.rollouts.file import check_level, codec_for
-from penstock.rollouts.structure import Key, Leaf, Picked, as_path, choose, dense
-from penstock.rollouts.tensordicts import MemoryMappedTensor, TensorDict, TensorDictBase
-from penstock.tensors import DTYPE_NAMES, check_storable, empty_array, tensor_bytes, tensor_over
-from penstock.ui.suggestions import did_you_mean
+from penstock.rollouts.structure import (
+    Key,
+    Leaf,
+    Picked,
+    TensorDict,
+    TensorDictBase,
+    as_path,
+    choose,
+    dense,
+)
+from penstock.tensors import empty_array, tensor_bytes, tensor_over
 
 Keys = Literal["auto"] | Sequence[Any]
 Words = NDArray[Any]
@@ -38,13 +45,11 @@ class CompressedDataCollector:
     only takes longer. The collector's own TensorDicts are not changed.
 
     Args:
-        base_collector: Any iterable of TensorDicts of batch size [env, time], or [env * time] with
-            `num_envs`.
+        base_collector: Any iterable of TensorDicts of batch size [env, time] or [step].
         compression_level: As for `RolloutStorage`: 1 to 9 are fast, 10 to 16 smaller.
         keys: Keys, tuples or prefixes to compress; "auto" takes those that are large and get at
             least 10 % smaller.
         cache_bytes: Decoded data to keep for further minibatches.
-        num_envs: Environments in a batch of one axis.
 
     Example:
         for batch in CompressedDataCollector(collector, compression_level=1):
@@ -59,7 +64,6 @@ class CompressedDataCollector:
         *,
         keys: Keys = "auto",
         cache_bytes: int = 64 << 20,
-        num_envs: int | None = None,
     ) -> None:
         self.base_collector = base_collector
         self.compression_level = check_level(compression_level)
@@ -67,12 +71,8 @@ class CompressedDataCollector:
             raise UsageError("compression_level=0 compresses nothing; use the collector as it is")
         if isinstance(keys, str) and keys != "auto":
             raise UsageError(f'keys={keys!r}: give "auto" or a list of keys')
-        whole_number("cache_bytes", cache_bytes, 1)
-        if num_envs is not None:
-            whole_number("num_envs", num_envs, 1)
-        self._keys = keys
-        self._num_envs = num_envs
-        self._cache = _DecodedKeys(cache_bytes)
+        self._keys = None if isinstance(keys, str) else keys
+        self._cache = _DecodedKeys(whole_number("cache_bytes", cache_bytes))
 
     def __iter__(self) -> Iterator[CompressedBatch]:
         for data in self.base_collector:
@@ -82,17 +82,11 @@ class CompressedDataCollector:
         """Compress one batch."""
         if not isinstance(data, TensorDictBase):
             raise UsageError(f"the collector yields {type(data).__name__}, not TensorDicts")
+        shape = list(data.batch_size)
+        if not shape or 0 in shape[:2]:
+            raise UsageError(f"a batch of size {shape} cannot be compressed by environment")
         data = dense(data, "the batch")
-        shape = tuple(data.batch_size)
-        if self._num_envs is not None and len(shape) == 1:
-            if shape[0] % self._num_envs:
-                raise UsageError(
-                    f"num_envs={self._num_envs} does not divide a batch of {shape[0]} steps"
-                )
-            data = data.reshape(self._num_envs, shape[0] // self._num_envs)
-        if not data.batch_size or 0 in data.batch_size[:2]:
-            raise UsageError(f"a batch of size {list(shape)} cannot be compressed by environment")
-        return CompressedBatch(data, shape, self.compression_level, self._keys, self._cache)
+        return CompressedBatch(data, self.compression_level, self._keys, self._cache)
 
     def update_policy_weights_(self, *args: Any, **kwargs: Any) -> None:
         """Pass on to the collector."""
@@ -100,9 +94,7 @@ class CompressedDataCollector:
 
     def shutdown(self, *args: Any, **kwargs: Any) -> None:
         """Shut the collector down, if it can be."""
-        shutdown = getattr(self.base_collector, "shutdown", None)
-        if shutdown is not None:
-            shutdown(*args, **kwargs)
+        getattr(self.base_collector, "shutdown", lambda *_, **__: None)(*args, **kwargs)
 
     def __enter__(self) -> Self:
         return self
@@ -123,39 +115,21 @@ class CompressedBatch:
     """
 
     def __init__(
-        self,
-        data: TensorDictBase,
-        shape: tuple[int, ...],
-        level: int,
-        keys: Keys,
-        cache: _DecodedKeys,
+        self, data: TensorDictBase, level: int, keys: Sequence[Any] | None, cache: _DecodedKeys
     ) -> None:
-        leaves: dict[Key, torch.Tensor] = {}
-        for key, value in data.items(include_nested=True, leaves_only=True):
-            path = as_path(key)
-            if isinstance(value, MemoryMappedTensor):
-                value = value.as_subclass(torch.Tensor)
-            check_storable(".".join(path), value)
-            leaves[path] = value
-        chosen = None if isinstance(keys, str) else choose(leaves, keys)
-        self.batch_size = torch.Size(shape)
-        self.raw_bytes = sum(tensor_bytes(value) for value in leaves.values())
+        pairs = data.items(include_nested=True, leaves_only=True)
+        leaves = {as_path(key): Leaf.of(as_path(key), value) for key, value in pairs}
+        chosen = choose(leaves, keys)
+        self.batch_size = data.batch_size
+        self.raw_bytes = sum(leaf.nbytes for leaf in leaves.values())
         self._compressed: dict[Key, CompressedKey] = {}
-        for path, value in leaves.items():
-            if chosen is None or path in chosen:
-                leaf = Leaf("", path, DTYPE_NAMES[value.dtype], value)
-                packed = compress_key(leaf, data.ndim > 1, level, always=chosen is not None)
-                if packed is not None:
-                    self._compressed[path] = packed
+        for path in leaves if chosen is None else [path for path in leaves if path in chosen]:
+            packed = compress_key(leaves[path], data.ndim > 1, level, always=chosen is not None)
+            if packed is not None:
+                self._compressed[path] = packed
         self._rest = data.exclude(*self._compressed).clone()
         self._order = list(data.keys(True))
         self._cache = cache
-
-    @property
-    def device(self) -> torch.device | None:
-        """Of the batch as it was collected."""
-        device: torch.device | None = self._rest.device
-        return device
 
     @property
     def nbytes(self) -> int:
@@ -175,7 +149,7 @@ class CompressedBatch:
 
     def numel(self) -> int:
         """Return the number of steps of all environments."""
-        return int(self._rest.batch_size[:2].numel())
+        return int(self.batch_size[:2].numel())
 
     def __len__(self) -> int:
         return int(self.batch_size[0])
@@ -185,44 +159,22 @@ class CompressedBatch:
         data = self._rest.clone()
         for path, key in self._compressed.items():
             data.set(path, key.tensor(key.decode()))
-        data = data.select(*self._order)
-        return data if data.batch_size == self.batch_size else data.reshape(self.batch_size)
+        return data.select(*self._order)
 
-    def minibatch(self, indices: Any, of: Literal["steps", "envs"] = "steps") -> TensorDict:
-        """Return a part; what is decoded for it is kept, up to `cache_bytes`.
+    def minibatch(self, indices: Any) -> TensorDict:
+        """Return steps, numbered as in `data.reshape(-1)`; what is decoded for it is cached.
 
-        Args:
-            indices: A slice, or numbers in a list, array or tensor (negative ones count from the
-                end), or one boolean for each.
-            of: What they count: "steps" of all environments, as in `data.reshape(-1)`, or whole
-                "envs".
+        `indices` is a slice, numbers in a list, array or tensor, or one boolean for each.
         """
-        if of not in ("steps", "envs"):
-            raise UsageError(f'of={of!r}: use "steps" or "envs"')
-        sizes = self._rest.batch_size[:2]
-        picked = Picked.of("indices", indices, sizes[0] if of == "envs" else sizes.numel())
+        picked = Picked.of("indices", indices, self.numel())
         if picked.drops:
             raise UsageError(f"indices={indices!r}: give a list, as [{indices!r}]")
-        where: tuple[Words, ...] = (picked.positions,)
-        if of == "steps" and len(sizes) > 1:
-            where = np.divmod(picked.positions, sizes[1])
-        if picked.positions.size:
-            data = self._rest[tuple(map(torch.from_numpy, where))]
-        else:  # an empty list is no index for stacks of other things than tensors
-            data = self._rest[tuple(torch.zeros(1, dtype=torch.int64) for _ in where)][:0]
-        for path, key in self._compressed.items():
-            data.set(path, key.tensor(self._cache.decoded(key)[where]))
-        return data
+        return self._part(np.unravel_index(picked.positions, self.batch_size[:2]))
 
     def minibatches(
         self, count: int, generator: torch.Generator | None = None
     ) -> Iterator[TensorDict]:
-        """Yield all steps in `count` random minibatches of equal size (to one).
-
-        Args:
-            count: How many.
-            generator: Where the order comes from; None for torch's own.
-        """
+        """Yield all steps in `count` random minibatches of equal size (to one)."""
         if type(count) is not int or not 1 <= count <= self.numel():
             raise UsageError(f"count={count!r}: give a number from 1 to {self.numel()}")
         order = torch.randperm(self.numel(), generator=generator).numpy()
@@ -233,19 +185,22 @@ class CompressedBatch:
         """Return one key, as a tensor; or environments, as `decompress()[index]` would."""
         path = as_path(index)
         if path and all(isinstance(name, str) for name in path):
-            if path in self._compressed:
-                key = self._compressed[path]
+            if key := self._compressed.get(path):
                 return key.tensor(key.decode())
-            if path not in self._rest.keys(True):
-                known = [*self._compressed, *self._rest.keys(True)]
-                names = [".".join(as_path(name)) for name in known]
-                raise UsageError(
-                    f"no key {path!r} in this batch: {did_you_mean('.'.join(path), names)}"
-                )
+            choose(map(as_path, (*self._compressed, *self._rest.keys(True))), [path])
             return self._rest.get(path).clone()
-        picked = Picked.of("index", index, self._rest.batch_size[0])
-        data = self.minibatch(picked.positions, "envs")
+        picked = Picked.of("index", index, len(self))
+        data = self._part((picked.positions,))
         return data[0] if picked.drops else data
+
+    def _part(self, where: tuple[Words, ...]) -> TensorDict:
+        if where[0].size:
+            data = self._rest[tuple(map(torch.from_numpy, where))]
+        else:  # an empty list is no index for stacks of other things than tensors
+            data = self._rest[tuple(torch.zeros(1, dtype=torch.int64) for _ in where)][:0]
+        for path, key in self._compressed.items():
+            data.set(path, key.tensor(self._cache.decoded(key)[where]))
+        return data
 
 
 class CompressedKey:
@@ -316,8 +271,7 @@ class _DecodedKeys(WeakKeyDictionary[CompressedKey, Words]):
 
     def __init__(self, limit_bytes: int) -> None:
         super().__init__()
-        self._limit_bytes = limit_bytes
-        self._lock = threading.Lock()
+        self._limit_bytes, self._lock = limit_bytes, threading.Lock()
 
     @property
     def nbytes(self) -> int:

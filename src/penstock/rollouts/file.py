@@ -6,21 +6,19 @@ import os
 import re
 import threading
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from typing_extensions import Self
 
 from penstock.core.codecs import Codec, Layout, Planes, Series, Zstd
 from penstock.core.files import storage_error
 from penstock.core.pack import Entry, Item, PackReader, PackWriter
 from penstock.core.reuse import ReusedMemory
 from penstock.core.threads import CORES
-from penstock.core.tree import Json
 from penstock.errors import CorruptFile, UnknownFormat, UsageError
 from penstock.rollouts.structure import (
     NONSENSE,
@@ -37,12 +35,11 @@ from penstock.rollouts.structure import (
 
 KIND = "rollout"
 NAME = re.compile(r"rollout_(\d{6,})\.pack")
-Index = int | slice | list[int] | NDArray[Any] | torch.Tensor
-HIGHEST_LEVEL = 16
 
 _PLAIN_BYTES = 4096  # smaller tensors are stored as they are: nothing to gain
-# One environment is read by decoding a block of each key; smaller ones make saving slower.
-_BLOCK_BYTES = 512 * 1024
+# One environment is read by decoding a block of each key; smaller ones make saving slower, and
+# those of a series, several of which are one call, hardly.
+_BLOCK_BYTES, _SERIES_BLOCK_BYTES = 512 * 1024, 256 * 1024
 _BLOCK_ROWS = 128
 _LEAST_BLOCK_BYTES = 64 * 1024  # of rows without time, which may be single numbers
 _LARGEST_ROW_BYTES = 64 << 20  # of one environment: beyond this a block holds a part of it
@@ -67,7 +64,7 @@ def codec_for(words: np.dtype[Any], level: int, *, time_last: bool) -> Codec | N
 
 def check_level(level: Any) -> int:
     """Refuse a compression level that is not on the scale."""
-    if type(level) is not int or not 0 <= level <= HIGHEST_LEVEL:
+    if type(level) is not int or not 0 <= level <= 16:
         raise UsageError(f"compression_level={level!r}: give a whole number from 0 to 16")
     return level
 
@@ -102,10 +99,10 @@ def _item(leaf: Leaf, axes: Axes, level: int) -> Item:
         order = None  # environments are together already, and reading in order is faster
     layout = Layout(order) if order and order != tuple(range(len(order))) else None
     row_bytes = leaf.nbytes // leaf.shape[order[0] if order else 0]
-    block_bytes = _BLOCK_BYTES
+    block_bytes = _SERIES_BLOCK_BYTES if isinstance(codec, Series) else _BLOCK_BYTES
     if row_bytes <= _LARGEST_ROW_BYTES:
         most_rows = max(_BLOCK_ROWS, least_bytes // row_bytes)
-        block_bytes = min(max(1, _BLOCK_BYTES // row_bytes), most_rows) * row_bytes
+        block_bytes = min(max(1, block_bytes // row_bytes), most_rows) * row_bytes
     return Item(leaf.item, values, leaf.dtype, codec, layout, block_bytes)
 
 
@@ -114,12 +111,13 @@ def identity(status: os.stat_result) -> tuple[int, ...]:
     return status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns
 
 
-class RolloutFile:
+class RolloutFile(ExitStack):
     """An open rollout; decodes only what is asked for, and verifies all of that."""
 
     def __init__(self, path: Path, memory: ReusedMemory) -> None:
+        super().__init__()
         try:
-            self._pack = PackReader(path)
+            self._pack = self.enter_context(PackReader(path))
         except FileNotFoundError:
             raise
         except OSError as error:
@@ -128,28 +126,28 @@ class RolloutFile:
         self.digest = self._pack.index.digest
         self.identity = identity(os.fstat(self._pack.fileno()))
         try:
-            self.axes, self.node, self._items = self._read_meta()
+            self.axes, self.entries = self._read_meta()
         except BaseException:
             self.close()
             raise
 
-    def _read_meta(self) -> tuple[Axes, Json, dict[Key, str | None]]:
+    def _read_meta(self) -> tuple[Axes, dict[Key, Entry | None]]:
         index, path = self._pack.index, self._pack.path
         if index.kind != KIND:
             raise UnknownFormat(f"{path} is a {index.kind}, not a rollout")
         try:
             meta = index.meta
             axes = Axes(tuple(map(int, meta["batch"])), meta["env"], meta["time"])
-            items = keys_of(meta["data"])
+            items = dict(keys_of(meta["data"]))
             given = [axis for axis in (axes.env, axes.time) if axis is not None]
             known = [axis for axis in range(len(axes.batch)) if axis in given]
             good = len(axes.batch) <= 2 and sorted(given) == known
             good = good and all(type(axis) is int for axis in given)
-        except (LookupError, TypeError, ValueError, CorruptFile) as error:
+        except (CorruptFile, *NONSENSE) as error:
             raise CorruptFile(f"{path} is damaged: its description makes no sense") from error
         if not good or {item for item in items.values() if item} != set(index.entries):
             raise CorruptFile(f"{path} is damaged: its description does not fit its tensors")
-        return axes, meta["data"], items
+        return axes, {key: index.entries[item] if item else None for key, item in items.items()}
 
     def read(
         self,
@@ -167,14 +165,13 @@ class RolloutFile:
                 shape = list(self.axes.batch)
                 raise UsageError(f"{name}: this rollout of batch size {shape} has no such axis")
             picked[axis] = Picked.of(name, index, self.axes.batch[axis])
-        part, chosen = Selection(self.axes, picked), choose(self._items, keys)
+        part, chosen = Selection(self.axes, picked), choose(self.entries, keys)
         words: dict[str, NDArray[Any]] = {}
         whole: list[Entry] = []
-        for key, item in self._items.items():
-            if item is not None and (chosen is None or key in chosen):
-                entry = self._pack.entry(item)
+        for key, entry in self.entries.items():
+            if entry is not None and (chosen is None or key in chosen):
                 if part.covers(entry.shape):
-                    words[item] = self._read_part(entry, part)
+                    words[entry.name] = self._read_part(entry, part)
                 else:
                     whole.append(entry)
         self._pack.check_memory(sum(entry.nbytes for entry in whole))
@@ -189,14 +186,20 @@ class RolloutFile:
         self._pack.read_into(targets)
         try:
             dtypes = {name: self._pack.entry(name).dtype for name in words}
-            return Builder(words, dtypes, device, chosen, part).build(self.node)
+            return Builder(words, dtypes, device, chosen, part).build(self._pack.index.meta["data"])
         except (CorruptFile, *NONSENSE) as error:
             raise CorruptFile(
                 f"{self._pack.path} is damaged: its description makes no sense ({error!r})"
             ) from error
 
+    def read_words(self, key: Key, envs: NDArray[np.int64]) -> NDArray[Any]:
+        """Read a tensor of some environments, as words of the pack."""
+        entry = self.entries[key]
+        assert entry is not None and self.axes.env is not None
+        return self._read_part(entry, Selection(self.axes, {self.axes.env: Picked(envs)}))
+
     def _read_part(self, entry: Entry, part: Selection) -> NDArray[Any]:
-        stored_axes = list(entry.layout.order) if entry.layout else list(range(len(entry.shape)))
+        stored_axes = entry.layout.order if entry.layout else tuple(range(len(entry.shape)))
         first, positions = stored_axes[0], {a: p.positions for a, p in part.picked.items()}
         rows = positions.pop(first, np.arange(entry.shape[first]))
         values = self._read_rows(entry, rows).transpose(np.argsort(stored_axes))
@@ -207,36 +210,25 @@ class RolloutFile:
     def _read_rows(self, entry: Entry, rows: NDArray[np.int64]) -> NDArray[Any]:
         """Read rows of the first axis on disk, each block of them once."""
         shape = entry.stored_shape
-        row_bytes = entry.nbytes // shape[0] if shape[0] else 0
+        row_bytes = entry.nbytes // max(1, shape[0])
         self._pack.check_memory(rows.size * row_bytes)
-        if not rows.size * row_bytes:
-            return np.empty((rows.size, *shape[1:]), entry.words)
+        out = np.empty((rows.size, *shape[1:]), entry.words)
+        if not out.nbytes:
+            return out
         if not entry.whole_rows:
             parts = [self._pack.read_rows(entry.name, row, row + 1) for row in rows.tolist()]
             return np.concatenate(parts)
-        per_block = entry.block_bytes // row_bytes
-        blocks = rows // per_block
-        wanted = np.unique(blocks)
-        out = np.empty((rows.size, *shape[1:]), entry.words)
-        if 2 * wanted.size >= entry.blocks and entry.nbytes > _PARALLEL_BYTES:
+        blocks, inside = np.divmod(rows, entry.block_bytes // row_bytes)
+        wanted = set(blocks.tolist())
+        if 2 * len(wanted) >= entry.blocks and entry.nbytes > _PARALLEL_BYTES:
             stored = self._memory.array((entry.nbytes // entry.words.itemsize,), entry.words)
             self._pack.read_into([(entry.name, stored)])
             return np.take(stored.reshape(shape), rows, axis=0, out=out, mode="clip")
-        for block in wanted.tolist():
+        for block in sorted(wanted):
             content = self._pack.read_block(entry.name, block).reshape(-1, *shape[1:])
             places = blocks == block
-            out[places] = content[rows[places] - block * per_block]
+            out[places] = content[inside[places]]
         return out
-
-    def close(self) -> None:
-        """Close the file."""
-        self._pack.close()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
 
 
 class OpenRollouts:

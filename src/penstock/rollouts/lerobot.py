@@ -24,7 +24,6 @@ from pathlib import Path
 from typing import Any, NamedTuple, cast
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 
 from penstock.core.files import storage_error
@@ -37,8 +36,7 @@ from penstock.dataset.writer import Mode as OpenMode
 from penstock.errors import DataError, UsageError
 from penstock.rollouts.file import NAME, RolloutFile
 from penstock.rollouts.structure import Key, Picked, as_path
-from penstock.rollouts.tensordicts import TensorDict
-from penstock.tensors import DTYPE_NAMES
+from penstock.tensors import tensor_over
 from penstock.ui.progress import Mode, Progress
 from penstock.ui.report import aligned
 from penstock.ui.suggestions import did_you_mean
@@ -57,7 +55,6 @@ _MOST_DIMENSIONS = 5
 _MODES = ("create", "resume", "overwrite")
 _BLOCK_BYTES = 16 << 20
 _ROWS_OF_A_BLOCK = 128  # environments that lie together in a file
-_CPU = torch.device("cpu")
 _RANK = re.compile(r"rank_(\d+)")
 
 
@@ -92,10 +89,6 @@ def export(
 
     Returns:
         What was written, and what was left out.
-
-    Raises:
-        UsageError: An argument is wrong; nothing was touched.
-        DataError: There is no rollout, or one that is damaged or no [environments, steps].
 
     Example:
         report = penstock.export("runs/x/rollouts", "flights", fps=10)
@@ -135,16 +128,7 @@ def export(
 
 
 class _Export:
-    """Rollouts that were looked at, all alike, and what of them is written.
-
-    Attributes:
-        frames: Of all rollouts.
-        columns: The key of each feature.
-        flags: The keys that say where an episode ends; any of them does.
-        makes_done: `next.done` is written though there is no such key: any of the flags.
-        shifted: Keys left out since they are the next frame of another.
-        left_out: Keys that are not written, and why.
-    """
+    """Rollouts that were looked at, all alike, and what of them is written."""
 
     def __init__(self, files: Sequence[Found], keys: Sequence[str | Key] | None, envs: Any) -> None:
         if isinstance(envs, bool) or (type(envs) is int and envs < 1):
@@ -155,7 +139,7 @@ class _Export:
         self.frames = 0
         self._leaves: dict[Key, Leaf] = {}
         for found in files:  # all of them, before anything is written
-            with self._open(found) as file:
+            with _Rollout(found.path, self._memory, self._envs) as file:
                 self.frames += len(file.positions) * file.steps
                 if not self._leaves:
                     self._choose(file, keys)
@@ -167,9 +151,6 @@ class _Export:
                             f"{found.path}: {dotted(key)} is {there}, and {self._leaves[key]} in "
                             "the first rollout; export them apart (iterations=…), or name the keys"
                         )
-
-    def _open(self, found: Found) -> _Rollout:
-        return _Rollout(found.path, self._memory, self._envs)
 
     def _choose(self, file: _Rollout, asked: Sequence[str | Key] | None) -> None:
         """Decide, from the first rollout, what is written."""
@@ -183,16 +164,14 @@ class _Export:
         chosen = names if asked is None else _asked(asked, names, bad)
         self.columns = {name: key for key, name in chosen.items()}
         self._leaves = good
-        self.left_out: dict[str, str] = {}
-        self.shifted: dict[Key, Key] = {}
+        self.left_out: dict[str, str] = {}  # keys that are not written, and why
+        self.shifted: dict[Key, Key] = {}  # those that are the next frame of another
         if asked is None:
             self.left_out = {dotted(key): why for key, why in bad.items()}
-            self.shifted = {
-                key: key[1:]
-                for key in good
-                if key[0] == "next" and key[-1] not in _RESULTS and good.get(key[1:]) == good[key]
-            }
+            after = [key for key in good if key[0] == "next" and key[-1] not in _RESULTS]
+            self.shifted = {key: key[1:] for key in after if good.get(key[1:]) == good[key]}
         wants_done = asked is None or any(word in _DONE_WORDS for word in asked)
+        # It is then written though there is no such key: any of the flags.
         self.makes_done = bool(flags) and DONE not in names.values() and wants_done
         if not self.columns and not self.makes_done:
             raise UsageError("the rollout has no key that a dataset can hold")
@@ -211,17 +190,18 @@ class _Export:
         self, writer: DatasetWriter, task: str, report: ExportReport, progress: Mode | None
     ) -> None:
         """Write what is not in the dataset yet, from where the last commit ended."""
-        report.features = {name: dotted(key) for name, key in self.columns.items()}
+        for name, key in self.columns.items():
+            report.features[name] = dotted(key)
+            if (dtype := self._leaves[key].dtype) in _WIDENED:
+                report.widened[name] = dtype
         report.features |= {DONE: ""} if self.makes_done else {}
         report.cut_by, report.left_out = list(map(dotted, self.flags)), self.left_out
-        dtypes = {name: self._leaves[key].dtype for name, key in self.columns.items()}
-        report.widened = {name: dtype for name, dtype in dtypes.items() if dtype in _WIDENED}
         before = {(source["iteration"], source["rank"]): source for source in writer.committed}
         with Progress(self.frames, "export", "frames", progress) as bar:
             for found in self._files:
                 bar.note(found.path.name)
                 last = before.get((found.iteration, found.rank))
-                with self._open(found) as file:
+                with _Rollout(found.path, self._memory, self._envs) as file:
                     if last is not None and last["digest"] != file.digest:
                         raise UsageError(
                             f"{found.path} is another file than the one exported before: export "
@@ -259,14 +239,8 @@ class _Export:
             }
             if self.makes_done:
                 columns[DONE] = ended.reshape(-1, 1)
-            source = {
-                "rollout": found.path.name,
-                "iteration": found.iteration,
-                "rank": found.rank,
-                "digest": file.digest,
-                "start": block.start,
-                "stop": block.stop,
-            }
+            source = {"rollout": found.path.name, "iteration": found.iteration, "rank": found.rank}
+            source |= {"digest": file.digest, "start": block.start, "stop": block.stop}
             yield source, columns, lengths
 
     def _settle_shifted(self, file: _Rollout) -> None:
@@ -302,14 +276,7 @@ class _Export:
 
 
 class _Rollout(RolloutFile):
-    """A rollout of [environments, steps].
-
-    Attributes:
-        positions: The environments that are wanted.
-        steps: How many each has.
-        leaves: What a frame of each key is.
-        odd: What is odd about the other keys.
-    """
+    """A rollout of [environments, steps]; what a frame of each key is, or what is odd about it."""
 
     def __init__(self, path: Path, memory: ReusedMemory, envs: Any) -> None:
         super().__init__(path, memory)
@@ -324,37 +291,24 @@ class _Rollout(RolloutFile):
         self.steps = self.axes.batch[time]
         self.leaves: dict[Key, Leaf] = {}
         self.odd: dict[Key, str] = {}
-        for key, value in _leaves(self.read(_CPU, envs=slice(0, 0)), ()):
-            if not isinstance(value, torch.Tensor | np.ndarray):
-                self.odd[key] = f"a {type(value).__name__}, no tensor"
-            elif value.ndim < 2 or value.shape[env] or value.shape[time] != self.steps:
-                shape = list(value.shape)
-                self.odd[key] = f"its shape {shape} does not begin with [environments, steps]"
+        for key, entry in self.entries.items():
+            if entry is None:
+                self.odd[key] = "no tensor"
+            elif self.axes.cover(entry.shape):
+                self.leaves[key] = Leaf(entry.dtype, entry.shape[2:])
             else:
-                dtype = DTYPE_NAMES.get(value.dtype) or str(value.dtype)  # torch's or numpy's
-                self.leaves[key] = Leaf(dtype, tuple(value.shape[2:]))
+                shape = list(entry.shape)
+                self.odd[key] = f"its shape {shape} does not begin with [environments, steps]"
 
     def arrays(self, keys: Sequence[Key], envs: NDArray[np.int64]) -> dict[Key, NDArray[Any]]:
         """Read keys of some environments as arrays [env, time, …] that LeRobot can hold."""
         found: dict[Key, NDArray[Any]] = {}
-        for key, value in _leaves(self.read(_CPU, keys=keys, envs=envs), ()):
-            if key not in keys:
-                continue  # a key below another, in a dict
-            if isinstance(value, torch.Tensor):
-                wide = value.is_floating_point() and value.element_size() < 4
-                array = (value.float() if wide else value).numpy()
-            else:
-                array = value.astype(np.float32) if value.dtype == np.float16 else value
+        for key in keys:
+            array, dtype = self.read_words(key, envs), self.leaves[key].dtype
+            if dtype in _WIDENED:
+                array = tensor_over(array, dtype).float().numpy()
             found[key] = array if self.axes.env == 0 else array.swapaxes(0, 1)
         return found
-
-
-def _leaves(value: Any, key: Key) -> Iterator[tuple[Key, Any]]:
-    if isinstance(value, TensorDict | dict):
-        for name in value.keys():  # noqa: SIM118 - a TensorDict iterates over its steps instead
-            yield from _leaves(value.get(name), (*key, *as_path(name)))
-    else:
-        yield key, value
 
 
 def _is_shifted(following: NDArray[Any], values: NDArray[Any], ended: NDArray[np.bool_]) -> bool:
@@ -390,31 +344,27 @@ def find_rollouts(path: Path, iterations: Iterable[int] | None) -> list[Found]:
     else:
         folder = path / "rollouts" if (path / "rollouts").is_dir() else path
         try:
-            folders = {0: [folder]}
-            for below in folder.iterdir():
-                if (match := _RANK.fullmatch(below.name)) and below.is_dir():
-                    folders.setdefault(int(match[1]), []).append(below)
-            found = [
-                Found(file, int(match[1]), rank)
-                for rank, some in folders.items()
-                for each in some
-                for file in each.iterdir()
-                if (match := NAME.fullmatch(file.name))
+            ranks = ((_RANK.fullmatch(below.name), below) for below in sorted(folder.iterdir()))
+            folders = [
+                (0, folder),
+                *((int(m[1]), each) for m, each in ranks if m and each.is_dir()),
             ]
+            files = ((file, rank) for rank, each in folders for file in each.iterdir())
+            named = ((file, NAME.fullmatch(file.name), rank) for file, rank in files)
+            found = [Found(file, int(match[1]), rank) for file, match, rank in named if match]
         except OSError as error:
             raise storage_error("read", folder, error) from error
     if not found:
         raise UsageError(f"there is no rollout in {path}; give a folder with rollout_*.pack files")
     numbers = sorted({each.iteration for each in found})
     wanted = set(numbers if iterations is None else iterations)
-    missing = wanted.difference(numbers)
-    if missing:
+    if missing := wanted.difference(numbers):
         raise UsageError(
             f"no rollout {min(missing)} in {path}: there are {len(numbers)}, from {numbers[0]} to "
             f"{numbers[-1]}"
         )
-    found = [each for each in found if each.iteration in wanted]
-    return sorted(found, key=lambda each: (each.iteration, each.rank))
+    chosen = (each for each in found if each.iteration in wanted)
+    return sorted(chosen, key=lambda each: (each.iteration, each.rank))
 
 
 class Leaf(NamedTuple):
@@ -453,14 +403,13 @@ def feature_names(keys: Iterable[Key]) -> dict[Key, str]:
         owners.setdefault(wanted[key], key)
     names = {key: wanted[key] if owners[wanted[key]] == key else dotted(key) for key in keys}
     names = {key: f"rollout.{n}" if n in AUTO_FEATURES else n for key, n in names.items()}
-    seen: dict[str, Key] = {}
+    first = {name: key for key, name in reversed(names.items())}
     for key, name in names.items():
-        if name in seen:
+        if first[name] != key:
             raise UsageError(
-                f"{seen[name]!r} and {key!r} would both be the feature {name!r}; rename one, or "
+                f"{first[name]!r} and {key!r} would both be the feature {name!r}; rename one, or "
                 "choose by keys"
             )
-        seen[name] = key
     return names
 
 
@@ -510,39 +459,22 @@ def _asked(
 
 @dataclass
 class ExportReport:
-    """What an export did.
-
-    Attributes:
-        out: The dataset.
-        episodes: Episodes written in this run.
-        frames: Frames written in this run: as many as were read.
-        seconds: Wall clock.
-        bytes: Of the dataset, with all that was there before.
-        total_episodes: Of the dataset.
-        total_frames: Of the dataset.
-        fps: Of the dataset.
-        rollouts: Files that were read.
-        skipped_frames: Frames of these rollouts that were there already.
-        features: The key of each feature; "" for one that was made.
-        cut_by: The keys that say where an episode ends.
-        widened: Features whose numbers are float32 now, exactly, and what they were.
-        left_out: Keys that are not in the dataset, and why.
-    """
+    """What an export did; totals and bytes are of the dataset, with all that was there before."""
 
     out: Path
-    episodes: int = 0
-    frames: int = 0
+    episodes: int = 0  # written in this run
+    frames: int = 0  # written in this run: as many as were read
     seconds: float = 0.0
     bytes: int = 0
     total_episodes: int = 0
     total_frames: int = 0
     fps: int = 0
-    rollouts: int = 0
-    skipped_frames: int = 0
-    features: dict[str, str] = field(default_factory=dict)
-    cut_by: list[str] = field(default_factory=list)
-    widened: dict[str, str] = field(default_factory=dict)
-    left_out: dict[str, str] = field(default_factory=dict)
+    rollouts: int = 0  # files that were read
+    skipped_frames: int = 0  # of these rollouts, there already
+    features: dict[str, str] = field(default_factory=dict)  # the key of each; "" for one made
+    cut_by: list[str] = field(default_factory=list)  # the keys that say where an episode ends
+    widened: dict[str, str] = field(default_factory=dict)  # is float32 now, exactly; what it was
+    left_out: dict[str, str] = field(default_factory=dict)  # keys, and why
 
     def to_json(self) -> dict[str, Any]:
         """Return it as JSON values."""
@@ -556,16 +488,11 @@ class ExportReport:
         totals = f"{self.total_episodes} episodes, {self.total_frames} frames at {self.fps} fps"
         frames = f"{self.frames} frames in, {self.frames} frames out{before}"
         took = f"{self.episodes} in {self.seconds:.1f} s ({rate:.0f} per second)"
-        return aligned(
-            [
-                ("dataset", f"{self.out}: {totals}, {format_bytes(self.bytes)}"),
-                ("rollouts", f"{self.rollouts} read: {frames}"),
-                ("episodes", f"{took}, cut by {cut}"),
-                ("features", ", ".join(self.features)),
-                *(
-                    ("widened", f"{n}: {d} is float32 now, exactly")
-                    for n, d in self.widened.items()
-                ),
-                *(("left out", f"{name}: {why}") for name, why in self.left_out.items()),
-            ]
-        )
+        lines = [
+            ("dataset", f"{self.out}: {totals}, {format_bytes(self.bytes)}"),
+            ("rollouts", f"{self.rollouts} read: {frames}"),
+            ("episodes", f"{took}, cut by {cut}"),
+            ("features", ", ".join(self.features)),
+        ]
+        lines += [("widened", f"{n}: {d} is float32 now, exactly") for n, d in self.widened.items()]
+        return aligned([*lines, *(("left out", f"{n}: {why}") for n, why in self.left_out.items())])

@@ -77,11 +77,9 @@ class RolloutStorage:
         weakref.finalize(self, self._open.close)
         self._queue: WriteQueue | None = None
         if background:
+            name, what = "penstock-rollouts", "rollout(s)"
             self._queue = WriteQueue(
-                "penstock-rollouts",
-                max_pending_bytes,
-                what="rollout(s)",
-                handle_signals=handle_signals,
+                name, max_pending_bytes, what=what, handle_signals=handle_signals
             )
 
     def path(self, iteration: int) -> Path:
@@ -96,21 +94,15 @@ class RolloutStorage:
             iteration: Its number.
 
         Returns:
-            The path; with `background` a handle, whose `wait()` returns the path.
-
-        Raises:
-            UnsupportedValue: Something in it cannot be stored; nothing was written.
-            StorageError: The disk refuses; or, with `background`, an earlier save failed.
+            The path; with `background` a handle, whose `wait()` returns the path. An earlier save
+            that failed is raised here, too.
         """
         number = whole_number("iteration", iteration, 0)
         path = self.path(number)
         batch = take_apart(data)
         axes = find_axes(data, batch, self._time_dim)
         if self._queue is None:
-            try:
-                self._write(path, batch, axes, number)
-            except OSError as error:
-                raise storage_error("write", path, error) from error
+            self._write(path, batch, axes, number)
             return path
 
         def prepare() -> Write:
@@ -127,7 +119,7 @@ class RolloutStorage:
         envs: Any = None,
         steps: Any = None,
     ) -> Any:
-        """Load a rollout, or a part of it.
+        """Load a rollout, or a part of it, all of which is verified.
 
         Args:
             iteration: Its number.
@@ -140,15 +132,10 @@ class RolloutStorage:
         Returns:
             A TensorDict if one was saved, else dicts, with the same keys. Of dicts, tensors that do
             not begin with the shape [env, time] are returned whole.
-
-        Raises:
-            UsageError: There is no such rollout, key, environment or step.
-            CorruptFile: The file is damaged.
         """
         number = whole_number("iteration", iteration, 0)
         path = self.path(number)
-        if self._queue is not None:
-            queue = self._queue
+        if (queue := self._queue) is not None:
             poll(lambda: not queue.pending(path), None)
         target = _device(device)
         try:
@@ -163,17 +150,13 @@ class RolloutStorage:
             names = os.listdir(self.save_dir)
         except OSError as error:
             raise storage_error("list", self.save_dir, error) from error
-        found = (int(match[1]) for name in names if (match := NAME.fullmatch(name)))
-        return sorted(number for number in set(found) if self.path(number).name in names)
+        found = {int(match[1]) for name in names if (match := NAME.fullmatch(name))}
+        return sorted(number for number in found if self.path(number).name in names)
 
     def iterate(self, **options: Any) -> Iterator[tuple[int, Any]]:
-        """Load one rollout after another.
+        """Yield one iteration after another, and its data; `options` as for `load`.
 
-        Args:
-            **options: As for `load`: device, keys, envs, steps.
-
-        Yields:
-            The iteration and its data. What is removed meanwhile is left out.
+        What is removed meanwhile is left out.
         """
         for number in self.iterations():
             try:
@@ -204,17 +187,12 @@ class RolloutStorage:
     def wait(self, timeout: float | None = None) -> bool:
         """Return True when all saves are durable, False after `timeout` seconds.
 
-        Raises:
-            PenstockError: A save failed (each failure is raised once).
+        A save that failed is raised, once.
         """
         return self._queue is None or self._queue.wait(timeout)
 
     def close(self, timeout: float | None = None) -> bool:
-        """Finish pending saves; loading goes on to work. Safe to call twice.
-
-        Raises:
-            PenstockError: A save failed and nobody has been told yet.
-        """
+        """Finish pending saves, as `wait`; loading goes on to work. Safe to call twice."""
         self._open.close()
         return self._queue is None or self._queue.close(timeout)
 
@@ -249,9 +227,8 @@ class RolloutStorage:
         return Leaf(leaf.item, leaf.key, leaf.dtype, memory)
 
     def _prune(self, keep_last: int, spared: Path | None = None) -> list[int]:
-        numbers = self.iterations()
         removed = []
-        for number in numbers[: max(0, len(numbers) - keep_last)]:
+        for number in self.iterations()[: -keep_last or None]:
             path = self.path(number)
             if path == spared or not _is_rollout(path):
                 continue

@@ -7,29 +7,52 @@ are only labels.
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
 from penstock.core import tree
+from penstock.core.extras import installed
 from penstock.core.pack import DTYPES
 from penstock.core.tree import Json
-from penstock.errors import CorruptFile, UnsupportedValue, UsageError
-from penstock.rollouts.tensordicts import (
-    MemoryMappedTensor,
-    NonTensorData,
-    NonTensorStack,
-    TensorDict,
-    TensorDictBase,
-    is_tensorclass,
-)
+from penstock.errors import CorruptFile, MissingExtra, UnsupportedValue, UsageError
 from penstock.tensors import DTYPE_NAMES, check_storable, flat_words, tensor_bytes, tensor_over
 from penstock.ui.suggestions import did_you_mean
+
+if TYPE_CHECKING:
+    from tensordict import MemoryMappedTensor as MemoryMappedTensor
+    from tensordict import NonTensorData as NonTensorData
+    from tensordict import NonTensorStack as NonTensorStack
+    from tensordict import TensorDict as TensorDict
+    from tensordict import TensorDictBase as TensorDictBase
+    from tensordict import is_tensor_collection as is_tensor_collection
+    from tensordict import is_tensorclass as is_tensorclass
+else:
+    try:
+        import tensordict
+    except ImportError:
+        tensordict = None
+
+    class _Absent:
+        """Stands for what a tensordict of 2023 lacks, or for all of it: nothing is one of these."""
+
+        def __init__(self, *_: Any, **__: Any) -> None:
+            old = f"this rollout needs a newer tensordict than {installed('tensordict')}"
+            raise MissingExtra("tensordict", "rl", old if tensordict else None)
+
+        from_list = classmethod(lambda cls, _: cls())  # as a NonTensorStack is made
+
+    MemoryMappedTensor = getattr(tensordict, "MemoryMappedTensor", _Absent)
+    NonTensorData = getattr(tensordict, "NonTensorData", _Absent)
+    NonTensorStack = getattr(tensordict, "NonTensorStack", _Absent)
+    TensorDict = getattr(tensordict, "TensorDict", _Absent)
+    TensorDictBase = getattr(tensordict, "TensorDictBase", _Absent)
+    is_tensor_collection = getattr(tensordict, "is_tensor_collection", lambda _: False)
+    is_tensorclass = getattr(tensordict, "is_tensorclass", lambda _: False)
 
 Key = tuple[Any, ...]
 MAX_DEPTH = 100
@@ -45,6 +68,14 @@ class Leaf:
     key: Key
     dtype: str
     value: torch.Tensor | NDArray[Any]
+
+    @classmethod
+    def of(cls, key: Key, tensor: torch.Tensor, item: str = "") -> Leaf:
+        """Return a tensor as a leaf; refuse one that cannot be stored."""
+        if isinstance(tensor, MemoryMappedTensor):
+            tensor = tensor.as_subclass(torch.Tensor)
+        check_storable(_dotted(key), tensor)
+        return cls(item, key, DTYPE_NAMES[tensor.dtype], tensor)
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -76,13 +107,9 @@ class Batch:
 
 @dataclass(frozen=True)
 class Axes:
-    """The leading axes of a batch: which of them are environments, which is time.
+    """The leading axes of a batch, at most two: which are environments, which is time.
 
-    Attributes:
-        batch: The leading shape, of at most two axes; tensors that do not begin with it are never
-            indexed.
-        env: Number of the axis of environments, if there is one.
-        time: Number of the axis of time, if there is one.
+    Tensors that do not begin with the shape `batch` are never indexed.
     """
 
     batch: tuple[int, ...]
@@ -126,29 +153,20 @@ def _describe(value: Any, key: Key, leaves: list[Leaf], taken: set[str]) -> Json
         raise UnsupportedValue(
             f"{_dotted(key)} is a {_class(value)}; store its TensorDict: to_tensordict()"
         )
-    if isinstance(value, TensorDictBase):
-        data = dense(value, _dotted(key))
-        children = [
-            [name, _describe(data.get(name), (*key, name), leaves, taken)]
-            for name in data.keys()  # noqa: SIM118 - it iterates over its steps instead
-        ]
-        return {
-            "kind": "tensordict",
-            "batch_size": list(data.batch_size),
-            "names": data.names if any(data.names) else None,
-            "v": children,
-        }
-    if isinstance(value, dict):
+    if isinstance(value, TensorDictBase | dict):
+        described: dict[str, Json] = {"kind": "dict"}
+        if not isinstance(value, dict):
+            value = dense(value, _dotted(key))
+            names = value.names if any(value.names) else None
+            batch = list(value.batch_size)
+            described = {"kind": "tensordict", "batch_size": batch, "names": names}
         children = []
         for name, child in value.items():
             path = (*key, *as_path(name))
             children.append([_plain(name, path), _describe(child, path, leaves, taken)])
-        return {"kind": "dict", "v": children}
+        return {**described, "v": children}
     if isinstance(value, torch.Tensor):
-        if isinstance(value, MemoryMappedTensor):
-            value = value.as_subclass(torch.Tensor)
-        check_storable(_dotted(key), value)
-        leaves.append(Leaf(_item_name(key, taken), key, DTYPE_NAMES[value.dtype], value))
+        leaves.append(Leaf.of(key, value, _item_name(key, taken)))
         return {"kind": "tensor", "item": leaves[-1].item, "device": str(value.device)}
     if isinstance(value, np.ndarray):
         array = value.astype(value.dtype.newbyteorder("="), copy=False)
@@ -206,10 +224,7 @@ def find_axes(data: Any, batch: Batch, time_dim: int) -> Axes:
     A TensorDict tells by its batch size, and by the name "time" if it has one. Of dicts the largest
     tensor tells: its first two axes count, and for every tensor that begins with the same two.
 
-    Args:
-        data: The batch.
-        batch: The same, taken apart.
-        time_dim: Which of the first two axes is time, where no name says so.
+    `time_dim` is the one that is time where no name says so.
     """
     names: list[Any] = []
     if isinstance(data, TensorDictBase) and data.batch_size:
@@ -226,22 +241,15 @@ def find_axes(data: Any, batch: Batch, time_dim: int) -> Axes:
     return Axes((), None, None)
 
 
-def keys_of(node: Json) -> dict[Key, str | None]:
-    """Return every key of a batch, as a tuple, with the name of its tensor (None: a value)."""
-    try:
-        return dict(_walk(node, ()))
-    except NONSENSE as error:
-        raise CorruptFile(f"the description of the rollout makes no sense ({error!r})") from error
-
-
-def _walk(node: Json, key: Key) -> Iterator[tuple[Key, str | None]]:
+def keys_of(node: Json, key: Key = ()) -> Iterator[tuple[Key, str | None]]:
+    """Yield every key of a batch, as a tuple, with the name of its tensor (None: a value)."""
     if len(key) > MAX_DEPTH:
         raise CorruptFile(f"the rollout is nested deeper than {MAX_DEPTH}")
     if node["kind"] not in ("dict", "tensordict"):
         yield key, node.get("item")
         return
     for name, child in node["v"]:
-        yield from _walk(child, (*key, *as_path(_key_name(node, name))))
+        yield from keys_of(child, (*key, *as_path(_key_name(node, name))))
 
 
 def _key_name(node: Json, name: Json) -> Any:
@@ -281,27 +289,16 @@ class Picked:
     def of(name: str, index: Any, size: int) -> Picked:
         """Check an index against the length of its axis."""
         try:
-            if isinstance(index, slice):
-                return Picked(np.arange(*index.indices(size), dtype=np.int64))
-            if not isinstance(index, list | tuple | np.ndarray | torch.Tensor):
-                index = np.array(operator.index(index))
-        except (TypeError, ValueError) as error:
-            raise UsageError(
-                f"{name}={index!r}: give a number, a slice, or a list of numbers ({error})"
-            ) from None
-        array = index.cpu().numpy() if isinstance(index, torch.Tensor) else np.asarray(index)
-        if array.dtype == np.bool_ and array.shape == (size,):
-            return Picked(np.flatnonzero(array))
-        if array.ndim > 1 or (array.size and array.dtype.kind not in "iu"):
-            raise UsageError(
-                f"{name}: an index of shape {list(array.shape)} and type {array.dtype} does not "
-                f"fit an axis of {size}; give one list of whole numbers"
-            )
-        outside = array[(array < -size) | (array >= size)]
-        if outside.size:
-            raise UsageError(f"{name}: {outside.flat[0]} is not in an axis of {size}")
-        positions = array.reshape(-1).astype(np.int64)
-        return Picked(np.where(positions < 0, positions + size, positions), array.ndim == 0)
+            if not isinstance(index, slice):
+                index = index.cpu() if isinstance(index, torch.Tensor) else index
+                index = np.asarray(index, None if np.size(index) else np.int64)
+            positions = np.arange(size, dtype=np.int64)[index]
+            if positions.ndim > 1:
+                raise IndexError("it has several axes")
+        except (IndexError, TypeError, ValueError) as error:
+            text = "give a number, a slice, or a list of whole numbers"
+            raise UsageError(f"{name}: {error}; {text}, of an axis of {size}") from None
+        return Picked(positions.reshape(-1), positions.ndim == 0)
 
 
 @dataclass(frozen=True)
@@ -332,35 +329,21 @@ class Selection:
         dropped = self.dropped if self.covers(shape) else ()
         return [name for axis, name in enumerate(names) if axis not in dropped]
 
-    def narrow(self, rows: list[Any], shape: tuple[int, ...]) -> Any:
-        """Index nested lists of values as the tensors were indexed; `shape` is the result's."""
-        if len(self.axes.batch) > 1:
-            rows = [self._picked(row, 1) for row in rows]
-        rows = self._picked(rows, 0)
-        if 0 in shape:  # an empty stack holds nothing
-            return NonTensorData(None, batch_size=shape)
-        return NonTensorStack.from_list(rows)
-
-    def _picked(self, values: Any, axis: int) -> Any:
-        if axis not in self.picked:
+    def narrow(self, values: Any, axis: int = 0) -> Any:
+        """Index nested lists of values as the tensors were indexed."""
+        if axis == len(self.axes.batch):
             return values
-        found = [values[position] for position in self.picked[axis].positions]
+        every = range(len(values)) if axis not in self.picked else self.picked[axis].positions
+        found = [self.narrow(values[position], axis + 1) for position in every]
         return found[0] if axis in self.dropped else found
 
 
 @dataclass(frozen=True)
 class Builder:
-    """Rebuilds a batch from its description.
+    """Rebuilds a batch, or the chosen keys of a part of it, from its description.
 
     A class, not nested functions: two that call each other keep the arrays alive until the garbage
     collector comes by, and every load would pay for fresh memory.
-
-    Args:
-        words: The tensors and arrays by their names, as words of a pack.
-        dtypes: The type of each.
-        device: Where tensors go, and TensorDicts say they are.
-        chosen: Keys to rebuild; None for all.
-        part: What of the batch the tensors are.
     """
 
     words: Mapping[str, NDArray[Any]]
@@ -391,7 +374,9 @@ class Builder:
         if kind == "nontensor":
             return NonTensorData(value, batch_size=shape)
         if kind == "nontensors":
-            return self.part.narrow(value, shape)
+            if 0 in shape:  # an empty stack holds nothing
+                return NonTensorData(None, batch_size=shape)
+            return NonTensorStack.from_list(self.part.narrow(value))
         raise CorruptFile(f"unknown kind of value {kind!r} at {_dotted(key)}")
 
     def _children(self, node: Json, key: Key) -> dict[Any, Any]:

@@ -18,7 +18,7 @@ from penstock.core.pack import DTYPES
 from penstock.errors import CorruptFile, UnsupportedValue, UsageError
 from penstock.rollouts.file import check_level, codec_for
 from penstock.rollouts.structure import Leaf, as_path
-from penstock.tensors import DTYPE_NAMES, check_storable, empty_tensor, flat_words
+from penstock.tensors import empty_tensor, flat_words
 
 with needs_torchrl("CompressedLidarTransform"):
     from tensordict import NonTensorData, NonTensorStack, TensorDictBase
@@ -41,8 +41,6 @@ class CompressedLidarTransform(Transform):  # type: ignore[misc]
     bytes object, so it fits storages that hold objects: `ListStorage`, `LazyStackStorage`. (For
     tensors in a compressed storage see `CompressedStorage`.) One blob is made for each element of
     the first batch axis; a second batch axis is taken for time and compressed along.
-
-    In an environment it has no place, since blobs have no spec: it says so.
 
     Args:
         in_keys: The keys to compress, of any kind of data.
@@ -118,27 +116,22 @@ class CompressedLidarTransform(Transform):  # type: ignore[misc]
         return tensordict
 
     def _compressed(self, tensor: torch.Tensor, batch: tuple[int, ...], key: Name) -> Any:
-        check_storable(str(key), tensor)
-        dtype = DTYPE_NAMES[tensor.dtype]
-        words = Leaf("", (), dtype, tensor).words()
-        if not batch:
-            return NonTensorData(self._encode(words, dtype, 0, key))
-        inner = batch[1:]
-        blobs = [self._encode(row, dtype, len(inner), key) for row in words]
-        return NonTensorStack(*[NonTensorData(blob, batch_size=inner) for blob in blobs])
+        leaf, inner = Leaf.of(as_path(key), tensor), batch[1:]
+        rows = leaf.words() if batch else [leaf.words()]
+        blobs = [self._encode(row, leaf.dtype, len(inner), key) for row in rows]
+        made = [NonTensorData(blob, batch_size=inner) for blob in blobs]
+        return NonTensorStack(*made) if batch else made[0]
 
     def _encode(self, row: NDArray[Any], dtype: str, inner: int, key: Name) -> bytes:
-        stored = np.moveaxis(row, 0, -1) if inner else row
-        flat = np.ascontiguousarray(stored).reshape(-1)
+        flat = np.ascontiguousarray(np.moveaxis(row, 0, -1) if inner else row).reshape(-1)
         kept, kind, body = flat, _RAW, flat.tobytes()
-        if flat.size:
-            codec = self._codec(flat, key)
-            coded = b"".join(codec.encode(flat))
-            if len(coded) < len(body):
-                kind, body = _CODED, coded
-                if codec.lossy:  # the checksum covers what comes back
-                    kept = np.empty_like(flat)
-                    codec.decode(memoryview(body), kept)
+        codec = self._codec(flat, key)
+        coded = b"".join(codec.encode(flat)) if flat.size else b""
+        if len(coded) < len(body):
+            kind, body = _CODED, coded
+            if codec.lossy:  # the checksum covers what comes back
+                kept = np.empty_like(flat)
+                codec.decode(memoryview(body), kept)
         crc = isal_zlib.crc32(kept.view(np.uint8))
         head = _HEAD.pack(kind, _DTYPES.index(dtype), row.ndim, inner, crc)
         head += struct.pack(f"<{row.ndim}Q", *row.shape)
@@ -149,11 +142,9 @@ class CompressedLidarTransform(Transform):  # type: ignore[misc]
         words = flat.dtype if self._epsilon is None else np.dtype(np.uint32)
         codec = codec_for(words, self._level, time_last=True)
         assert codec is not None
-        if self._epsilon is None:
-            return codec
-        if flat.dtype.kind != "f":
+        if self._epsilon is not None and flat.dtype.kind != "f":
             raise UnsupportedValue(f"{key!r} is {flat.dtype}: epsilon is for float16, 32 and 64")
-        return Quantize(self._epsilon, codec)
+        return codec if self._epsilon is None else Quantize(self._epsilon, codec)
 
     def _decompressed(self, value: Any, batch: tuple[int, ...], key: Name) -> torch.Tensor:
         outer = max(0, len(batch) - _Blob(_first(value)).inner)
@@ -164,7 +155,7 @@ class CompressedLidarTransform(Transform):  # type: ignore[misc]
         parts = [made[blob] for blob in blobs]
         dtype, shape = parts[0].dtype, parts[0].shape
         whole = (*batch[:outer], *shape)
-        same = all((part.dtype, part.shape) == (dtype, shape) for part in made.values())
+        same = len({(part.dtype, part.shape) for part in made.values()}) == 1
         if not same or whole[: len(batch)] != batch or len(parts) != math.prod(batch[:outer]):
             raise UsageError(
                 f"{key!r} was reshaped, or holds unequal items; decompress it before that"

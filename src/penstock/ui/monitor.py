@@ -10,7 +10,7 @@ import threading
 from collections import deque
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from time import perf_counter
+from time import perf_counter, sleep, time
 from typing import Any, Protocol
 
 import numpy as np
@@ -166,6 +166,10 @@ class TensorBoardSink:
         self._writer: Any = log_dir_or_writer
         if self._own:
             module = _import("torch.utils.tensorboard", "tensorboard", "rl")
+            # Files are read by their names, and these begin with the second they are made in.
+            now_s = time()
+            if any(Path(log_dir_or_writer).glob(f"events.out.tfevents.{int(now_s)}.*")):
+                sleep(1.01 - now_s % 1)
             self._writer = module.SummaryWriter(os.fspath(log_dir_or_writer), purge_step=purge_step)
 
     def write(self, metrics: Mapping[str, float], step: int) -> None:
@@ -203,7 +207,6 @@ class WandbSink:
 
 
 def _import(module: str, package: str, extra: str) -> Any:
-    """Import what only some users have, at the moment it is needed."""
     try:
         return importlib.import_module(module)
     except ImportError as error:
@@ -211,7 +214,6 @@ def _import(module: str, package: str, extra: str) -> Any:
 
 
 def _stats(times: list[float], total_s: float) -> dict[str, float]:
-    """Return the statistics of a list that is not empty."""
     sum_s = math.fsum(times)
     p50, p90, p99 = np.percentile(times, (50, 90, 99)).tolist()
     spread = {"std": float(np.std(times)), "min": min(times), "max": max(times)}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import sys
 import threading
@@ -40,6 +41,7 @@ class Progress:
         unit: What is counted; ``"bytes"`` is shown as MB and MB/s.
         mode: "rich", "plain" or "quiet". None takes the environment variable PENSTOCK_PROGRESS,
             and without it "rich" on a terminal, "plain" elsewhere.
+        last_line: False for a job that shows nothing if it is over before anything was due.
     """
 
     def __init__(
@@ -48,16 +50,18 @@ class Progress:
         title: str = "",
         unit: str = "items",
         mode: Mode | None = None,
+        last_line: bool = True,
     ) -> None:
         self.total = total
         self.title = title
         self.unit = unit
         self.mode = choose_mode(mode)
         self.done = 0
+        self._last_line = last_line
         self._note = ""
         self._lock = threading.Lock()
-        self._closed = False
-        self._start_s = self._shown_s = monotonic()
+        self._period_s = _PERIOD_S.get(self.mode, math.inf)  # after `close` nothing is due any more
+        self._start_s = monotonic()
         # The rate is over the last 40 displays, so that the time left follows a change of speed.
         self._history: deque[tuple[float, int]] = deque([(self._start_s, 0)], maxlen=40)
         self._memory = (-_MEMORY_PERIOD_S, 0)
@@ -69,16 +73,17 @@ class Progress:
         A job that shows how far it is can be stopped there: see `core.interrupt`.
         """
         check_stop()
+        self.count(n)
+
+    def count(self, n: int = 1) -> None:
+        """Say that n more are done, of a job that is not to be stopped there."""
         with self._lock:
             self.done += n
             self._show_when_due()
 
     def update(self, done: int) -> None:
         """Say how many are done in all."""
-        check_stop()
-        with self._lock:
-            self.done = done
-            self._show_when_due()
+        self.advance(done - self.done)
 
     def note(self, text: str) -> None:
         """Say what the job is at; shown at the end of the line from the next display on."""
@@ -89,16 +94,13 @@ class Progress:
     def close(self, stopped: bool = False) -> None:
         """Show the last line, and that the job ended before its time; later calls only count."""
         with self._lock:
-            if self._closed:
-                return
-            self._closed = True
-            if self.mode == "quiet":
+            period_s, self._period_s = self._period_s, math.inf
+            if period_s == math.inf or not (self._last_line or len(self._history) > 1):
                 return
             now_s = monotonic()
             elapsed_s = now_s - self._start_s
             rate = self.done / elapsed_s if elapsed_s > 0 else 0.0
-            words = [self._amount(), self._rate(rate), f"in {clock(elapsed_s)}", self._rss(now_s)]
-            self._put([*words, "stopped"] if stopped else words)
+            self._put(now_s, rate, f"in {clock(elapsed_s)}", "stopped" if stopped else "")
             if self._bar is not None:
                 with suppress(*_GONE):
                     self._bar.stop(full=not stopped)
@@ -110,30 +112,26 @@ class Progress:
         self.close(stopped=exc_type is not None)
 
     def _show_when_due(self) -> None:
-        if self.mode == "quiet" or self._closed:
-            return
         now_s = monotonic()
-        if now_s - self._shown_s < _PERIOD_S[self.mode]:
+        if now_s - self._history[-1][0] < self._period_s:
             return
-        self._shown_s = now_s
         then_s, then_done = self._history[0]
         self._history.append((now_s, self.done))
         rate = (self.done - then_done) / (now_s - then_s)
-        words = [self._amount(), self._rate(rate)]
-        if self.total is not None and rate > 0:
-            words.append(f"ETA {clock(max(self.total - self.done, 0) / rate)}")
-        words.append(self._rss(now_s))
-        if self._note:
-            words.append(self._note)
-        self._put(words)
+        known = self.total is not None and rate > 0
+        left_s = max((self.total or 0) - self.done, 0) / rate if known else 0.0
+        self._put(now_s, rate, f"ETA {clock(left_s)}" if known else "", self._note)
 
-    def _put(self, words: list[str]) -> None:
-        """Show words; on a narrow terminal the speed and the memory are left out first."""
+    def _put(self, now_s: float, rate: float, when: str, last: str) -> None:
+        if now_s - self._memory[0] >= _MEMORY_PERIOD_S:
+            self._memory = (now_s, rss_bytes())
+        speed = f"{rate / 1e6:.1f} MB/s" if self.unit == "bytes" else f"{rate:.1f} {self.unit}/s"
+        words = [self._amount(), speed, when, f"mem {format_bytes(self._memory[1])}", last]
         with suppress(*_GONE):
             if self._bar is not None:
                 self._bar.show(self.done, words)
             else:
-                line = "  ".join(words)
+                line = "  ".join(filter(None, words))
                 line = f"{self.title}: {line}" if self.title else line
                 print(line, file=sys.stderr, flush=True)  # noqa: T201
 
@@ -144,14 +142,6 @@ class Progress:
             return f"{done} {unit}"
         share = min(self.done / self.total, 1.0) if self.total else 1.0
         return f"{done}/{self.total / scale:.{digits}f} {unit}  {share:.0%}"
-
-    def _rate(self, per_s: float) -> str:
-        return f"{per_s / 1e6:.1f} MB/s" if self.unit == "bytes" else f"{per_s:.1f} {self.unit}/s"
-
-    def _rss(self, now_s: float) -> str:
-        if now_s - self._memory[0] >= _MEMORY_PERIOD_S:
-            self._memory = (now_s, rss_bytes())
-        return f"mem {format_bytes(self._memory[1])}"
 
 
 class _RichBar:
@@ -176,11 +166,12 @@ class _RichBar:
 
     def show(self, done: int, words: list[str]) -> None:
         self._progress.start()  # the first time
-        for place in (3, 1):  # memory, then speed
-            if len("  ".join(words)) > self._room and len(words) > place:
-                words = words[:place] + words[place + 1 :]
-        status = "  ".join(words)
-        if len(status) > self._room:
+        for left_out in ([], [3], [3, 1]):  # where there is little room, memory, then speed
+            kept = (word for k, word in enumerate(words) if word and k not in left_out)
+            status = "  ".join(kept)
+            if len(status) <= self._room:
+                break
+        else:
             status = status[: self._room - 1] + "…"
         self._progress.update(self._task, completed=done, status=status, refresh=True)
 
@@ -204,12 +195,9 @@ def terminal() -> Console:
 
 def choose_mode(mode: str | None) -> Mode:
     """Return how to show something: as asked, as the environment says, or as stderr allows."""
-    origin = "the progress mode"
-    if mode is None:
-        origin = f"the environment variable {ENV_MODE}"
-        mode = os.environ.get(ENV_MODE) or None
-    if mode is None:
-        mode = "rich" if sys.stderr is not None and sys.stderr.isatty() else "plain"
+    origin = "the progress mode" if mode else f"the environment variable {ENV_MODE}"
+    fitting = "rich" if sys.stderr is not None and sys.stderr.isatty() else "plain"
+    mode = mode or os.environ.get(ENV_MODE) or fitting
     if mode not in get_args(Mode):
         raise UsageError(f"{origin} is {mode!r}: use rich, plain or quiet")
     return cast(Mode, mode)

@@ -11,13 +11,13 @@ from typing import Any, BinaryIO
 import numpy as np
 from numpy.typing import NDArray
 
-from penstock.core.objects import ObjectPath
 from penstock.dataset.layout import AUTO_FEATURES, Feature
 from penstock.dataset.reader import Dataset, Episode, reading_video
 from penstock.dataset.remote import RemoteDataset
 from penstock.errors import DataError, UsageError
 from penstock.inspect.dataset import origin
 from penstock.media.images import thumbnail
+from penstock.objects import ObjectPath
 from penstock.view.model import (
     MOST_EVENTS,
     MOST_POINTS,

@@ -144,7 +144,7 @@ def page(
     lines = []
     for row in part:
         mark = marks.of(row.index) if marks else None
-        changed = mark is not None and bool(mark.trim or mark.split or mark.task)
+        changed = mark is not None and bool(mark.trim or mark.split or mark.cut or mark.task)
         lines.append(
             {
                 "index": row.index,

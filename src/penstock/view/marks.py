@@ -9,7 +9,7 @@ import json
 import re
 import threading
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +19,7 @@ from penstock.dataset.edit import Edits
 from penstock.errors import UsageError
 from penstock.ui.suggestions import did_you_mean
 
-_LISTS = ("delete", "keep", "trim", "split", "relabel", "drop", "rename", "codec")
+_LISTS = ("delete", "keep", "trim", "split", "cut", "relabel", "drop", "rename", "codec")
 
 _MOST_TEXT = 1000
 _HEAD = re.compile(r"# (\d+) episodes, (\d+) frames")
@@ -33,17 +33,26 @@ class Mark:
         reject: It is to be deleted.
         trim: The first frame to keep, and one past the last.
         split: Frames at which a new episode begins.
+        cut: Frames to take out: ranges of the first and one past the last, in order and apart.
         task: Its new task.
     """
 
     reject: bool = False
     trim: tuple[int, int] | None = None
     split: tuple[int, ...] = ()
+    cut: tuple[tuple[int, int], ...] = ()
     task: str | None = None
+
+    def within_trim(self, length: int) -> Mark:
+        """Return it without what lies in frames that are trimmed away."""
+        first, stop = self.trim or (0, length)
+        cut = [(max(a, first), min(b, stop)) for a, b in self.cut]
+        split = tuple(at for at in self.split if first < at < stop)
+        return replace(self, split=split, cut=tuple((a, b) for a, b in cut if a < b))
 
 
 def read_marks(path: Path) -> Edits:
-    """Read an edit list: YAML with delete, keep, trim, split, relabel, drop, rename, codec.
+    """Read an edit list: YAML with the names of `_LISTS`.
 
     Raises:
         UsageError: It cannot be read, or is none.
@@ -56,17 +65,21 @@ def read_marks(path: Path) -> Edits:
             raise UsageError(f"{path}: unknown {name!r}: {did_you_mean(str(name), _LISTS)}")
     try:
         return Edits(
-            [int(n) for n in found.get("delete") or ()],
-            None if found.get("keep") is None else [int(n) for n in found["keep"]],
-            {int(n): (int(a), int(b)) for n, (a, b) in (found.get("trim") or {}).items()},
-            {int(n): [int(f) for f in at] for n, at in (found.get("split") or {}).items()},
-            {
+            delete=[int(n) for n in found.get("delete") or ()],
+            keep=None if found.get("keep") is None else [int(n) for n in found["keep"]],
+            trim={int(n): (int(a), int(b)) for n, (a, b) in (found.get("trim") or {}).items()},
+            split={int(n): [int(f) for f in at] for n, at in (found.get("split") or {}).items()},
+            cut={
+                int(n): [(int(a), int(b)) for a, b in ranges]
+                for n, ranges in (found.get("cut") or {}).items()
+            },
+            relabel={
                 None if n == "all" else int(n): str(task)
                 for n, task in (found.get("relabel") or {}).items()
             },
-            [str(name) for name in found.get("drop") or ()],
-            {str(old): str(new) for old, new in (found.get("rename") or {}).items()},
-            found.get("codec"),
+            drop=[str(name) for name in found.get("drop") or ()],
+            rename={str(old): str(new) for old, new in (found.get("rename") or {}).items()},
+            codec=found.get("codec"),
         )
     except (TypeError, ValueError, AttributeError) as error:
         raise UsageError(f"{path}: a value is of the wrong kind ({error})") from error
@@ -95,10 +108,7 @@ class Marks:
 
     def to_json(self) -> dict[str, Any]:
         """Return all marks by episode, and the file."""
-        shown = {
-            n: {"reject": m.reject, "trim": m.trim, "split": m.split, "task": m.task}
-            for n, m in self._marks.items()
-        }
+        shown = {number: asdict(mark) for number, mark in self._marks.items()}
         return {"path": str(self.path), "marks": shown}
 
     def change(self, episode: int, values: Mapping[str, Any]) -> Mark:
@@ -106,7 +116,7 @@ class Marks:
 
         Args:
             episode: Its number.
-            values: Any of reject, trim, split and task; None takes one away.
+            values: Any of reject, trim, split, cut and task; None takes one away.
 
         Raises:
             UsageError: A value cannot be; nothing is changed.
@@ -114,10 +124,8 @@ class Marks:
         if not 0 <= episode < len(self._lengths):
             raise UsageError(f"there is no episode {episode}: there are {len(self._lengths)}")
         with self._lock:
-            mark = replace(self.of(episode), **_checked(values, self._lengths[episode]))
-            trim = mark.trim or (0, self._lengths[episode])
-            if any(not trim[0] < cut < trim[1] for cut in mark.split):
-                mark = replace(mark, split=tuple(c for c in mark.split if trim[0] < c < trim[1]))
+            length = self._lengths[episode]
+            mark = replace(self.of(episode), **_checked(values, length)).within_trim(length)
             marks = {**self._marks, episode: mark}
             marks = {n: m for n, m in sorted(marks.items()) if m != Mark()}
             publish_bytes(self.path, self._text(marks).encode())
@@ -135,6 +143,7 @@ class Marks:
         for name, values in (
             ("trim", {n: list(m.trim) for n, m in kept.items() if m.trim}),
             ("split", {n: list(m.split) for n, m in kept.items() if m.split}),
+            ("cut", {n: list(m.cut) for n, m in kept.items() if m.cut}),
             ("relabel", {n: m.task for n, m in kept.items() if m.task is not None}),
         ):
             if values:
@@ -154,14 +163,14 @@ class Marks:
         if more or None in found.relabel:
             raise UsageError(f"{self.path} has more than marks: give another file by --marks FILE")
         marks: dict[int, Mark] = {}
-        named = {*found.delete, *found.trim, *found.split, *found.relabel}
+        named = {*found.delete, *found.trim, *found.split, *found.cut, *found.relabel}
         for n in sorted(number for number in named if number is not None):
             if not 0 <= n < len(self._lengths):
                 raise UsageError(f"{self.path} names episode {n}: there are {len(self._lengths)}")
             first, end = found.trim.get(n, (0, None))
             trim = (first, self._lengths[n] if end is None else end) if n in found.trim else None
-            cuts = tuple(found.split.get(n, ()))
-            marks[n] = Mark(n in found.delete, trim, cuts, found.relabel.get(n))
+            split, cut = tuple(found.split.get(n, ())), tuple(found.cut.get(n, ()))
+            marks[n] = Mark(n in found.delete, trim, split, cut, found.relabel.get(n))
         return marks
 
 
@@ -180,12 +189,28 @@ def _checked(values: Mapping[str, Any], length: int) -> dict[str, Any]:
         elif name == "split":
             good = value is None or _frames(value, length)
             value = tuple(sorted(set(value))) if good and value else ()
+        elif name == "cut":
+            ranges = value if isinstance(value, list) and len(value) <= _MOST_TEXT else []
+            good = value is None or ranges == value
+            good = good and all(_frames(r, length) and len(r) == 2 and r[0] < r[1] for r in ranges)
+            value = _joined(ranges) if good else ()
         elif name == "task":
             good = value is None or (isinstance(value, str) and 0 < len(value) <= _MOST_TEXT)
         if not good:
             raise UsageError(f"{str(name)[:40]!r} cannot be marked as {str(value)[:80]!r}")
         found[name] = value
     return found
+
+
+def _joined(ranges: list[list[int]]) -> tuple[tuple[int, int], ...]:
+    """Return ranges in order, those that touch as one."""
+    found: list[tuple[int, int]] = []
+    for first, stop in sorted(ranges):
+        if found and first <= found[-1][1]:
+            found[-1] = found[-1][0], max(stop, found[-1][1])
+        else:
+            found.append((first, stop))
+    return tuple(found)
 
 
 def _frames(value: Any, length: int) -> bool:

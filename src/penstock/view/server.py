@@ -15,6 +15,7 @@ import struct
 import threading
 from collections import OrderedDict
 from collections.abc import Callable
+from dataclasses import asdict
 from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from importlib.resources import files
@@ -101,7 +102,7 @@ class Viewer:
             "index": index,
             **self.view(index).to_json(),
             "findings": self.check.findings.of.get(index, []),
-            "mark": _mark_json(mark),
+            "mark": asdict(mark),
         }
 
     def close(self) -> None:
@@ -303,7 +304,7 @@ class _Handler(BaseHTTPRequestHandler):
         match parts:
             case ["api", "mark", number] if viewer.marks is not None:
                 mark = viewer.marks.change(_number(number), body)
-                self._json(_mark_json(mark))
+                self._json(asdict(mark))
             case ["api", "check"] if viewer.marks is not None:
                 viewer.check.begin()
                 self._json({"state": viewer.check.findings.state})
@@ -413,10 +414,6 @@ def _curve_bytes(points: Points) -> bytes:
     text += b" " * (-len(text) % 4)
     data = b"".join(np.ascontiguousarray(array, "<f4").tobytes() for array in arrays)
     return struct.pack("<I", len(text)) + text + data
-
-
-def _mark_json(mark: Mark) -> dict[str, Any]:
-    return {"reject": mark.reject, "trim": mark.trim, "split": mark.split, "task": mark.task}
 
 
 def _page_names() -> set[str]:

@@ -11,10 +11,10 @@ from contextlib import suppress
 from pathlib import Path
 
 from penstock.bags.find import to_path
-from penstock.core.objects import ObjectPath, is_object
 from penstock.dataset.layout import INFO_PATH
 from penstock.errors import UsageError
 from penstock.inspect.dataset import is_dataset
+from penstock.objects import ObjectPath, is_object
 from penstock.view.datasets import DatasetSource
 from penstock.view.marks import Marks
 from penstock.view.model import Source

@@ -57,8 +57,8 @@ def test_threads_of_torch_change_nothing() -> None:
 
 
 def test_seeds_need_not_follow_each_other() -> None:
-    whole = fly(straight(FULL), FULL, [7, 8, 9, 10], 6, record=True)
-    some = fly(straight(FULL), FULL, [10, 7], 6, record=True)
+    whole = fly(straight, FULL, [7, 8, 9, 10], 6, record=True)
+    some = fly(straight, FULL, [10, 7], 6, record=True)
     assert some.seeds == (10, 7)
     assert whole.path is not None
     assert some.path is not None
@@ -67,7 +67,7 @@ def test_seeds_need_not_follow_each_other() -> None:
 
 
 def test_straight_crosses_where_nothing_stands() -> None:
-    flights = fly(straight(EMPTY), EMPTY, [7, 8], 16)
+    flights = fly(straight, EMPTY, [7, 8], 16)
     assert outcomes(flights) == {Outcome.SUCCESS}
     assert bool(flights.reach_goal.all())
     assert flights.path is None
@@ -80,7 +80,7 @@ def test_straight_crosses_where_nothing_stands() -> None:
 )
 def test_a_crash_is_of_the_kind_that_is_there(boxes: int, moving: int, kind: Outcome) -> None:
     settings = EMPTY.with_(num_obstacles=boxes, dynamic_obstacles=moving)
-    flights = fly(straight(settings), settings, [7], 32)
+    flights = fly(straight, settings, [7], 32)
     assert kind in outcomes(flights)
     assert outcomes(flights) <= {kind, Outcome.SUCCESS}
     crashed = flights.outcome == kind
@@ -113,7 +113,7 @@ def test_reach_goal_is_asked_at_the_end_only() -> None:
 
 
 def test_a_crash_after_the_goal_stays_a_success() -> None:
-    ahead = straight(EMPTY)
+    ahead = straight
 
     def pilot(obs: Observation) -> Tensor:
         there = (obs["state"][:, 3:4] < 0.45).expand(-1, 3)
@@ -127,7 +127,7 @@ def test_a_crash_after_the_goal_stays_a_success() -> None:
 
 
 def test_a_path_stays_where_the_flight_ended() -> None:
-    flights = fly(straight(FULL), FULL, [7], 8, record=True)
+    flights = fly(straight, FULL, [7], 8, record=True)
     assert flights.path is not None
     assert flights.path.shape == (8, FULL.episode_steps, 3)
     for path, time_s in zip(flights.path, flights.time_s.tolist(), strict=True):
@@ -137,15 +137,15 @@ def test_a_path_stays_where_the_flight_ended() -> None:
 
 
 def test_the_shield_is_asked_until_the_outcome_only() -> None:
-    flights = fly(straight(EMPTY), EMPTY, [7], 8, shield=Shield.for_task(EMPTY))
+    flights = fly(straight, EMPTY, [7], 8, shield=Shield.for_task(EMPTY))
     steps = (flights.time_s / flights.period_s).round().long()
     assert flights.decisions == int(steps.sum())
     assert flights.interventions == 0
 
 
 def test_the_shield_helps() -> None:
-    alone = fly(straight(FULL), FULL, [7], 16)
-    shielded = fly(straight(FULL), FULL, [7], 16, shield=Shield.for_task(FULL))
+    alone = fly(straight, FULL, [7], 16)
+    shielded = fly(straight, FULL, [7], 16, shield=Shield.for_task(FULL))
     crashed = (Outcome.STATIC, Outcome.DYNAMIC)
     counts = [sum((f.outcome == kind).sum() for kind in crashed) for f in (alone, shielded)]
     assert counts[1] < counts[0] / 2
@@ -153,7 +153,7 @@ def test_the_shield_helps() -> None:
 
 def test_the_pilot_sees_only_drones_in_the_air() -> None:
     seen: list[int] = []
-    ahead = straight(FULL)
+    ahead = straight
 
     def pilot(obs: Observation) -> Tensor:
         seen.append(len(obs["state"]))
@@ -194,4 +194,4 @@ def test_an_error_of_the_pilot_comes_through() -> None:
 )
 def test_nonsense_is_refused(seeds: list[int], drones: int, threads: int, said: str) -> None:
     with pytest.raises(UsageError, match=said):
-        fly(straight(EMPTY), EMPTY, seeds, drones, threads=threads)
+        fly(straight, EMPTY, seeds, drones, threads=threads)

@@ -65,10 +65,8 @@ def test_changes_and_places(save: Save, tmp_path: Path) -> None:
         worlds=1,
         drones=2,
         shield=False,
-        drone="hummingbird",
-        changes={"num_obstacles": 0, "dynamic_obstacles": 16},
+        changes={"drone": "hummingbird", "num_obstacles": 0, "dynamic_obstacles": 16},
         out=tmp_path / "here" / "there",
-        record=False,
     )
     assert list(result["results"]) == ["straight", "policy"]
     flown = result["settings"]
@@ -78,8 +76,7 @@ def test_changes_and_places(save: Save, tmp_path: Path) -> None:
         16,
     )
     written = tmp_path / "here" / "there"
-    assert sorted(path.name for path in written.iterdir()) == ["evaluation.json", "report.html"]
-    assert "<img" not in (written / "report.html").read_text()
+    assert {path.name for path in written.iterdir()} >= {"evaluation.json", "report.html"}
     assert not (run / "evaluation").exists()
 
 
@@ -100,7 +97,7 @@ def test_mistakes_are_said_before_anything_is_flown(save: Save, tmp_path: Path) 
     cases: list[tuple[dict[str, Any], str]] = [
         ({"worlds": 0}, "worlds is 0"),
         ({"drones": 0}, "drones is 0"),
-        ({"drone": "fats"}, "did you mean 'fast'"),
+        ({"changes": {"drone": "fats"}}, "did you mean 'fast'"),
         ({"changes": {"num_obstacle": 1}}, "did you mean 'num_obstacles'"),
         ({"margins": (0.1, -0.1)}, "static_margin_m is -0.1"),
         ({"checkpoint": "bets.pt"}, "the folder has best.pt"),

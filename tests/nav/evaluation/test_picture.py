@@ -152,7 +152,7 @@ def _stand_in(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_file_for_the_viewer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     _stand_in(monkeypatch)
     busy = EMPTY.with_(num_obstacles=10, dynamic_obstacles=8, episode_seconds=1.0)
-    flown = fly(straight(busy), busy, [7, 8], 2, record=True)
+    flown = fly(straight, busy, [7, 8], 2, record=True)
     file = rerun_file.write(flown, busy, tmp_path / "a.rrd")
     logged = file.read_text().split("\n")
     assert {"world_7/boxes", "world_8/paths", "world_8/drones", "world_7/cylinders"} <= set(logged)

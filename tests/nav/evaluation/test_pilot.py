@@ -94,7 +94,7 @@ def broken(change: Callable[[dict[str, Any]], object]) -> dict[str, Any]:
         ),
         (
             broken(lambda s: s["ppo"]["policy"].update(more=torch.zeros(1))),
-            "it has more, too",
+            r"more is \[1\] there, missing here",
         ),
         (
             broken(lambda s: s["ppo"]["policy"]["critic.bias"].fill_(torch.nan)),

@@ -62,7 +62,7 @@ def test_presets_change_the_algorithm():
         (["num_envs=3"], "unknown setting 'num_envs'"),
         (["algo=nav"], "algo='nav' is no preset; did you mean 'navrl'"),
         (["algo.learning_rate=1"], "unknown setting 'algo.learning_rate'"),
-        (["algo.lr=fast"], "algo.lr='fast'; give a number"),
+        (["algo.lr=fast"], "lr is 'fast'; give a number above 0"),
         (["algo.gamma=2"], "gamma is 2"),
         (["env.num_envs=0"], "env.num_envs=0; give a whole number, at least 1"),
         (["env.num_envs=1.5"], "env.num_envs=1.5"),
@@ -81,7 +81,7 @@ def test_presets_change_the_algorithm():
         (["env.num_envs=10", "processes=4"], "change env.num_envs, shards or processes"),
         (["algo.minibatches=7"], "algo.minibatches=7 does not divide"),
         (["sim.substeps=0"], "sim.substeps=0"),
-        (["env=3"], "env is 3"),
+        (["env=3"], "env=3; give its parts"),
         (["nonsense"], "'nonsense' is not a setting"),
         (["env.num_envs=[1"], "cannot be read"),
         (["max_minutes=-1"], "max_minutes=-1"),
@@ -91,6 +91,18 @@ def test_presets_change_the_algorithm():
         (["sensor.lidar_hres=7"], "sensor.lidar_hres=7; give degrees that divide 360"),
         (["device=gpu"], "device='gpu' is none that torch knows"),
         (["algo.bf16=maybe"], "algo.bf16='maybe'"),
+        (["reward.velocity=fast"], "reward.velocity='fast'; give a number"),
+        (["reward.velocity=.nan"], "reward.velocity=nan; give a number"),
+        (["reward.goal=true"], "reward.goal=True; give a number"),
+        (["reward.goal_ends=7"], "reward.goal_ends=7; give true or false"),
+        (["seed=1e18"], "seed=1e+18; give a whole number, from 0 to"),
+        (["env.map_seed=1e30"], "env.map_seed=1e+30; give a whole number, from 0 to"),
+        (["env.action_limit=true"], "action_limit is True; give a number above 0"),
+        (["env.hold_yaw=maybe"], "env.hold_yaw='maybe'; give true or false"),
+        (["tensorboard=maybe"], "tensorboard='maybe'; give true or false"),
+        (["max_minutes=true"], "max_minutes=True; give a number"),
+        (["max_minutes=.inf"], "max_minutes=inf; give a number"),
+        (["env_dyn.curriculum=true"], "env_dyn.curriculum=True; give a share"),
     ],
 )
 def test_what_is_wrong_is_one_line(words, message):
@@ -139,3 +151,13 @@ def test_shards_share_drones_and_maps_out():
     assert first.maps == second.maps == 2
     assert abs(first.map_seed - second.map_seed) > 1000
     assert min(first.map_seed, second.map_seed) >= 1_000_000
+
+
+@pytest.mark.parametrize(
+    ("text", "message"), [("env: 3\n", "env=3; give its parts"), ("", "holds no settings")]
+)
+def test_a_damaged_config_of_a_run_is_one_line(tmp_path, text, message):
+    path = tmp_path / "config.yaml"
+    path.write_text(text)
+    with pytest.raises(UsageError, match=message):
+        load_config(["seed=1"], base=path)

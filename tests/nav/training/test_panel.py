@@ -242,22 +242,6 @@ def test_nothing_known_yet_is_dashes(clock: Clock) -> None:
     assert "none" not in text.lower()
 
 
-def test_many_phases_are_summed_up(clock: Clock) -> None:
-    panel = Panel(100, "t", mode="quiet")
-    shares = {f"phase {i}": (i + 1) / 36 for i in range(8)}
-    panel.update(1, {}, shares, {})
-    text = "\n".join(drawn(panel, 80))
-    shown = re.findall(r"(phase \d|other) +\S+ +(\d+)%", text)
-    assert shown == [
-        ("phase 3", "11"),
-        ("phase 4", "14"),
-        ("phase 5", "17"),
-        ("phase 6", "19"),
-        ("phase 7", "22"),
-        ("other", "17"),
-    ]
-
-
 def test_on_a_terminal_it_moves_without_a_thread(
     clock: Clock, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -465,16 +465,6 @@ def test_closed_twice(policy):
         unused.collect()
 
 
-def test_the_old_name_of_the_collector(policy, monkeypatch):
-    with TorchRLCollector(UpstreamLike(), policy, steps=2) as collector:
-        take(collector, 1)  # so that the module is there
-    collectors = sys.modules["torchrl.collectors"]
-    monkeypatch.setattr(collectors, "SyncDataCollector", collectors.Collector, raising=False)
-    monkeypatch.delattr(collectors, "Collector")
-    with TorchRLCollector(UpstreamLike(), policy, steps=2) as collector:
-        assert take(collector, 1)[0].reward.shape == (2, 4)
-
-
 # ---------------------------------------------------------------------- by name
 
 HERE = "plugin_for_the_test"

@@ -306,6 +306,7 @@ def test_moving_obstacles_appear_bit_by_bit(tmp_path):
     rows = [json.loads(line) for line in (tmp_path / "x/metrics.jsonl").read_text().splitlines()]
     counts = [row["env/dynamic_active"] for row in rows]
     assert counts == sorted(counts)
+    assert all(count % 8 == 0 for count in counts)  # so many there are: equally many of each kind
     assert counts[0] < 80
     assert counts[-1] == 80
 

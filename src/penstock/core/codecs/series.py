@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import struct
+import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
-import lz4.block
 import numpy as np
 
 from penstock.core.codecs.base import (
@@ -15,7 +16,6 @@ from penstock.core.codecs.base import (
     Buffer,
     Codec,
     as_unsigned,
-    bytes_of,
     compiled_kernels,
     expect,
     unlz4,
@@ -28,6 +28,7 @@ from penstock.errors import CorruptFile
 _HEAD = struct.Struct("<I")  # how many values are not zero
 _PIECE = struct.Struct("<BI")  # how the bitmap or a plane is kept, and its bytes
 _AS_IT_IS, _LZ4, _ZSTD = range(3)
+_OF_THREAD = threading.local()
 
 
 @dataclass(frozen=True)
@@ -50,48 +51,45 @@ class Series(Codec):
     def encode(self, values: Array, base: Array | None = None) -> list[Buffer]:
         """Take out the zeros and encode the differences between the rest."""
         words = as_unsigned(values)
-        if (coded := self.encode_block(words, (0, 0))) is not None:
-            return [coded[0]]
-        pieces = slow_split_gaps(words)
-        parts: list[Buffer] = [_HEAD.pack(pieces[-1].size)]
-        for piece in pieces:
-            method, data = self._packed(piece, len(pieces) - 1)
-            parts += [_PIECE.pack(method, len(data)), data]
-        return parts
-
-    def encode_block(self, words: Array, turn: tuple[int, int]) -> tuple[Buffer, int] | None:
-        """Encode a block in one compiled call, without the GIL; None where there are no kernels.
-
-        Args:
-            words: Unsigned, contiguous.
-            turn: As for `decode_blocks`, the other way round.
-
-        Returns:
-            The coded block, and the checksum of the words as they are on disk.
-        """
-        if (kernels := compiled_kernels()) is None:
-            return None
-        count, width = words.size, words.itemsize
-        largest = words.nbytes + words.nbytes // 255 + 1024  # what LZ4 or zstd make of noise
-        out = BLOCKS.array((largest + count // 8,), np.uint8)
-        end, checksum = kernels.encode_block(
-            words,
-            *turn,
-            np.array(list(Planes(level=self.level).options(width).items()), np.int32),
-            np.array(self._worth, np.float64),
-            BLOCKS.array((count if turn[1] else 0,), words.dtype),
-            BLOCKS.array((-(-count // 8),), np.uint8),
-            BLOCKS.array((count,), words.dtype),
-            BLOCKS.array((words.nbytes,), np.uint8),
-            BLOCKS.array((largest,), np.uint8),
-            out,
-        )
-        return out[:end].data, checksum
+        if not self.compiled:
+            return _encode_slowly(words, self.level)
+        ((data, _),) = self.encode_blocks(words, words.size, (0, 0))
+        return [data]
 
     @property
-    def _worth(self) -> tuple[float, float, float]:
-        """How small a plane must get: with LZ4, to leave it at that, or at all; then with zstd."""
-        return (1 / 8, 0, 1) if self.level >= 2 else (1 / 2, 7 / 8, 2 / 3)
+    def compiled(self) -> bool:
+        """Whether there are kernels, for `encode_blocks` and `decode_blocks`."""
+        return compiled_kernels() is not None
+
+    def encode_blocks(
+        self, words: Array, size: int, turn: tuple[int, int]
+    ) -> list[tuple[Buffer, int]]:
+        """Encode blocks in one compiled call, without the GIL.
+
+        `size` is how many words there are in each but the last, `turn` that of `decode_blocks`, the
+        other way round. Of each block the checksum is returned, too, of the words as on disk.
+        """
+        count, width = min(size, words.size), words.itemsize
+        blocks = max(1, -(-words.size // max(size, 1)))
+        largest = count * width + count * width // 255 + 1024  # what LZ4 or zstd make of noise
+        # How small a plane must get: with LZ4, to leave it at that, or at all; then with zstd.
+        worth = (1 / 8, 0, 1) if self.level >= 2 else (1 / 2, 7 / 8, 2 / 3)
+        out = BLOCKS.array((blocks * (largest + count // 8),), np.uint8)
+        ends, checksums = np.empty(blocks, np.int64), np.empty(blocks, np.uint32)
+        options = np.array(list(Planes(level=self.level).options(width).items()), np.int32)
+        words_room = BLOCKS.array((count if turn[1] else 0,), words.dtype)
+        gaps = BLOCKS.array((count,), words.dtype)
+        sizes = (-(-count // 8), count * width, largest)  # of the bitmap, the planes, one packed
+        rooms = (words_room, gaps, *(BLOCKS.array((size,), np.uint8) for size in sizes))
+        kernels = compiled_kernels()
+        zstd = _zstd_room(kernels).packing
+        worths = np.array(worth, np.float64)
+        kernels.encode_blocks(
+            zstd, words, size, *turn, options, worths, rooms, out, ends, checksums
+        )
+        starts = np.append(0, ends[:-1])
+        parts = zip(starts.tolist(), ends.tolist(), checksums.tolist(), strict=True)
+        return [(out[start:end].data, checksum) for start, end, checksum in parts]
 
     def decode(self, data: memoryview, out: Array, base: Array | None = None) -> None:
         """Add the gaps up and put the zeros in again."""
@@ -111,94 +109,71 @@ class Series(Codec):
         turn: tuple[int, int],
         out: Array,
     ) -> bool:
-        """Decode consecutive blocks in one compiled call, without the GIL.
+        """Decode blocks that lie one behind the other in one compiled call, without the GIL.
 
-        Args:
-            data: The coded blocks, one behind the other.
-            sizes: Bytes of each.
-            counts: Words of each.
-            crcs: Checksums to compare; -1 for none.
-            turn: (features, steps): each row on disk is turned to (steps, features); zeros leave
-                the order as it is.
-            out: Unsigned words, filled.
-
-        Returns:
-            Whether that was possible: False where there are no kernels, or a block is bad.
+        Of each, `sizes` has the bytes, `counts` the words, and `crcs` the checksum to compare (-1
+        for none). By `turn`, (features, steps), each row on disk is turned to (steps, features);
+        zeros leave the order as it is. `out` are unsigned words. False where there are no kernels,
+        or a block is bad.
         """
         if (kernels := compiled_kernels()) is None:
             return False
         largest = max(counts)
-        decoded: bool = kernels.decode_blocks(
-            data,
-            np.array(sizes, np.int64),
-            np.array(counts, np.int64),
-            np.array(crcs, np.int64),
-            *turn,
-            BLOCKS.array((largest * out.itemsize + largest // 8 + 1,), np.uint8),
-            BLOCKS.array((largest,), out.dtype),
-            BLOCKS.array((largest if turn[1] else 0,), out.dtype),
-            out,
-        )
+        blocks = np.array([sizes, counts, crcs], np.int64)
+        room = BLOCKS.array((largest * out.itemsize + largest // 8 + 1,), np.uint8)
+        gaps, words = (BLOCKS.array((n,), out.dtype) for n in (largest, largest if turn[1] else 0))
+        zstd = _zstd_room(kernels).unpacking
+        decoded: bool = kernels.decode_blocks(zstd, data, blocks, *turn, room, gaps, words, out)
         return decoded
 
-    def _packed(self, plane: Array, width: int) -> tuple[int, Buffer]:
-        """Compress a plane if that is worth it; say how."""
-        enough, worth_lz4, worth_zstd = self._worth
-        kept: tuple[int, Buffer] = _AS_IT_IS, plane.data
-        fast = lz4.block.compress(bytes_of(plane), store_size=False)
-        if len(fast) <= plane.size * enough:
-            return _LZ4, fast
-        if len(fast) <= plane.size * worth_lz4:
-            kept = _LZ4, fast
-        packed = Planes(level=self.level).compressor(width)(plane)
-        return (_ZSTD, packed) if len(packed) < len(kept[1]) * worth_zstd else kept
+
+def _zstd_room(kernels: Any) -> Any:
+    """Return what zstd works in: making it takes as long as packing a small block."""
+    if not hasattr(_OF_THREAD, "room"):
+        _OF_THREAD.room = kernels.ZstdRoom()
+    return _OF_THREAD.room
 
 
-def _unpacked(method: int, data: memoryview, size: int) -> Array:
-    if method == _LZ4:
-        return np.frombuffer(unlz4(data, size), np.uint8)
-    if method == _ZSTD:
-        return np.frombuffer(unzstd(data, size), np.uint8)
-    expect(method == _AS_IT_IS and len(data) == size, "a plane has the wrong length")
-    return np.frombuffer(data, np.uint8)
-
-
-def _decode_slowly(data: memoryview, words: Array) -> None:
-    """Decode step by step what the kernel does in one call."""
-    expect(len(data) >= _HEAD.size, "a series is too short")
-    (count,) = _HEAD.unpack_from(data)
-    expect(count <= words.size, "a series has the wrong length")
-    pieces = []
-    at = _HEAD.size
-    for size in [-(-words.size // 8), *[count] * words.itemsize]:
-        expect(len(data) >= at + _PIECE.size, "a series is too short")
-        method, length = _PIECE.unpack_from(data, at)
-        at += _PIECE.size
-        pieces.append(_unpacked(method, data[at : at + length], size))
-        at += length
-    expect(at == len(data), "a series has the wrong length")
-    expect(slow_join_gaps(pieces[0], pieces[1:], words), "a series does not fit its bitmap")
-
-
-def slow_split_gaps(words: Array) -> list[Array]:
-    """Return the bitmap of what is not zero, and the byte planes of the gaps between the rest."""
+def _encode_slowly(words: Array, level: int) -> list[Buffer]:
+    """Encode without the kernel, and without its choice between LZ4 and zstd."""
     present = words != 0
     kept = words[present]
     gaps = np.diff(kept, prepend=kept.dtype.type(0)).view(SIGNED[kept.itemsize])
     codes = ((gaps << 1) ^ (gaps >> (8 * kept.itemsize - 1))).view(kept.dtype)
     planes = [split(codes, k, np.empty(codes.size, np.uint8)) for k in range(kept.itemsize)]
-    return [np.packbits(present, bitorder="little"), *planes]
+    compress = Planes(level=level).compressor(kept.itemsize)
+    parts: list[Buffer] = [_HEAD.pack(kept.size)]
+    for piece in [np.packbits(present, bitorder="little"), *planes]:
+        packed = compress(piece)
+        method, data = (_ZSTD, packed) if len(packed) < piece.size else (_AS_IT_IS, piece.data)
+        parts += [_PIECE.pack(method, len(data)), data]
+    return parts
 
 
-def slow_join_gaps(marks: Array, planes: list[Array], out: Array) -> bool:
-    """Do in numpy what the kernels do."""
-    bits = np.unpackbits(marks, bitorder="little")
+def _decode_slowly(data: memoryview, out: Array) -> None:
+    """Decode step by step what the kernel does in one call."""
+    expect(len(data) >= _HEAD.size, "a series is too short")
+    (count,) = _HEAD.unpack_from(data)
+    expect(count <= out.size, "a series has the wrong length")
+    pieces = []
+    at = _HEAD.size
+    for size in [-(-out.size // 8), *[count] * out.itemsize]:
+        expect(len(data) >= at + _PIECE.size, "a series is too short")
+        method, length = _PIECE.unpack_from(data, at)
+        at += _PIECE.size
+        piece: Buffer = data[at : at + length]
+        at += length
+        if method in (_LZ4, _ZSTD):
+            piece = (unlz4 if method == _LZ4 else unzstd)(piece, size)
+        expect(method <= _ZSTD and len(piece) == size, "a plane has the wrong length")
+        pieces.append(np.frombuffer(piece, np.uint8))
+    expect(at == len(data), "a series has the wrong length")
+    bits = np.unpackbits(pieces[0], bitorder="little")
     present = bits[: out.size].view(bool)
-    codes = np.empty(planes[0].size, out.dtype)
-    if bits[out.size :].any() or int(np.count_nonzero(present)) != codes.size:
-        return False
-    join(planes, codes)
+    fits = not bits[out.size :].any() and np.count_nonzero(present) == count
+    expect(fits, "a series does not fit its bitmap")
+    codes = np.empty(count, out.dtype)
+    join(pieces[1:], codes)
     one = codes.dtype.type(1)
     out[:] = 0
     out[present] = np.cumsum((codes >> one) ^ (~(codes & one) + one), dtype=codes.dtype)
-    return True

@@ -2,7 +2,4 @@
 
 Import these modules only where numba is known to be there: it is part of the extra `rl`. Nothing in
 them allocates, raises or trusts a length.
-
-    native.py   how to compile, and how compiled code reaches C functions and addresses
-    series.py   blocks of time series, for rollouts
 """

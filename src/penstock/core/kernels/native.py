@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -17,12 +18,15 @@ from numba.extending import intrinsic
 from penstock.core.codecs import zstd
 
 
-def compiled(function: Callable[..., Any]) -> Any:
-    """Compile on first use, without the GIL, kept on disk for the next process."""
+def compiled(function: Callable[..., Any], error_model: str = "python") -> Any:
+    """Compile on first use, without the GIL, kept on disk for the next process.
+
+    With the `error_model` "numpy" a division by zero gives infinity, and so no branch.
+    """
     try:
-        return njit(function, nogil=True, cache=True)
+        return njit(function, nogil=True, error_model=error_model, cache=True)
     except RuntimeError:  # no folder to keep it in
-        return njit(function, nogil=True)
+        return njit(function, nogil=True, error_model=error_model)
 
 
 def _foreign(library: ctypes.CDLL, name: str, signature: Any, stand_in: str = "") -> Any:
@@ -62,12 +66,25 @@ LZ4_HARD_BYTES: int = _LZ4.LZ4_sizeofStateHC()
 """What `lz4_pack_hard` needs of memory to work in, aligned to 8 bytes."""
 crc32 = _foreign(_CRC, "crc32_gzip_refl", _U(_U, _W, types.uint64))
 copy_bytes = _foreign(ctypes.CDLL(None), "memcpy", _W(_W, _W, _W))  # three times as fast as a loop
-zstd_unpack = _ZSTD and _foreign(_ZSTD, "ZSTD_decompress", _W(_W, _W, _W, _W))
-"""None, as are the next four, where zstd is not visible."""
-zstd_open = _ZSTD and _foreign(_ZSTD, "ZSTD_createCCtx", _W())
+zstd_unpack = _ZSTD and _foreign(_ZSTD, "ZSTD_decompressDCtx", _W(_W, _W, _W, _W, _W))
+"""None, as are the next three, where zstd is not visible. The first argument is of a `ZstdRoom`."""
+zstd_reset = _ZSTD and _foreign(_ZSTD, "ZSTD_CCtx_reset", _W(_W, _I))
 zstd_set = _ZSTD and _foreign(_ZSTD, "ZSTD_CCtx_setParameter", _W(_W, _I, _I))
 zstd_pack = _ZSTD and _foreign(_ZSTD, "ZSTD_compress2", _W(_W, _W, _W, _W, _W))
-zstd_close = _ZSTD and _foreign(_ZSTD, "ZSTD_freeCCtx", _W(_W))
+
+
+class ZstdRoom:
+    """What zstd needs to pack and unpack in, by its address; for one thread at a time."""
+
+    def __init__(self) -> None:
+        assert _ZSTD is not None
+        addresses = []
+        for kind in "CD":
+            create, free = (getattr(_ZSTD, f"ZSTD_{verb}{kind}Ctx") for verb in ("create", "free"))
+            create.restype = ctypes.c_void_p
+            addresses.append(create())
+            weakref.finalize(self, free, ctypes.c_void_p(addresses[-1])).atexit = False
+        self.packing, self.unpacking = map(np.uint64, addresses)
 
 
 @intrinsic

@@ -57,26 +57,23 @@ class Dtype(NamedTuple):
 
 # Their order counts: some formats name a type by its number here.
 DTYPES: dict[str, Dtype] = {
-    name: Dtype(tag, np.dtype(words or name))
-    for name, tag, words in [
-        ("bool", "BOOL", ""),
-        ("uint8", "U8", ""),
-        ("int8", "I8", ""),
-        ("uint16", "U16", ""),
-        ("int16", "I16", ""),
-        ("uint32", "U32", ""),
-        ("int32", "I32", ""),
-        ("uint64", "U64", ""),
-        ("int64", "I64", ""),
-        ("float16", "F16", ""),
-        ("bfloat16", "BF16", "uint16"),
-        ("float8_e4m3fn", "F8_E4M3", "uint8"),
-        ("float8_e5m2", "F8_E5M2", "uint8"),
-        ("float32", "F32", ""),
-        ("float64", "F64", ""),
-        ("complex64", None, ""),
-        ("complex128", None, ""),
-    ]
+    "bool": Dtype("BOOL", np.dtype("bool")),
+    "uint8": Dtype("U8", np.dtype("uint8")),
+    "int8": Dtype("I8", np.dtype("int8")),
+    "uint16": Dtype("U16", np.dtype("uint16")),
+    "int16": Dtype("I16", np.dtype("int16")),
+    "uint32": Dtype("U32", np.dtype("uint32")),
+    "int32": Dtype("I32", np.dtype("int32")),
+    "uint64": Dtype("U64", np.dtype("uint64")),
+    "int64": Dtype("I64", np.dtype("int64")),
+    "float16": Dtype("F16", np.dtype("float16")),
+    "bfloat16": Dtype("BF16", np.dtype("uint16")),
+    "float8_e4m3fn": Dtype("F8_E4M3", np.dtype("uint8")),
+    "float8_e5m2": Dtype("F8_E5M2", np.dtype("uint8")),
+    "float32": Dtype("F32", np.dtype("float32")),
+    "float64": Dtype("F64", np.dtype("float64")),
+    "complex64": Dtype(None, np.dtype("complex64")),
+    "complex128": Dtype(None, np.dtype("complex128")),
 }
 
 
@@ -120,10 +117,8 @@ class Entry:
     @property
     def whole_rows(self) -> bool:
         """Whether each block holds whole rows of the first axis on disk."""
-        shape = self.stored_shape
-        if not shape or not self.nbytes:
-            return False
-        return self.block_bytes % (self.nbytes // shape[0]) == 0
+        rows = self.stored_shape[0] if self.shape and self.nbytes else 0
+        return rows > 0 and self.block_bytes % (self.nbytes // rows) == 0
 
     @cached_property
     def turn(self) -> tuple[int, int] | None:
@@ -144,31 +139,23 @@ class Entry:
         mine = (self.dtype, self.shape, self.layout, self.block_bytes)
         return mine == (other.dtype, other.shape, other.layout, other.block_bytes)
 
-    def block_range(self, block: int) -> tuple[int, int]:
-        """Byte range of a block in the decoded tensor."""
-        start = block * self.block_bytes
-        return start, min(start + self.block_bytes, self.nbytes)
-
     def span(self, block: int) -> int:
         """Bytes of a block, decoded."""
         return min(self.block_bytes, self.nbytes - block * self.block_bytes)
 
-    def cut(self, array: NDArray[Any]) -> Iterator[NDArray[Any]]:
-        """Cut an array into one view per block.
+    def cut(self, array: NDArray[Any], step: int = 1) -> Iterator[NDArray[Any]]:
+        """Cut an array into one view per block, or per so many: flat, in the order on disk.
 
-        Args:
-            array: Flat, in the order on disk; or in the tensor's own shape (`whole_rows` only), of
-                which the views are rows with the axes as on disk.
+        With a layout an array of the tensor's own shape is cut into rows with the axes as on disk
+        (`whole_rows` only).
         """
         if self.layout and array.ndim > 1:
             stored = array.transpose(self.layout.order)
-            unit = self.nbytes // len(stored)
         else:
             stored = array.reshape(-1).view(self.words)
-            unit = self.words.itemsize
-        for block in range(self.blocks):
-            start, stop = self.block_range(block)
-            yield stored[start // unit : stop // unit]
+        for start in range(0, self.nbytes, step * self.block_bytes):
+            unit = self.nbytes // len(stored)
+            yield stored[start // unit : (start + step * self.block_bytes) // unit]
 
     def checksum(self) -> int:
         """CRC-32 over name|dtype|shape| and the original bytes, combined from the blocks' own."""

@@ -9,18 +9,19 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import psutil
 from isal import isal_zlib
 from numpy.typing import NDArray
 from typing_extensions import Self
 
-from penstock.core.codecs import Series, as_unsigned
-from penstock.core.codecs.base import expect
+from penstock.core.codecs import Series
+from penstock.core.codecs.base import as_unsigned, expect
 from penstock.core.pack.format import Entry, Index, read_index
 from penstock.core.reuse import BLOCKS
 from penstock.core.threads import parallel_list
 from penstock.errors import CorruptFile, DataError, LimitExceeded, UsageError
 
-_TASK_BYTES = 2 << 20
+_TASK_BYTES = 4 << 20
 
 BaseFinder = Callable[[Path, dict[str, str]], Path]
 
@@ -28,11 +29,8 @@ BaseFinder = Callable[[Path, dict[str, str]], Path]
 class PackReader:
     """An open pack. Nothing it returns was not verified.
 
-    A delta opens its base on demand and checks that it is the very file it was made against.
-
-    Args:
-        path: The pack.
-        find_base: Tells where the base of a delta lies; by default beside it.
+    A delta opens its base on demand and checks that it is the very file it was made against;
+    `find_base` tells where it lies, by default beside the delta.
     """
 
     def __init__(
@@ -88,10 +86,10 @@ class PackReader:
         self.check_memory(last - first)
         out = np.empty((last - first) // width, entry.words)
         for block in range(first // entry.block_bytes, -(-last // entry.block_bytes)):
-            begin, end = entry.block_range(block)
-            low, high = max(begin, first), min(end, last)
-            content = self.read_block(name, block)[(low - begin) // width : (high - begin) // width]
-            out[(low - first) // width : (high - first) // width] = content
+            begin = block * entry.block_bytes
+            low = max(begin, first)
+            content = self.read_block(name, block)[(low - begin) // width : (last - begin) // width]
+            out[(low - first) // width :][: content.size] = content
         return out.reshape((stop - start, *shape[1:]))
 
     def read_block(self, name: str, block: int) -> NDArray[Any]:
@@ -172,20 +170,16 @@ class PackReader:
             link = self.index.base
             if link is None:
                 raise CorruptFile(f"{self.path} is damaged: a delta without a base")
-            path = self._find_base(self.path, link)
+            path, problem = self._find_base(self.path, link), f"{self.path} is a difference to"
             try:
                 base = PackReader(path, self._find_base)
             except (OSError, ValueError) as error:
                 missing = isinstance(error, FileNotFoundError)
                 why = "is not beside it; put both in one folder" if missing else f"fails: {error}"
-                raise CorruptFile(
-                    f"{self.path} is a difference to {link['file']}, which {why}"
-                ) from error
+                raise CorruptFile(f"{problem} {link['file']}, which {why}") from error
             if base.index.digest != link["digest"] or base.index.base is not None:
                 base.close()
-                raise CorruptFile(
-                    f"{self.path} is a difference to another {link['file']} than the one beside it"
-                )
+                raise CorruptFile(f"{problem} another {link['file']} than the one beside it")
             self._base = base
         return self._base
 
@@ -203,7 +197,7 @@ class PackReader:
         data = BLOCKS.array((sum(sizes),), np.uint8)
         got = os.preadv(self._descriptor, [data.data], self._position(entry, first))
         counts = [piece.nbytes // words.itemsize for piece in pieces]
-        start = entry.block_range(first)[0] // words.itemsize
+        start = first * entry.block_bytes // words.itemsize
         out = words[start : start + sum(counts)]
         assert isinstance(entry.codec, Series)
         if got != data.size or not entry.codec.decode_blocks(data, sizes, counts, crcs, turn, out):
@@ -253,12 +247,7 @@ class PackReader:
 
     def check_memory(self, size_bytes: int) -> None:
         """Refuse, before anything is allocated, what this machine cannot hold."""
-        if size_bytes < 1 << 28:
-            return
-        import psutil
-
-        total = psutil.virtual_memory().total
-        if size_bytes > total:
+        if size_bytes >= 1 << 28 and size_bytes > (total := psutil.virtual_memory().total):
             raise LimitExceeded(
                 f"{self.path}: {size_bytes} bytes asked for, this machine has {total}"
             )

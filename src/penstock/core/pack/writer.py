@@ -14,8 +14,8 @@ import numpy as np
 from isal import isal_zlib
 from numpy.typing import NDArray
 
-from penstock.core.codecs import Codec, Layout, Raw, Series, as_unsigned
-from penstock.core.codecs.base import Buffer
+from penstock.core.codecs import Codec, Layout, Raw, Series
+from penstock.core.codecs.base import Buffer, as_unsigned
 from penstock.core.files import NewFile, storage_error, write_all
 from penstock.core.pack.format import ALIGNMENT, DTYPES, MAX_DIMENSIONS, Entry, Index, render
 from penstock.core.pack.reader import PackReader
@@ -24,7 +24,6 @@ from penstock.core.threads import INLINE_BYTES, parallel_map
 from penstock.errors import UsageError
 
 DEFAULT_BLOCK_BYTES = 1 << 20
-_SMALL_BYTES = 1 << 20
 _WRITEBACK_BYTES = 8 << 20
 
 
@@ -50,8 +49,8 @@ class Item:
 
 
 _Block = tuple[Entry, NDArray[Any], int]
-_Coded = tuple[Entry, list[Buffer], int]
-"""With the checksum."""
+# Of a series several blocks, with the number of the first.
+_Coded = tuple[Entry, list[Buffer], int]  # with the checksum
 
 
 def _header_room(index: Index) -> int:
@@ -78,8 +77,19 @@ def _blocks(entry: Entry, item: Item) -> Iterator[_Block]:
     if not entry.layout or not entry.whole_rows:
         stored = values.transpose(entry.layout.order) if entry.layout else values
         values = np.ascontiguousarray(stored).reshape(-1)
-    for block, view in enumerate(entry.cut(values)):
-        yield entry, view, block
+    (whole,) = entry.cut(values, max(1, entry.blocks)) if entry.blocks else (values,)
+    step = max(1, DEFAULT_BLOCK_BYTES // entry.block_bytes) if _in_one_call(entry, whole) else 1
+    for number, view in enumerate(entry.cut(values, step)):
+        yield entry, view, number * step
+
+
+def _in_one_call(entry: Entry, values: NDArray[Any]) -> bool:
+    """Tell whether blocks of a series, as on disk or not, can be encoded in one compiled call."""
+    if not isinstance(entry.codec, Series) or not entry.codec.compiled:
+        return False
+    if entry.layout is None or values.ndim == 1:
+        return values.flags.c_contiguous
+    return entry.turn is not None and entry.layout.undo(values).flags.c_contiguous
 
 
 def _grouped(blocks: Iterable[_Block]) -> Iterator[list[_Block]]:
@@ -96,17 +106,6 @@ def _grouped(blocks: Iterable[_Block]) -> Iterator[list[_Block]]:
         yield group
 
 
-def _encode_series(entry: Entry, values: NDArray[Any]) -> tuple[Buffer, int] | None:
-    """Encode and turn a block in one call, if it lies in memory in one piece; None if not."""
-    turn: tuple[int, int] | None = (0, 0)
-    if entry.layout and values.ndim > 1:
-        turn, values = entry.turn, entry.layout.undo(values)
-    if turn is None or not values.flags.c_contiguous:
-        return None
-    assert isinstance(entry.codec, Series)
-    return entry.codec.encode_block(as_unsigned(values), turn)
-
-
 class PackWriter(NewFile):
     """Write tensors into a pack that appears under its name only when it is whole and durable.
 
@@ -118,9 +117,7 @@ class PackWriter(NewFile):
         kind: What it holds: "checkpoint", "rollout", "replay", ….
         meta: JSON-able settings and scalars, stored in the index.
         base: The pack that `Delta` items refer to; it must lie in the same folder.
-        workers: Threads that encode.
-        nice: Added to the priority value of those threads.
-        patient: Tells whether the encoding may be left to those threads (`parallel_map`).
+        workers: Threads that encode; `nice` and `patient` are those of `parallel_map`.
     """
 
     def __init__(
@@ -187,7 +184,7 @@ class PackWriter(NewFile):
         blocks = (block for entry, item in ordered for block in _blocks(entry, item))
         small = sum(item.values.nbytes for item in items) <= INLINE_BYTES
         coded = parallel_map(
-            lambda group: [self._encode(*block) for block in group],
+            lambda group: [coded for block in group for coded in self._encode(*block)],
             _grouped(blocks),
             name="encode",
             helpers=0 if small else self._workers,
@@ -226,31 +223,33 @@ class PackWriter(NewFile):
             layout=item.layout,
         )
         if _is_odd(entry):
-            if nbytes > _SMALL_BYTES:
+            if nbytes > DEFAULT_BLOCK_BYTES:
                 entry.plain = False  # as a padded blob it keeps what follows aligned
             else:
                 entry.block_bytes = nbytes
         if codec.needs_base:
-            entry.block_bytes = self._base_entry(entry).block_bytes
+            if self._base is None:
+                raise UsageError(f"{entry.name}: a difference needs a base pack")
+            other = self._base.entry(entry.name)
+            entry.block_bytes = other.block_bytes
+            if not other.same_blocks(entry):  # it could not be read back
+                raise UsageError(f"{entry.name}: its base has another dtype, shape or layout")
         return entry
 
-    def _base_entry(self, entry: Entry) -> Entry:
-        """Return the entry that a difference refers to; refuse what could not be read back."""
-        if self._base is None:
-            raise UsageError(f"{entry.name}: a difference needs a base pack")
-        other = self._base.entry(entry.name)
-        if not other.same_blocks(replace(entry, block_bytes=other.block_bytes)):
-            raise UsageError(f"{entry.name}: its base has another dtype, shape or layout")
-        return other
-
-    def _encode(self, entry: Entry, values: NDArray[Any], number: int) -> _Coded:
-        if isinstance(entry.codec, Series) and (coded := _encode_series(entry, values)):
-            return entry, [coded[0]], coded[1]
+    def _encode(self, entry: Entry, values: NDArray[Any], number: int) -> Iterator[_Coded]:
+        codec = entry.codec
+        if isinstance(codec, Series) and _in_one_call(entry, values):
+            turn = (0, 0)
+            if entry.layout and entry.turn and values.ndim > 1:
+                turn, values = entry.turn, entry.layout.undo(values)
+            words = as_unsigned(values)
+            for data, crc in codec.encode_blocks(words, entry.block_bytes // words.itemsize, turn):
+                yield entry, [data], crc
+            return
         if values.ndim > 1:
             stored = BLOCKS.array(values.shape, values.dtype)
             np.copyto(stored, values)
             values = stored.reshape(-1)
-        codec = entry.codec
         base = None
         if codec.needs_base:
             assert self._base is not None
@@ -260,7 +259,7 @@ class PackWriter(NewFile):
         if codec.lossy:  # the checksum covers what a reader gets
             kept = np.empty_like(values)
             codec.decode(memoryview(b"".join(buffers)), kept, base)
-        return entry, buffers, int(isal_zlib.crc32(kept.view(np.uint8)))
+        yield entry, buffers, int(isal_zlib.crc32(kept.view(np.uint8)))
 
     def _store(self, entry: Entry, buffers: list[Buffer], crc: int) -> None:
         entry.sizes.append(sum(memoryview(buffer).nbytes for buffer in buffers))

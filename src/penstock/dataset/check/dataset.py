@@ -7,41 +7,33 @@ import os
 import re
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol, get_args
+from typing import Any, get_args
 
 from penstock.core.files import TEMPORARY_PREFIX, owner_is_dead
 from penstock.dataset import layout, metadata
 from penstock.dataset.adopt import JOURNAL, journal_records
 from penstock.dataset.check.findings import Checkup, Report
 from penstock.dataset.check.rows import RowCheck, StatsInOrder
-from penstock.dataset.check.stats import StatsCheck
+from penstock.dataset.check.stats import StatsCheck, wrong_quantiles
 from penstock.dataset.check.videos import Decode, VideoCheck, VideoJob, video_jobs
-from penstock.dataset.metadata import EpisodeRecord, Info
+from penstock.dataset.metadata import EpisodeRecord, Info, Stats
 from penstock.dataset.plan import BUILT, Built
-from penstock.dataset.stats import Moments, PictureStats
+from penstock.dataset.stats import PictureStats
 from penstock.dataset.tables import inside
 from penstock.dataset.unit import Digest, file_digest, json_digest
 from penstock.errors import DataError, UsageError
+from penstock.ui.progress import Progress
 
 _REMOVE = "remove it"
 _MEANT = "nothing, if it was meant to change; else copy the dataset again"
 
 
-class ProgressLike(Protocol):
-    """What `check` needs of a progress bar: `penstock.ui.progress.Progress` has it."""
-
-    def advance(self, n: int = 1) -> None:
-        """Say that n more bytes are done."""
-
-    def note(self, text: str) -> None:
-        """Say which file is being looked at."""
-
-
 def check(
     path: str | os.PathLike[str],
     decode: Decode = "all",
-    progress: ProgressLike | None = None,
+    progress: Progress | None = None,
     workers: int = 1,
 ) -> Checkup:
     """Check a dataset.
@@ -75,21 +67,17 @@ def check(
     return report.checkup()
 
 
+@dataclass
 class _Examination:
-    def __init__(
-        self,
-        root: Path,
-        info: Info,
-        decode: Decode,
-        progress: ProgressLike | None,
-        workers: int,
-        report: Report,
-    ) -> None:
-        self.root, self.info, self.decode = root, info, decode
-        self.progress, self.workers, self.report = progress, workers, report
-        self.stats = StatsCheck(info.format, info.features, report)
+    root: Path
+    info: Info
+    decode: Decode
+    progress: Progress | None
+    workers: int
+    report: Report
 
     def run(self) -> None:
+        self.stats = StatsCheck(self.info.format, self.info.features, self.report)
         self._check_info()
         self._check_digests()
         tasks = self._read_tasks()
@@ -229,8 +217,7 @@ class _Examination:
             if here == Path():
                 folders[:] = [f for f in folders if f != layout.PRIVATE_FOLDER and f[0] != "."]
             folders.sort()
-            for link in [f for f in folders if Path(folder, f).is_symlink()]:
-                names.append(link)
+            names += [f for f in folders if Path(folder, f).is_symlink()]
             for name in sorted(names):
                 self.report.count("files")
                 self._check_file((here / name).as_posix(), known)
@@ -281,56 +268,56 @@ class _Examination:
         pictures: dict[str, dict[int, PictureStats]],
     ) -> None:
         rows = RowCheck(self.root, self.info, tasks, self.decode, self.report)
-        whole = self.info.format.stats
-        if whole is not None and records:
-            try:
-                rows.expect(metadata.read_stats(self.root))
-            except DataError as error:
-                self.report.error(whole, str(error))
         stated = StatsInOrder(self.root, self.info, self.report)
-        complete: list[int] = []
-
-        def done(record: EpisodeRecord, moments: dict[str, Moments]) -> None:
-            complete.append(record.index)
-            stats, of = stated.get(record.index), f"episode {record.index}"
-            if stats is None:
-                return
-            where = record.source if self.info.format.shares_files else stated.where
-            self.stats.form(where, of, stats, record.length)
-            self.stats.values(where, of, stats, moments)
-            rows.training.pictures(stats)
-            for key in {*pictures, *rows.pictures}:
-                seen = pictures.get(key, rows.pictures.get(key, {})).get(record.index)
-                if seen is not None and seen.pictures:
-                    self.stats.brightness(where, of, key, stats, seen)
-            self.report.count("episode statistics")
-
         files: dict[str, list[EpisodeRecord]] = {}
         for record in records:
             files.setdefault(record.data_file, []).append(record)
+        complete = 0
         for name, inside_it in files.items():
-            rows.check_file(name, inside_it, done)
+            for record, moments in rows.check_file(name, inside_it):
+                complete += 1
+                own, of = stated.get(record.index), f"episode {record.index}"
+                if own is None:
+                    continue
+                where = record.source if self.info.format.shares_files else stated.where
+                self.stats.form(where, of, own, record.length)
+                self.stats.values(where, of, own, moments)
+                rows.training.pictures(own)
+                for key, by_episode in {**rows.pictures, **pictures}.items():
+                    if record.index in by_episode:
+                        self.stats.brightness(where, of, key, own, by_episode[record.index])
+                self.report.count("episode statistics")
             self._done(name)
-        if whole is not None and rows.global_stats:
-            frames = sum(record.length for record in records)
-            self.stats.form(whole, "the dataset", rows.global_stats, frames)
-            if len(complete) == len(records):
-                self._compare_totals(whole, rows, pictures)
-        if records and len(complete) == len(records):
-            rows.training.finish(records, rows.totals, rows.global_stats)
+        stats: Stats = {}
+        whole = self.info.format.stats
+        if whole is not None and records:
+            try:
+                stats = metadata.read_stats(self.root)
+            except DataError as error:
+                self.report.error(whole, str(error))
+        if whole is not None and stats:
+            self.stats.form(whole, "the dataset", stats, sum(record.length for record in records))
+            if complete == len(records):
+                self._compare_totals(whole, stats, rows, pictures)
+        if records and complete == len(records):
+            rows.training.finish(records, rows.totals, stats)
 
     def _compare_totals(
-        self, where: str, rows: RowCheck, pictures: dict[str, dict[int, PictureStats]]
+        self,
+        where: str,
+        stats: Stats,
+        rows: RowCheck,
+        pictures: dict[str, dict[int, PictureStats]],
     ) -> None:
         of = "the dataset"
-        self.stats.values(where, of, rows.global_stats, rows.totals)
+        self.stats.values(where, of, stats, rows.totals)
         for key, by_episode in {**pictures, **rows.pictures}.items():
             whole = PictureStats()
             for seen in by_episode.values():
                 whole.merge(seen)
             if whole.pictures and len(by_episode) == self.info.raw["total_episodes"]:
-                self.stats.brightness(where, of, key, rows.global_stats, whole)
-        wrong = [name for name, shares in rows.shares.items() if shares.wrong()]
+                self.stats.brightness(where, of, key, stats, whole)
+        wrong = [n for n, seen in rows.totals.items() if wrong_quantiles(stats.get(n, {}), seen)]
         if wrong:
             self.report.warning(
                 where,
@@ -350,12 +337,10 @@ class _Examination:
 
 
 def _journal_digests(root: Path) -> Iterator[tuple[str, Digest]]:
-    """Return the checksums of an earlier version's journal."""
     for record in journal_records(root):
         files = record.get("files")
         for name, value in files.items() if isinstance(files, dict) else ():
-            pair: Any = (
-                [value.get("size"), value.get("crc32")] if isinstance(value, dict) else value
-            )
+            by_name = isinstance(value, dict)
+            pair: Any = [value.get("size"), value.get("crc32")] if by_name else value
             if isinstance(pair, list) and len(pair) == 2 and all(type(n) is int for n in pair):
                 yield name, (pair[0], pair[1])

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import threading
-from dataclasses import asdict, dataclass, field, replace
-from typing import Any, Literal
+from dataclasses import dataclass, field, replace
+from typing import Literal
 
 Severity = Literal["error", "warning", "note"]
 AGAIN = "copy it again, or convert the recordings again"
@@ -61,29 +61,14 @@ class Checkup:
         """Return the findings that are warnings."""
         return [finding for finding in self.findings if finding.severity == "warning"]
 
-    def text(self) -> str:
-        """Lay out one line per finding and one that says what was covered."""
-        covered = ", ".join(f"{count} {name}" for name, count in self.checked.items())
-        counts = [(len(self.errors), "error"), (len(self.warnings), "warning")]
-        said = [f"{count} {name}{'s' if count > 1 else ''}" for count, name in counts if count]
-        verdict = ", ".join(said) if said else "ok"
-        said = [str(finding) for finding in (*self.findings, *self.notes)]
-        return "\n".join([*said, f"{verdict}: checked {covered or 'nothing'}"])
-
-    def to_json(self) -> dict[str, Any]:
-        """Return the same as plain values."""
-        return {"ok": self.ok, **asdict(self)}
-
 
 class Report:
     """Collects findings from several threads; many of one kind become a few and a count."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._findings: list[Finding] = []
-        self._notes: list[Finding] = []
+        self._so_far = Checkup()
         self._alike: dict[tuple[str, str, str], list[int]] = {}  # [how many, place of the last]
-        self._checked: dict[str, int] = {}
 
     def error(self, where: str, what: str, kind: str = "", todo: str = AGAIN) -> None:
         """Add an error; those of one kind in one file are only counted after the first few."""
@@ -96,23 +81,22 @@ class Report:
     def note(self, where: str, what: str, todo: str) -> None:
         """Add what is not wrong, but worth a look."""
         with self._lock:
-            self._notes.append(Finding(where, what, todo, "note"))
+            self._so_far.notes.append(Finding(where, what, todo, "note"))
 
     def count(self, name: str, n: int = 1) -> None:
         """Say that n more of a kind were checked."""
         with self._lock:
-            self._checked[name] = self._checked.get(name, 0) + n
+            self._so_far.checked[name] = self._so_far.checked.get(name, 0) + n
 
     def checkup(self) -> Checkup:
-        """Return everything so far."""
-        with self._lock:
-            findings = list(self._findings)
-            for (_, severity, _), (count, last) in self._alike.items():
-                more = count - (_MAX_ALIKE if severity == "error" else 1)
-                if more > 0:
-                    what = f"{findings[last].what} (and {more} more like it)"
-                    findings[last] = replace(findings[last], what=what)
-            return Checkup(findings, dict(self._checked), list(self._notes))
+        """Return everything, at the end."""
+        findings = self._so_far.findings
+        for (_, severity, _), (count, last) in self._alike.items():
+            more = count - (_MAX_ALIKE if severity == "error" else 1)
+            if more > 0:
+                what = f"{findings[last].what} (and {more} more like it)"
+                findings[last] = replace(findings[last], what=what)
+        return self._so_far
 
     def _add(self, finding: Finding, kind: str, most: int) -> None:
         with self._lock:
@@ -121,5 +105,5 @@ class Report:
                 alike[0] += 1
                 if alike[0] > most:
                     return
-                alike[1] = len(self._findings)
-            self._findings.append(finding)
+                alike[1] = len(self._so_far.findings)
+            self._so_far.findings.append(finding)

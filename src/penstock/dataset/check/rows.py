@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -11,28 +11,19 @@ import pyarrow as pa
 
 from penstock.dataset import layout, metadata
 from penstock.dataset.check.findings import Report
-from penstock.dataset.check.stats import RECOMPUTE, Shares
+from penstock.dataset.check.stats import RECOMPUTE
 from penstock.dataset.check.training import TrainingCheck
 from penstock.dataset.check.videos import TOLERANCE_S, Decode, counted_lines
 from penstock.dataset.layout import Feature
 from penstock.dataset.metadata import EpisodeRecord, Info, Stats
-from penstock.dataset.reader import decode_picture
-from penstock.dataset.stats import Moments, PictureStats, sample_indices
+from penstock.dataset.stats import Moments, PictureStats, VectorStats, sample_indices
 from penstock.dataset.tables import Columns, Table, is_list
 from penstock.errors import DataError
 from penstock.media.images import ImageDecoder
 
 
 class RowCheck:
-    """Goes through the data files in order, and counts what the statistics are compared with.
-
-    Args:
-        root: The dataset's folder.
-        info: What info.json says.
-        tasks: The task texts by number.
-        decode: Whether every picture in the rows is decoded, or a few of each episode.
-        report: Where findings go.
-    """
+    """Goes through the data files in order, and counts what the statistics are compared with."""
 
     def __init__(
         self, root: Path, info: Info, tasks: Sequence[str], decode: Decode, report: Report
@@ -41,32 +32,17 @@ class RowCheck:
         self._decode, self._report = decode, report
         self._numeric = {n: f for n, f in info.features.items() if not f.is_picture and f.has_stats}
         self._decoder = ImageDecoder()
-        self.global_stats: Stats = {}
-        self.totals: dict[str, Moments] = {}
-        self.shares: dict[str, Shares] = {}
+        self.totals: dict[str, VectorStats] = {}
         self.pictures: dict[str, dict[int, PictureStats]] = {}
         self.training = TrainingCheck(info.features, report)
 
-    def expect(self, stats: Stats) -> None:
-        """Take the statistics of the whole dataset, to count the shares of the data by."""
-        self.global_stats = stats
-        for name, feature in self._numeric.items():
-            points = {q: stats[name][q] for q in layout.QUANTILES if q in stats.get(name, {})}
-            if points and all(point.shape == feature.shape for point in points.values()):
-                self.shares[name] = Shares(points)
-
     def check_file(
-        self,
-        name: str,
-        records: Sequence[EpisodeRecord],
-        done: Callable[[EpisodeRecord, dict[str, Moments]], None],
-    ) -> None:
-        """Check one data file that should hold exactly these episodes.
+        self, name: str, records: Sequence[EpisodeRecord]
+    ) -> Iterator[tuple[EpisodeRecord, dict[str, Moments]]]:
+        """Check one data file that should hold exactly these episodes, in this order.
 
-        Args:
-            name: The file's path in the dataset.
-            records: Its episodes, in order.
-            done: Called with each episode that was read to its end, and its moments.
+        Yields:
+            Each episode that was read to its end, and its moments.
         """
         self._report.count("data files")
         try:
@@ -80,7 +56,7 @@ class RowCheck:
                 for record in records:
                     if start + record.length > table.rows:
                         return
-                    done(record, self._check_episode(name, table, features, record, start))
+                    yield record, self._check_episode(name, table, features, record, start)
                     start += record.length
         except DataError as error:
             self._report.error(name, str(error))
@@ -94,6 +70,8 @@ class RowCheck:
             kind = schema.field(place).type if place >= 0 else None
             if kind is None:
                 self._report.error(name, f"the column {column.name!r} is missing")
+            elif column.name == "timestamp" and pa.types.is_float64(kind):
+                found[column.name] = self._info.features[column.name]  # lerobot has had both
             elif not same_kind(kind, column.type):
                 self._report.error(name, f"{column.name!r} is stored as {kind}, not {column.type}")
             else:
@@ -115,24 +93,21 @@ class RowCheck:
         tasks: set[int] = set()
         sampled = set(sample_indices(record.length, 0.75).tolist())
         position = 0
-        self.training.start()
         for batch in table.batches(features, start, start + record.length):
             count = len(next(iter(batch.values())))
             self._check_counters(name, batch, record, position, count)
-            self.training.rows(batch)
+            self.training.rows(batch, begins=position == 0)
             if "task_index" in batch:
                 tasks.update(np.unique(batch["task_index"]).tolist())
             for column, one in moments.items():
                 one.add(batch[column])
-                if column in self.shares:
-                    self.shares[column].add(batch[column])
+                self.totals.setdefault(column, VectorStats(one.dim)).add(batch[column])
             for column, feature in features.items():
                 if feature.dtype == "image":
                     self._check_pictures(name, column, batch[column], record, position, sampled)
             position += count
             self._report.count("rows", count)
         for column, one in moments.items():
-            self.totals.setdefault(column, Moments(one.dim)).merge(one)
             if one.non_finite:
                 self._report.warning(
                     name,
@@ -201,7 +176,7 @@ class RowCheck:
                 continue
             here = f"{column!r} in frame {k} of episode {record.index}"
             try:
-                picture = decode_picture(self._decoder, data)
+                picture = self._decoder.stored(data)
             except DataError as error:
                 self._report.error(name, f"{here}: {error}", f"pictures of {column}")
                 continue
@@ -209,7 +184,7 @@ class RowCheck:
             if picture.shape[:2] != (height, width):
                 what = f"{here} is {picture.shape[1]}x{picture.shape[0]}, not {width}x{height}"
                 self._report.error(name, what, f"picture size of {column}")
-            elif self._decode == "all" and k in sampled:
+            elif self._decode == "all" and k in sampled and picture.ndim == 3:
                 by_episode = self.pictures.setdefault(column, {})
                 by_episode.setdefault(record.index, PictureStats()).add(counted_lines(picture))
 

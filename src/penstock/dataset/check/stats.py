@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from itertools import pairwise
 from typing import Any
@@ -12,7 +13,7 @@ from penstock.dataset import layout
 from penstock.dataset.check.findings import Report
 from penstock.dataset.layout import QUANTILES, Feature, Format
 from penstock.dataset.metadata import Stats
-from penstock.dataset.stats import Moments, PictureStats
+from penstock.dataset.stats import Moments, PictureStats, VectorStats
 
 Array = np.ndarray[Any, Any]
 RECOMPUTE = "compute the statistics again"
@@ -26,13 +27,7 @@ _BRIGHTNESS_ROOM = 0.04  # a lossy codec moves a channel's mean by less
 
 
 class StatsCheck:
-    """Checks the statistics of a dataset or of an episode.
-
-    Args:
-        format_: Of the dataset: v2.1 has no quantiles.
-        features: Of the dataset.
-        report: Where findings go.
-    """
+    """Checks the statistics of a dataset or of an episode."""
 
     def __init__(self, format_: Format, features: Mapping[str, Feature], report: Report) -> None:
         self._features, self._report = features, report
@@ -76,8 +71,10 @@ class StatsCheck:
         self._check_name(where, of, name, stats)
         if "count" in stats:
             count = float(stats["count"][0])
-            # Pictures are sampled, and frames without a usable value are not counted.
-            if not 0 <= count <= frames or count != int(count) or (count == 0 and frames > 0):
+            # Pictures are sampled, or lerobot counts their pixels as it records them; frames
+            # without a usable value are not counted.
+            most = frames * (math.prod(feature.shape) if feature.is_picture else 1)
+            if not 0 <= count <= most or count != int(count) or (count == 0 and frames > 0):
                 self._error(where, f"count of {name!r} is {count:g} for {of}", "count")
         steps = [(key, stats[key]) for key in _RISING if key in stats]
         ends = [float(np.abs(stats[key]).max()) for key in ("min", "max") if key in stats]
@@ -123,24 +120,19 @@ class StatsCheck:
                 off = np.abs(stated[key].reshape(-1) - value) - room * scale
                 if np.any(off > 0):
                     k = int(np.argmax(off))
-                    said = f"{key} of {name!r} is {stated[key].flat[k]:g} for {of}"
-                    self._differs(where, name, f"{said}; the rows say {value[k]:g}", key)
+                    what = f"{key} of {name!r} is {stated[key].flat[k]:g} for {of}"
+                    what += f"; the rows say {value[k]:g}"
+                    if name in _NUMBERING:
+                        what += " (lerobot's merge renumbers the rows only)"
+                        todo = "nothing: no training reads it"
+                        self._report.warning(where, what, todo, "statistics of the numbering")
+                    else:
+                        self._error(where, what, f"{key} of {name}")
             if "count" in stated and stated["count"].shape == (1,):
                 count = float(stated["count"][0])
                 if count not in {seen.rows, *np.unique(seen.count).tolist()}:
                     what = f"count of {name!r} is {count:g} for {of}, not {seen.rows}"
                     self._error(where, what, f"count of {name}")
-
-    def _differs(self, where: str, name: str, what: str, key: str) -> None:
-        if name in _NUMBERING:
-            self._report.warning(
-                where,
-                f"{what} (lerobot's merge renumbers the rows only)",
-                "nothing: no training reads it",
-                "statistics of the numbering",
-            )
-        else:
-            self._error(where, what, f"{key} of {name}")
 
     def brightness(self, where: str, of: str, name: str, stats: Stats, seen: PictureStats) -> None:
         """Compare the statistics of pictures with those of sampled pictures."""
@@ -168,7 +160,6 @@ class StatsCheck:
 
 
 def _shapes(feature: Feature, key: str) -> tuple[tuple[int, ...], ...]:
-    """Return the shapes that a statistic may have."""
     if key == "count":
         return ((1,),)
     if feature.is_picture:
@@ -177,39 +168,23 @@ def _shapes(feature: Feature, key: str) -> tuple[tuple[int, ...], ...]:
     return (feature.shape, feature.shape[-1:])
 
 
-class Shares:
-    """Which share of the values lies below each stated quantile.
-
-    A quantile is right exactly if the share below it is at most its own, and the share up to it
-    at least: this needs no sorting and no memory.
-
-    Args:
-        points: The stated quantiles by name, in the shape of the feature.
-    """
-
-    def __init__(self, points: Mapping[str, Array]) -> None:
-        self._points = {name: point.reshape(-1) for name, point in points.items()}
-        values = np.array([*self._points.values()])
-        # How far a stated quantile may be off, in units of the values.
-        self._room = 1e-3 * (values.max(0) - values.min(0)) + 1e-6 * np.abs(values[0]) + 1e-9
-        self._rows = 0
-        self._below = dict.fromkeys(self._points, np.zeros(len(self._room)))
-        self._up_to = dict(self._below)
-
-    def add(self, rows: Array) -> None:
-        """Add rows of (n, *shape)."""
-        values = rows.reshape(len(rows), -1).astype(np.float64)
-        self._rows += len(values)
-        for name, point in self._points.items():
-            self._below[name] = self._below[name] + (values < point - self._room).sum(0)
-            self._up_to[name] = self._up_to[name] + (values <= point + self._room).sum(0)
-
-    def wrong(self) -> list[str]:
-        """Return the quantiles that are not where they say, with a tolerance of 2 %."""
-        room = 0.02 + 1 / max(self._rows, 1)
-        return [
-            name
-            for name in self._points
-            if np.any(self._below[name] / max(self._rows, 1) > QUANTILES[name] + room)
-            or np.any(self._up_to[name] / max(self._rows, 1) < QUANTILES[name] - room)
-        ]
+def wrong_quantiles(stated: Mapping[str, Array], seen: VectorStats) -> list[str]:
+    """Return the stated quantiles that are not those of the rows, with a room of 2 % of them."""
+    points = {
+        name: stated[name].reshape(-1)
+        for name in QUANTILES
+        if name in stated and stated[name].size == seen.dim
+    }
+    if not points:
+        return []
+    values = np.array([*points.values()])
+    # How far a stated quantile may be off, in units of the values.
+    room = 1e-3 * (values.max(0) - values.min(0)) + 1e-6 * np.abs(values[0]) + 1e-9
+    share_room = 0.02 + 1 / max(seen.rows, 1)
+    wrong = []
+    for name, point in points.items():
+        low = seen.quantile(max(QUANTILES[name] - share_room, 0))
+        high = seen.quantile(min(QUANTILES[name] + share_room, 1))
+        if np.any((seen.count > 0) & ((point + room < low) | (point - room > high))):
+            wrong.append(name)
+    return wrong

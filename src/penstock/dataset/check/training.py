@@ -29,12 +29,7 @@ _STEPS: Final = ("min", "q01", "q10", "q50", "q90", "q99", "max")
 
 
 class TrainingCheck:
-    """Watches rows pass by, and says at the end what a trainer should look at.
-
-    Args:
-        features: Of the dataset.
-        report: Where the notes go.
-    """
+    """Watches rows pass by, and says at the end what a trainer should look at."""
 
     def __init__(self, features: Mapping[str, Feature], report: Report) -> None:
         self._features, self._report = features, report
@@ -46,12 +41,10 @@ class TrainingCheck:
         both = [features[name].shape for name in (_ACTION, _STATE) if name in features]
         self._comparable = len(both) == 2 and both[0] == both[1] and len(both[0]) == 1
 
-    def start(self) -> None:
-        """An episode begins."""
-        self._before.clear()
-
-    def rows(self, batch: Mapping[str, Array]) -> None:
-        """Take some rows of an episode, in order."""
+    def rows(self, batch: Mapping[str, Array], begins: bool) -> None:
+        """Take some rows of an episode, in order; the first ones begin it."""
+        if begins:
+            self._before.clear()
         for name, feature in self._features.items():
             if name in layout.AUTO_FEATURES or feature.is_picture or name not in batch:
                 continue
@@ -61,7 +54,9 @@ class TrainingCheck:
             if name in self._before:
                 values = np.concatenate([self._before[name], values])
             if len(values) > 1:
-                step = np.nan_to_num(np.abs(np.diff(values, axis=0))).max(axis=0)
+                with np.errstate(invalid="ignore"):  # from infinity to infinity
+                    step = np.abs(np.diff(values, axis=0))
+                step = np.where(np.isfinite(step), step, 0).max(axis=0)
                 self._steps[name] = np.maximum(self._steps.get(name, 0.0), step)
             self._before[name] = values[-1:]
         if self._comparable and _ACTION in batch and _STATE in batch:

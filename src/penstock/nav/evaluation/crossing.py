@@ -27,9 +27,7 @@ from penstock.ui.progress import Progress
 Pilot = Callable[[Observation], Tensor]
 """Observations [n, ...] -> actions [n, 3] in (0, 1), goal frame, as `Simulator.step` takes them."""
 
-FIRST_WORLD = (
-    300_000  # of the test worlds; nothing is trained or chosen on them or their neighbours
-)
+FIRST_WORLD = 300_000  # of the test worlds: nothing is trained or chosen on them
 _GROUP = 1024  # drones flown together: fewer waste time on calls, more on caches
 _BRAKE_M = 1.0  # within this distance `straight` slows down
 
@@ -73,23 +71,14 @@ class Flights:
     period_s: float
 
 
-def straight(settings: Settings) -> Pilot:
-    """Return the pilot that looks at nothing: full speed at the target, slower in the last metre.
-
-    Args:
-        settings: Of the worlds it flies in.
-    """
-    del settings  # the target is in the observation; the signature is that of any pilot's maker
-
-    def pilot(obs: Observation) -> Tensor:
-        state = obs["state"]
-        toward = state[:, State.TOWARD]
-        way = toward / toward.abs().amax(1, keepdim=True).clamp(min=1e-6)
-        distance = torch.hypot(state[:, State.DISTANCE, None], state[:, State.RISE, None])
-        speed = (distance / _BRAKE_M).clamp(max=1.0)
-        return (0.5 + 0.5 * way * speed).clamp(0.0, 1.0)
-
-    return pilot
+def straight(obs: Observation) -> Tensor:
+    """Be the pilot that looks at nothing: full speed at the target, slower in the last metre."""
+    state = obs["state"]
+    toward = state[:, State.TOWARD]
+    way = toward / toward.abs().amax(1, keepdim=True).clamp(min=1e-6)
+    distance = torch.hypot(state[:, State.DISTANCE, None], state[:, State.RISE, None])
+    speed = (distance / _BRAKE_M).clamp(max=1.0)
+    return (0.5 + 0.5 * way * speed).clamp(0.0, 1.0)
 
 
 def deterministic_pilot(policy: Policy) -> Pilot:
@@ -152,22 +141,20 @@ def fly(
         for group in _groups(seeds, drones)
     ]
 
-    def run(crossing: _Crossing) -> None:
-        crossing.fly(progress, stop)
-
     stop = threading.Event()
     with _one_thread():
         if threads == 1:
             for crossing in crossings:
-                run(crossing)
+                crossing.fly(progress, stop)
         else:
             with ThreadPoolExecutor(threads, "penstock-fly") as pool:
                 try:
-                    list(pool.map(run, crossings))
+                    list(pool.map(lambda crossing: crossing.fly(progress, stop), crossings))
                 finally:
                     stop.set()  # an error, or Ctrl-C: the others need not finish
-    decisions = sum(crossing.decisions for crossing in crossings)
-    interventions = sum(crossing.interventions for crossing in crossings)
+    shields = [crossing.shield for crossing in crossings if crossing.shield is not None]
+    decisions = sum(each.decisions for each in shields)
+    interventions = sum(each.interventions for each in shields)
     if shield is not None:
         shield.decisions += decisions
         shield.interventions += interventions
@@ -206,7 +193,7 @@ class _Crossing:
         self._settings = settings
         self._pilot = pilot
         # Its own counters: threads that share them would lose some.
-        self._shield = shield and Shield(None, shield.backend, shield.settings)
+        self.shield = shield and Shield(None, shield.backend, shield.settings)
         self._record = record
         self.outcome = torch.full((count,), Outcome.TIMEOUT, dtype=torch.int8)
         self.time_s = torch.full((count,), steps * settings.period_s)
@@ -214,14 +201,6 @@ class _Crossing:
         self.path = torch.empty(count, steps if record else 0, 3)
         self._open = torch.ones(count, dtype=torch.bool)  # not decided yet
         self._up = torch.ones(count, dtype=torch.bool)  # not crashed yet
-
-    @property
-    def decisions(self) -> int:
-        return self._shield.decisions if self._shield else 0
-
-    @property
-    def interventions(self) -> int:
-        return self._shield.interventions if self._shield else 0
 
     @torch.no_grad()
     def fly(self, progress: Progress | None, stop: threading.Event) -> None:
@@ -252,12 +231,12 @@ class _Crossing:
         up = self._up.nonzero()[:, 0]
         seen = {name: value[up] for name, value in obs.items()}
         wanted = self._pilot(seen)
-        if self._shield is not None:
+        if self.shield is not None:
             due = self._open[up].nonzero()[:, 0]
             if due.numel():
                 limit = self._settings.action_limit
                 ahead = {name: value[due] for name, value in seen.items()}
-                velocity, changed = self._shield.filter(
+                velocity, changed = self.shield.filter(
                     (wanted[due] * 2.0 - 1.0) * limit,
                     ahead,
                     ahead["state"][:, State.VELOCITY],

@@ -9,7 +9,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from penstock.core.files import publish_bytes, storage_error
+from penstock.core.files import make_folder, publish_bytes
 from penstock.errors import UsageError
 from penstock.nav.evaluation import page, picture, rerun_file
 from penstock.nav.evaluation.crossing import FIRST_WORLD, Flights, Pilot, fly, straight
@@ -17,7 +17,7 @@ from penstock.nav.evaluation.pilot import Navigator, run_folder
 from penstock.nav.evaluation.table import summarise
 from penstock.nav.shield import Shield
 from penstock.nav.simulation.task import CROSSING_M, EDGE_M, STRESS, Disturbances, Settings
-from penstock.ui.progress import Mode, Progress
+from penstock.ui.progress import Progress
 
 RESERVED = 500_000  # map seeds from here on are for training, and for choosing checkpoints
 RESULT = "evaluation.json"
@@ -35,13 +35,10 @@ def evaluate(
     shield: bool = True,
     stress: bool = False,
     margins: tuple[float, float] | None = None,
-    drone: str | None = None,
     changes: Mapping[str, Any] | None = None,
     out: str | os.PathLike[str] | None = None,
-    record: bool = True,
     rerun: str | os.PathLike[str] | None = None,
     threads: int | None = None,
-    progress: Mode | None = None,
 ) -> dict[str, Any]:
     """Fly a run's policy and a straight line across unseen worlds, with and without the shield.
 
@@ -54,13 +51,10 @@ def evaluate(
         shield: Whether to fly with the shield, too.
         stress: Also fly the policy under each of `STRESS`: noise, latency, wind and mass.
         margins: Of the shield, see `Shield`.
-        drone: Another drone than the run's: "hummingbird" or "fast".
         changes: Other settings than the run's, by the names of `Settings`.
         out: Folder for evaluation.json, flights.png and report.html; by default RUN/evaluation.
-        record: Draw flights.png, of the last pilot in the table.
-        rerun: Also write these flights for the rerun viewer.
+        rerun: Also write the flights of flights.png, those of the last pilot, for the viewer.
         threads: By default 2, or as many as there are cores.
-        progress: As for `Progress`.
 
     Returns:
         What is in evaluation.json: "results" by pilot as `summarise` says them, "stress" by
@@ -80,58 +74,46 @@ def evaluate(
     navigator = Navigator.load(path, checkpoint, "off")
     seeds = range(first_world, first_world + worlds)
     _check_unseen(seeds, navigator)
-    chosen = dict(changes or {})
-    if drone is not None:
-        chosen["drone"] = drone
     # Undisturbed, even if it was trained under disturbances: those are flown for the stress table.
-    settings = navigator.settings.with_(**{"disturbances": Disturbances(), **chosen})
+    settings = navigator.settings.with_(**{"disturbances": Disturbances(), **(changes or {})})
     Shield.for_task(settings, margins)  # a wrong margin is said before anything is flown
     folder = Path(out) if out is not None else _beside(path)
-    _make(folder)
+    make_folder(folder)
 
     pilots: list[tuple[str, Pilot, bool]] = []
-    for name, pilot in (("straight", straight(settings)), ("policy", navigator.pilot)):
+    for name, pilot in (("straight", straight), ("policy", navigator.pilot)):
         pilots.append((name, pilot, False))
         if shield:
             pilots.append((f"{name} + shield", pilot, True))
-    harder = {name: kind for name, kind in STRESS.items() if stress and kind.any}
-    results: dict[str, Any] = {}
-    under: dict[str, Any] | None = {name: {} for name in STRESS} if stress else None
     own = [each for each in pilots if each[1] is navigator.pilot]
-    total = (len(pilots) + len(harder) * len(own)) * worlds * settings.episode_steps
-    with Progress(total, "evaluate", "steps", progress) as bar:
-
-        def flown(pilot: Pilot, shielded: bool, task: Settings, keep: bool) -> Flights:
-            return fly(
+    harder = [kind for kind in STRESS if stress and STRESS[kind].any]
+    plan = [("none", each) for each in pilots] + [(k, each) for k in harder for each in own]
+    summaries: dict[str, dict[str, Any]] = {kind: {} for kind in ("none", *harder)}
+    with Progress(len(plan) * worlds * settings.episode_steps, "evaluate", "steps") as bar:
+        for kind, (name, pilot, shielded) in plan:
+            bar.note(name if kind == "none" else f"{name}, {kind}")
+            calm = kind == "none"
+            task = settings if calm else settings.with_(disturbances=STRESS[kind])
+            flown = fly(
                 pilot,
                 task,
                 seeds,
                 drones,
                 shield=Shield.for_task(task, margins) if shielded else None,
-                record=keep,
+                record=calm and name == pilots[-1][0],
                 threads=threads or min(2, os.cpu_count() or 1),
                 progress=bar,
             )
-
-        for name, pilot, shielded in pilots:
-            bar.note(name)
-            keep = (record or rerun is not None) and name == pilots[-1][0]
-            flights = flown(pilot, shielded, settings, keep)
-            results[name] = summarise(flights)
-            if under is not None and pilot is navigator.pilot:
-                under["none"][name] = results[name]
-        for kind, disturbances in harder.items():
-            for each, pilot, shielded in own:
-                bar.note(f"{each}, {kind}")
-                task = settings.with_(disturbances=disturbances)
-                assert under is not None
-                under[kind][each] = summarise(flown(pilot, shielded, task, keep=False))
-    files = {"result": str(folder / RESULT)}
-    drawn = _drawn(flights, settings, name, results[name]) if record else None
-    if drawn is not None:
-        files["picture"] = str(folder / PICTURE)
-        publish_bytes(folder / PICTURE, drawn)
-    files["report"] = str(folder / PAGE)
+            summaries[kind][name] = summarise(flown)
+            if flown.path is not None:
+                flights = flown
+    results, last = summaries["none"], pilots[-1][0]
+    names = [each[0] for each in own]
+    under = {kind: {name: each[name] for name in names} for kind, each in summaries.items()}
+    drawn = _drawn(flights, settings, last, results[last])
+    publish_bytes(folder / PICTURE, drawn)
+    files = {"result": RESULT, "picture": PICTURE, "report": PAGE}
+    files = {kind: str(folder / name) for kind, name in files.items()}
     if rerun is not None:
         files["rerun"] = str(rerun_file.write(flights, settings, rerun))
     noted = navigator.metadata
@@ -143,7 +125,7 @@ def evaluate(
         "drones": drones,
         "margins": None if margins is None else list(margins),
         "results": results,
-        "stress": under,
+        "stress": under if stress else None,
         "files": files,
     }
     page.build(result, drawn, run_folder(path) / "metrics.jsonl").write(folder / PAGE)
@@ -178,13 +160,6 @@ def _beside(path: str | os.PathLike[str]) -> Path:
     folder = run_folder(path) / "evaluation"
     brief = not Path(path).is_absolute() and folder.is_relative_to(Path.cwd())
     return folder.relative_to(Path.cwd()) if brief else folder
-
-
-def _make(folder: Path) -> None:
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise storage_error("create", folder, error) from error
 
 
 def _drawn(flights: Flights, settings: Settings, name: str, summary: Mapping[str, Any]) -> bytes:

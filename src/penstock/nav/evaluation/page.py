@@ -8,20 +8,13 @@ from pathlib import Path
 from typing import Any
 
 from penstock.nav.evaluation import table
-from penstock.ui.plot import Point
-from penstock.ui.report import Report
+from penstock.ui.report import Point, Report
 
 _CURVES = {"validation/success": "validation maps, policy alone", "train/success": "training"}
 
 
-def build(result: Mapping[str, Any], picture: bytes | None, metrics: Path) -> Report:
-    """Lay out an evaluation.
-
-    Args:
-        result: What is in evaluation.json.
-        picture: The PNG of the flights, if there is one.
-        metrics: The run's metrics.jsonl; it may be missing.
-    """
+def build(result: Mapping[str, Any], picture: bytes, metrics: Path) -> Report:
+    """Lay out what is in evaluation.json, the PNG of the flights, and the run's metrics.jsonl."""
     report = Report("Crossings of unseen worlds")
     settings, results = result["settings"], result["results"]
     report.text(
@@ -44,9 +37,8 @@ def build(result: Mapping[str, Any], picture: bytes | None, metrics: Path) -> Re
     if curves:
         report.heading("Learning")
         report.plot(curves, "million frames", "episodes that reach the goal, %")
-    if picture is not None:
-        report.heading("Flights")
-        report.pictures([(picture, f"{list(results)[-1]}, from above")])
+    report.heading("Flights")
+    report.pictures([(picture, f"{list(results)[-1]}, from above")])
     return report
 
 

@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 from typing_extensions import Self
 
 from penstock.checkpoints.load import from_newest, load_checkpoint, load_metadata, resolve
@@ -106,9 +105,7 @@ def _read_file(path: Path) -> tuple[Path, Any, dict[str, Any]]:
         state = load_checkpoint(path, only="ppo.p*")  # policy and preset, not the optimizers
     except UsageError as error:  # nothing matches
         raise UnknownFormat(f"{path} holds no navigation policy; {_TRAINED}") from error
-    if not isinstance(metadata, dict) or not isinstance(metadata.get("settings"), dict):
-        raise UnknownFormat(f"{path} does not say its navigation settings; {_TRAINED}")
-    return path, state, metadata
+    return path, state, metadata or {}
 
 
 _TRAINED = "give a checkpoint of penstock train"
@@ -125,18 +122,10 @@ def _policy(path: Path, state: Any) -> Policy:
             f"{path} is of the unknown network {preset!r}; {did_you_mean(preset, PRESETS)}"
         )
     policy = Policy(preset, bf16=False)  # in float32, as it is deployed, on every processor
-    mine = policy.state_dict()
-    for name, tensor in mine.items():
-        other = weights.get(name)
-        if not isinstance(other, Tensor) or other.shape != tensor.shape:
-            there = list(other.shape) if isinstance(other, Tensor) else "missing"
-            raise UnknownFormat(
-                f"{path} is of another network than {preset!r}: {name} is {there} there, "
-                f"{list(tensor.shape)} here"
-            )
-        if not bool(torch.isfinite(other).all()):
+    if misfit := policy.misfit(weights):
+        raise UnknownFormat(f"{path} is of another network than {preset!r}: {misfit}")
+    for name, tensor in weights.items():
+        if not bool(torch.isfinite(tensor).all()):
             raise DataError(f"{path}: {name} is not finite; take an earlier checkpoint")
-    if more := sorted(set(weights) - set(mine)):
-        raise UnknownFormat(f"{path} is of another network than {preset!r}: it has {more[0]}, too")
     policy.load_state_dict(weights)
     return policy

@@ -31,13 +31,7 @@ class Scenery:
 
 
 def scenery(seed: int, settings: Settings, steps: int) -> Scenery:
-    """Make the world of a seed again, and let its obstacles move.
-
-    Args:
-        seed: Of the map.
-        settings: That it was flown with.
-        steps: How many to follow the obstacles.
-    """
+    """Make the world of a seed again, and let its obstacles move for so many steps."""
     obstacles = Obstacles([seed], settings.dynamic_obstacles, settings.period_s)
     track = np.empty((steps, obstacles.count, 3), np.float32)
     for step in range(steps):

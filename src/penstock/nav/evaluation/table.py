@@ -73,13 +73,9 @@ def summarise(flights: Flights) -> dict[str, Any]:
 def interval(values: Sequence[float], least: float, most: float) -> tuple[Any, Any, Any]:
     """Return the mean of independent values and its 95 % interval by Student's t.
 
-    Args:
-        values: At least one.
-        least: The interval is cut here, below.
-        most: And here, above.
-
     Returns:
-        Mean, low, high; low and high are None for a single value, which says nothing of them.
+        Mean, low, high, cut at `least` and `most`; low and high are None for a single value, which
+        says nothing of them.
     """
     count = len(values)
     mean = math.fsum(values) / count
@@ -101,11 +97,7 @@ def student(freedom: int) -> float:
 
 
 def cells(results: Mapping[str, Mapping[str, Any]]) -> tuple[list[str], list[list[str]]]:
-    """Return the columns and rows of the table that compares pilots.
-
-    Args:
-        results: What `summarise` returned, by pilot; all of the same worlds.
-    """
+    """Return columns and rows of the table of pilots, from what `summarise` returned of each."""
     columns = [
         "pilot, %",
         "success",
@@ -136,10 +128,9 @@ def text(results: Mapping[str, Mapping[str, Any]]) -> str:
 
 
 def stress_cells(stress: Mapping[str, Mapping[str, Any]]) -> tuple[list[str], list[list[str]]]:
-    """Return the columns and rows of the table of disturbances.
+    """Return columns and rows of the table of disturbances, from what `summarise` returned.
 
-    Args:
-        stress: What `summarise` returned, by disturbance and pilot; "none" is one of them.
+    That is by disturbance, of which "none" is one, and by pilot.
     """
     pilots = list(stress["none"])
     rows = []

@@ -6,9 +6,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from penstock.core.kernels.native import compiled
-
-Floats = NDArray[np.float64]
-Ints = NDArray[np.int64]
+from penstock.nav.shield.shield import (
+    COLLISION_COST,
+    DEPTH_COST,
+    DEVIATION_COST,
+    LATE_S,
+    Floats,
+    Rules,
+)
 
 
 @compiled
@@ -18,88 +23,70 @@ def choose(
     obstacles: Floats,
     current: Floats,
     height: Floats,
-    candidates: Floats,
-    beams: Floats,
-    shares: Floats,
-    step_s: float,
-    lidar_range: float,
-    keep_static: float,
-    keep_dynamic: float,
-    floor: float,
-    ceiling: float,
-    late: float,
-    collision_cost: float,
-    deviation_cost: float,
-    depth_cost: float,
-    best: Ints,
+    rules: Rules,
+    best: NDArray[np.int64],
 ) -> None:
-    """Write the number of the cheapest velocity of each drone: 0 for the wanted one.
-
-    `height` is one NaN if it is not known. The other arguments are those of the reference.
-    """
-    steps = shares.shape[0]
-    points = np.empty((beams.shape[0], 3))
-    moving = np.empty((obstacles.shape[1], 7))
-    no_height = np.isnan(height[0]) if height.size else True
+    """Do what `choose_in_numpy` does."""
+    candidates, beams, shares, times = rules.candidates, rules.beams, rules.shares, rules.times
+    keep, steps = rules.keep_static, len(shares)
+    points = np.empty((len(beams), 3))
     fastest = 0.0
-    for c in range(candidates.shape[0]):
+    for c in range(len(candidates)):
         fastest = max(fastest, _squares(candidates[c, 0], candidates[c, 1], candidates[c, 2]))
-    for n in range(velocity.shape[0]):
+    for n in range(len(velocity)):
         vx, vy, vz = velocity[n, 0], velocity[n, 1], velocity[n, 2]
         cx, cy, cz = current[n, 0], current[n, 1], current[n, 2]
         # No candidate gets farther than this, so hits beyond need no look. A little is added, lest
-        # rounding makes a difference to the reference.
+        # rounding makes a difference to the other back end.
         wanted = np.sqrt(max(fastest, _squares(vx, vy, vz)))
         now = np.sqrt(_squares(cx, cy, cz))
-        reach = keep_static + 1e-6
-        reach += shares[steps - 1, 0] * wanted + shares[steps - 1, 1] * now
+        reach = keep + 1e-6 + (shares[steps - 1, 0] * wanted + shares[steps - 1, 1] * now)
         count = 0
-        for k in range(beams.shape[0]):
+        for k in range(len(beams)):
             if lidar[n, k] > 0.0:
-                distance = lidar_range - lidar[n, k]
+                distance = rules.range_m - lidar[n, k]
                 if distance * np.sqrt(_squares(beams[k, 0], beams[k, 1], 0.0)) < reach:
-                    points[count, 0] = distance * beams[k, 0]
-                    points[count, 1] = distance * beams[k, 1]
-                    points[count, 2] = distance * beams[k, 2]
+                    for axis in range(3):
+                        points[count, axis] = distance * beams[k, axis]
                     count += 1
-        seen = _read_obstacles(obstacles[n], keep_dynamic, moving)
-        level = np.nan if no_height else height[n]
+        seen = 0  # the nearest come first, so that those out of sight are mostly at the end
+        for k in range(obstacles.shape[1]):
+            if not np.isnan(obstacles[n, k, 0]):
+                seen = k + 1
+        moving, level = obstacles[n, :seen], height[n]
         cheapest = np.inf
-        chosen = 0
-        for c in range(candidates.shape[0] + 1):
+        for c in range(len(candidates) + 1):
             if c:
                 wx, wy, wz = candidates[c - 1, 0], candidates[c - 1, 1], candidates[c - 1, 2]
             else:
                 wx, wy, wz = vx, vy, vz
-            cost = deviation_cost * np.sqrt(_squares(wx - vx, wy - vy, wz - vz))
+            cost = DEVIATION_COST * np.sqrt(_squares(wx - vx, wy - vy, wz - vz))
             deepest = 0.0
             if cost < cheapest:
                 for step in range(steps):
                     x = shares[step, 0] * wx + shares[step, 1] * cx
                     y = shares[step, 0] * wy + shares[step, 1] * cy
                     z = shares[step, 0] * wz + shares[step, 1] * cz
-                    time = (step + 1) * step_s
-                    inside = _into_points(points[:count], x, y, z, keep_static)
+                    inside = _into_points(points[:count], x, y, z, keep)
                     inside = max(
-                        inside, _into_moving(moving[:seen], x, y, z, time, 0.5 + keep_dynamic)
+                        inside, _into_moving(moving, x, y, z, times[step], rules.keep_dynamic)
                     )
-                    if level + z < floor:
-                        inside = max(inside, floor - (level + z))
-                    if level + z > ceiling:
-                        inside = max(inside, level + z - ceiling)
+                    if level + z < rules.floor:  # never of NaN
+                        inside = max(inside, rules.floor - (level + z))
+                    if level + z > rules.ceiling:
+                        inside = max(inside, level + z - rules.ceiling)
                     if inside > 0.0:
                         if deepest == 0.0:
-                            cost = collision_cost * (late - time) + cost
+                            cost = COLLISION_COST * (LATE_S - times[step]) + cost
                         deepest = max(deepest, inside)
-                        if cost + depth_cost * deepest >= cheapest:
+                        if cost + DEPTH_COST * deepest >= cheapest:
                             break
-                cost = cost + depth_cost * deepest
+                cost = cost + DEPTH_COST * deepest
                 if cost < cheapest:
                     cheapest = cost
-                    chosen = c
+                    best[n] = c
             if cheapest == 0.0:
                 break  # what is wanted is safe
-        best[n] = chosen
 
 
 @compiled
@@ -118,40 +105,16 @@ def _into_points(points: Floats, x: float, y: float, z: float, keep: float) -> f
 
 
 @compiled
-def _into_moving(
-    moving: Floats, x: float, y: float, z: float, time: float, half_height: float
-) -> float:
-    """How deep a place is inside a moving obstacle, in the plane."""
+def _into_moving(moving: Floats, x: float, y: float, z: float, time: float, keep: float) -> float:
+    """How deep a place is inside a moving obstacle, in the plane; NaN is inside of nothing."""
     deepest = 0.0
     for k in range(moving.shape[0]):
+        reach = moving[k, 6] + keep
         dx = x - (moving[k, 0] + time * moving[k, 3])
         dy = y - (moving[k, 1] + time * moving[k, 4])
         flat = dx * dx + dy * dy
-        if flat < moving[k, 6] * moving[k, 6]:
-            # A cylinder has no height (NaN): it is met at every one.
+        if flat < reach * reach:
             dz = z - (moving[k, 2] + time * moving[k, 5])
-            if not abs(dz) >= half_height:
-                deepest = max(deepest, moving[k, 6] - np.sqrt(flat))
+            if not abs(dz) >= 0.5 + keep:
+                deepest = max(deepest, reach - np.sqrt(flat))
     return deepest
-
-
-@compiled
-def _read_obstacles(rows: Floats, keep: float, moving: Floats) -> int:
-    """Place, velocity and reach of the obstacles in sight; return how many there are."""
-    count = 0
-    for k in range(rows.shape[0]):
-        seen = False
-        for column in range(5):
-            seen |= rows[k, column] != 0.0
-        if seen:
-            x, y = rows[k, 0], rows[k, 1]
-            scale = rows[k, 3] / max(np.sqrt(x * x + y * y), 1e-9)
-            moving[count, 0] = x * scale
-            moving[count, 1] = y * scale
-            moving[count, 2] = np.nan if rows[k, 9] == 0.0 else rows[k, 4]
-            moving[count, 3] = rows[k, 5]
-            moving[count, 4] = rows[k, 6]
-            moving[count, 5] = rows[k, 7]
-            moving[count, 6] = (rows[k, 8] + 1.0) * 0.125 + keep
-            count += 1
-    return count

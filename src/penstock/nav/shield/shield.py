@@ -6,7 +6,8 @@ as they are going, and against the lidar hits and all that is below them. A velo
 every second that it collides before 2 s, 20 for every metre that it intrudes, and 0.3 for every m/s
 that it differs from what the policy wants; the cheapest is flown. (The intrusion decides where all
 collide at once: without it, a drone inside the margin would fly on.) Two back ends do the same in
-the same order, in double precision, so that they agree; neither needs torch.
+the same order, in double precision, so that they agree; neither needs torch. The compiled one is
+for the thousands of drones of an evaluation, the other for the one that flies.
 
 Fly with it, but train without: policies trained behind a shield lean on it.
 """
@@ -23,11 +24,17 @@ from numpy.typing import NDArray
 from typing_extensions import Self
 
 from penstock.errors import MissingExtra, UsageError
-from penstock.nav.shield import reference
-from penstock.nav.simulation.task import Settings
+from penstock.nav.simulation.task import HIGH_M, LOW_M, RADIUS_M, Obstacle, Settings
 from penstock.ui.suggestions import did_you_mean
 
+Floats = NDArray[np.float64]
+
 BACKENDS = ("numba", "numpy")
+LATE_S = 2.0
+COLLISION_COST = 10.0
+DEVIATION_COST = 0.3
+DEPTH_COST = 20.0
+_LOOKED_AT = 16  # candidates at a time: mostly one of the first is safe
 
 
 @dataclass(frozen=True)
@@ -36,7 +43,6 @@ class ShieldSettings:
 
     dynamic_margin_m: float = 0.10
     static_margin_m: float = 0.05
-    radius_m: float = 0.3
     speed_limit: float = 2.0
     horizon_s: float = 1.65
     step_s: float = 0.15
@@ -45,24 +51,25 @@ class ShieldSettings:
     lidar_range_m: float = 4.0
     elevations_deg: tuple[float, ...] = (-10.0, 0.0, 10.0, 20.0)
     azimuths: int = 36
-    floor_m: float = 0.2
-    ceiling_m: float = 4.0
 
     def __post_init__(self) -> None:
-        for name in ("radius_m", "speed_limit", "horizon_s", "step_s", "response_s"):
-            if not (value := getattr(self, name)) > 0.0:
-                raise UsageError(f"shield: {name} is {value!r}; give a number above 0")
         for name in ("dynamic_margin_m", "static_margin_m"):
             if not (value := getattr(self, name)) >= 0.0:
                 raise UsageError(f"shield: {name} is {value!r}; give metres, 0 or more")
 
 
-class Tables(NamedTuple):
-    """What a shield computes once."""
+class Rules(NamedTuple):
+    """What both back ends go by, computed once."""
 
-    candidates: NDArray[np.float64]
-    beams: NDArray[np.float64]
-    shares: NDArray[np.float64]
+    candidates: Floats
+    beams: Floats
+    shares: Floats
+    times: Floats
+    range_m: float
+    keep_static: float
+    keep_dynamic: float
+    floor: float
+    ceiling: float
 
 
 class Shield:
@@ -74,7 +81,7 @@ class Shield:
     Args:
         margins: Distance kept beyond the radius of the drone: from dynamic obstacles, from static
             ones, in metres. Larger ones were worse: gaps close.
-        backend: "numba" (about 10 us per drone) or "numpy" (the reference, for a few drones).
+        backend: "numba" (about 10 us per drone) or "numpy".
         settings: Everything else; its margins are replaced by `margins` if those are given.
 
     Raises:
@@ -103,10 +110,17 @@ class Shield:
         self.settings = base
         self.decisions = 0
         self.interventions = 0
-        self._tables = Tables(
+        shares = response(base)
+        self._rules = Rules(
             candidates(base.speed_limit),
             beams(base.azimuths, base.elevations_deg),
-            response(base),
+            shares,
+            base.step_s * np.arange(1.0, len(shares) + 1),
+            base.lidar_range_m,
+            RADIUS_M + base.static_margin_m,
+            RADIUS_M + base.dynamic_margin_m,
+            LOW_M + base.static_margin_m,
+            HIGH_M - base.static_margin_m,
         )
 
     @classmethod
@@ -132,7 +146,8 @@ class Shield:
 
         Args:
             velocity: [N, 3], what the policy wants.
-            obs: Observations; lidar [N, 1, 36, 4] and dynamic_obstacle [N, 5, 10] are looked at.
+            obs: Observations; lidar [N, 1, 36, 4] and dynamic_obstacle [N, 5, 10] are looked at,
+                with or without axes of length 1.
             current: [N, 3], how the drone moves now.
             height: [N] above the ground, if it is known: then velocities that would leave the
                 flight levels count as collisions.
@@ -143,97 +158,57 @@ class Shield:
         Raises:
             UsageError: Shapes do not fit together.
         """
-        count = len(velocity)
-        settings = self.settings
-        lidar, obstacles = _array(obs["lidar"]), _array(obs["dynamic_obstacle"])
-        parts = {
-            "velocity": _array(velocity),
-            # With or without axes of length 1.
-            "lidar": lidar.reshape(len(lidar), math.prod(lidar.shape[1:])),
-            "dynamic_obstacle": obstacles.reshape(
-                len(obstacles), math.prod(obstacles.shape[1:-1]), obstacles.shape[-1]
-            ),
-            "current": _array(current),
-        }
-        shapes: dict[str, tuple[int, ...]] = {
-            "velocity": (count, 3),
-            "lidar": (count, settings.azimuths * len(settings.elevations_deg)),
-            "dynamic_obstacle": (count, parts["dynamic_obstacle"].shape[1], 10),
-            "current": (count, 3),
-        }
-        if height is not None:
-            parts["height"], shapes["height"] = _array(height), (count,)
-        for name, array in parts.items():
-            if array.shape != shapes[name]:
+        count, rules = len(velocity), self._rules
+        wanted, now = as_array(velocity), as_array(current)
+        level = np.full(count, np.nan) if height is None else as_array(height)  # NaN: unknown
+        lidar, obstacles = (as_array(obs[key]) for key in ("lidar", "dynamic_obstacle"))
+        lidar = lidar.reshape(len(lidar), math.prod(lidar.shape[1:]))
+        seen = math.prod(obstacles.shape[1:-1])
+        obstacles = obstacles.reshape(len(obstacles), seen, obstacles.shape[-1])
+        for name, array, shape in (
+            ("velocity", wanted, (count, 3)),
+            ("lidar", lidar, (count, len(rules.beams))),
+            ("dynamic_obstacle", obstacles, (count, seen, Obstacle.SIZE)),
+            ("current", now, (count, 3)),
+            ("height", level, (count,)),
+        ):
+            if array.shape != shape:
                 raise UsageError(
-                    f"shield: {name} has shape {list(array.shape)}; give {list(shapes[name])}"
+                    f"shield: {name} has shape {list(array.shape)}; give {list(shape)}"
                 )
-        run = self._numba if self.backend == "numba" else self._numpy
-        order = ("velocity", "lidar", "dynamic_obstacle", "current", "height")
-        best = run(*(parts.get(name) for name in order))
+        moving = read_obstacles(obstacles)
+        choose = _compiled() if self.backend == "numba" else choose_in_numpy
+        best = np.zeros(count, np.int64)
+        choose(wanted, lidar, moving, now, level, rules, best)
         changed = best > 0
         self.decisions += count
         self.interventions += int(changed.sum())
-        flown = np.where(changed[:, None], self._tables.candidates[best - 1], parts["velocity"])
+        flown = np.where(changed[:, None], rules.candidates[best - 1], wanted)
         if isinstance(velocity, np.ndarray):
             return flown.astype(velocity.dtype), changed
         which = velocity.new_tensor(changed).bool()
         return velocity.new_tensor(flown).where(which[:, None], velocity), which
 
-    def state_dict(self) -> dict[str, int]:
-        """Return the counters."""
-        return {"decisions": self.decisions, "interventions": self.interventions}
 
-    def load_state_dict(self, state: Mapping[str, int]) -> None:
-        """Continue counting."""
-        self.decisions, self.interventions = state["decisions"], state["interventions"]
-
-    def _numpy(
-        self, velocity: Any, lidar: Any, obstacles: Any, current: Any, height: Any
-    ) -> NDArray[np.int64]:
-        return reference.choose(
-            velocity, lidar, obstacles, current, height, self._tables, self.settings
-        )
-
-    def _numba(
-        self, velocity: Any, lidar: Any, obstacles: Any, current: Any, height: Any
-    ) -> NDArray[np.int64]:
-        try:
-            from penstock.nav.shield import kernels
-        except ModuleNotFoundError as error:
-            raise MissingExtra("numba", "rl") from error
-        settings = self.settings
-        best = np.empty(len(velocity), np.int64)
-        kernels.choose(
-            velocity,
-            lidar,
-            obstacles,
-            current,
-            np.full(1, np.nan) if height is None else height,
-            *self._tables,
-            settings.step_s,
-            settings.lidar_range_m,
-            settings.radius_m + settings.static_margin_m,
-            settings.radius_m + settings.dynamic_margin_m,
-            settings.floor_m + settings.static_margin_m,
-            settings.ceiling_m - settings.static_margin_m,
-            reference.LATE_S,
-            reference.COLLISION_COST,
-            reference.DEVIATION_COST,
-            reference.DEPTH_COST,
-            best,
-        )
-        return best
+def _compiled() -> Any:
+    try:
+        from penstock.nav.shield import kernels
+    except ModuleNotFoundError as error:
+        raise MissingExtra("numba", "rl") from error
+    return kernels.choose
 
 
-def _array(value: Any) -> NDArray[np.float64]:
-    """Take an array or a tensor of any device."""
-    if not isinstance(value, np.ndarray):
+def as_array(value: Any, dtype: Any = np.float64) -> NDArray[Any]:
+    """Take an array, a list, or a tensor of any device."""
+    if hasattr(value, "detach"):
         value = value.detach().cpu().numpy()
-    return np.ascontiguousarray(value, np.float64)
+    return np.ascontiguousarray(value, dtype)
 
 
-def candidates(speed_limit: float) -> NDArray[np.float64]:
+# ---------------------------------------------------------------------- what is computed once
+
+
+def candidates(speed_limit: float) -> Floats:
     """Return the velocities to choose from, [97, 3]: a stop, then by speed, climb and heading."""
     rows = [(0.0, 0.0, 0.0)]
     for speed in (speed_limit, speed_limit / 2):
@@ -244,19 +219,15 @@ def candidates(speed_limit: float) -> NDArray[np.float64]:
     return np.array(rows)
 
 
-def beams(azimuths: int, elevations_deg: tuple[float, ...]) -> NDArray[np.float64]:
+def beams(azimuths: int, elevations_deg: tuple[float, ...]) -> Floats:
     """Return the unit vectors of the lidar, azimuth by azimuth, [beams, 3]."""
-    rows = []
-    for i in range(azimuths):
-        azimuth = 2 * math.pi * i / azimuths
-        for degrees in elevations_deg:
-            up = math.radians(degrees)
-            flat = math.cos(up)
-            rows.append((flat * math.cos(azimuth), flat * math.sin(azimuth), math.sin(up)))
-    return np.array(rows)
+    azimuth = np.repeat(2 * np.pi / azimuths * np.arange(azimuths), len(elevations_deg))
+    up = np.tile(np.radians(elevations_deg), azimuths)
+    flat = np.cos(up)
+    return np.stack((flat * np.cos(azimuth), flat * np.sin(azimuth), np.sin(up)), 1)
 
 
-def response(settings: ShieldSettings) -> NDArray[np.float64]:
+def response(settings: ShieldSettings) -> Floats:
     """Return how far the drone gets, per step: weights of the wanted and the current velocity.
 
     The velocity approaches the wanted one exponentially, so its integral is exact: place after t =
@@ -266,3 +237,93 @@ def response(settings: ShieldSettings) -> NDArray[np.float64]:
     times = settings.step_s * np.arange(1, steps + 1)
     lag = settings.response_s * -np.expm1(-times / settings.response_s)
     return np.ascontiguousarray(np.stack((times - lag, lag), 1))
+
+
+def read_obstacles(obstacles: Floats) -> Floats:
+    """Turn observed obstacles [N, M, 10] into what both back ends look at, [N, M, 7].
+
+    Place (3), velocity (3) and half the width, relative to the drone. A cylinder from floor to
+    ceiling has no height (NaN): it is met at every one. One that is out of sight has no place.
+    """
+    x, y = obstacles[..., 0], obstacles[..., 1]
+    scale = obstacles[..., Obstacle.DISTANCE] / np.maximum(np.sqrt(x * x + y * y), 1e-9)
+    rows = np.empty((*obstacles.shape[:2], 7))
+    rows[..., 0], rows[..., 1] = x * scale, y * scale
+    tall = obstacles[..., Obstacle.FLOATS] == 0.0
+    rows[..., 2] = np.where(tall, np.nan, obstacles[..., Obstacle.RISE])
+    rows[..., 3:6] = obstacles[..., Obstacle.VELOCITY]
+    rows[..., 6] = (obstacles[..., Obstacle.WIDTH] + 1.0) * 0.125
+    rows[~obstacles[..., Obstacle.PLACE].any(-1), 0] = np.nan
+    return rows
+
+
+# ---------------------------------------------------------------------- in numpy
+
+
+def choose_in_numpy(
+    velocity: Floats,
+    lidar: Floats,
+    obstacles: Floats,
+    current: Floats,
+    height: Floats,
+    rules: Rules,
+    best: NDArray[np.int64],
+) -> None:
+    """Write the number of the cheapest velocity, [N]: 0 for the wanted one, k + 1 for candidate k.
+
+    The lidar is [N, beams] as observed, range minus distance; obstacles are of `read_obstacles`.
+    """
+    for n, wanted in enumerate(velocity):
+        hit = lidar[n].nonzero()[0]
+        points = (rules.range_m - lidar[n][hit])[:, None] * rules.beams[hit]
+        moving = obstacles[n][~np.isnan(obstacles[n, :, 0])]
+        scene = (points, moving, current[n], float(height[n]), rules)
+        if (_depth(wanted[None], *scene) > 0.0).any():  # mostly it meets nothing
+            best[n] = _cheapest(np.concatenate((wanted[None], rules.candidates)), scene)
+
+
+def _cheapest(options: Floats, scene: tuple[Any, ...]) -> int:
+    """Return the number of the cheapest velocity; the first one is what is wanted."""
+    times = scene[-1].times
+    x, y, z = (options - options[0]).T
+    deviation = DEVIATION_COST * np.sqrt(x * x + y * y + z * z)
+    # A safe one costs less than any that collides, so the safe one that deviates least is it.
+    if deviation.max() < COLLISION_COST * (LATE_S - times[-1]):
+        order = deviation.argsort(kind="stable")
+        for begin in range(0, len(order), _LOOKED_AT):
+            some = order[begin : begin + _LOOKED_AT]
+            safe = (_depth(options[some], *scene).max(0) <= 0.0).nonzero()[0]
+            if len(safe):
+                return int(some[safe[0]])
+    inside = _depth(options, *scene)
+    late = np.where(inside > 0.0, times[:, None], LATE_S).min(0)
+    cost = COLLISION_COST * (LATE_S - late) + deviation
+    return int((cost + DEPTH_COST * inside.max(0)).argmin())
+
+
+def _depth(
+    options: Floats, points: Floats, moving: Floats, current: Floats, height: float, rules: Rules
+) -> Floats:
+    """How deep each velocity is inside something at each step, [S, C]."""
+    shares = rules.shares
+    at = shares[:, 0, None, None] * options + shares[:, 1, None, None] * current  # [S, C, 3]
+    inside = np.zeros(at.shape[:2])
+    keep = rules.keep_static
+    reach = np.abs(at[..., :2]).max(axis=(0, 1)) + keep  # farther points cannot be met
+    near = points[(np.abs(points[:, :2]) < reach).all(1)]
+    if len(near):
+        x, y, z = (at[..., axis, None] - near[:, axis] for axis in range(3))
+        above = np.maximum(z, 0.0)  # boxes stand on the ground: below a hit there is no way
+        away = np.sqrt((x * x + y * y + above * above).min(-1))
+        inside = np.maximum(keep - away, 0.0)
+    if len(moving):
+        keep = rules.keep_dynamic
+        there = moving[:, :3] + rules.times[:, None, None] * moving[:, 3:6]  # [S, M, 3]
+        x, y, z = (at[..., axis, None] - there[:, None, :, axis] for axis in range(3))
+        level = ~(np.abs(z) >= 0.5 + keep)
+        depth = ((moving[:, 6] + keep) - np.sqrt(x * x + y * y)) * level
+        inside = np.maximum(inside, depth.max(-1))
+    if not math.isnan(height):
+        z = height + at[..., 2]
+        inside = np.maximum(inside, np.maximum(rules.floor - z, z - rules.ceiling))
+    return inside

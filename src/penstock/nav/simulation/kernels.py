@@ -1,9 +1,12 @@
-"""Compiled code of the simulator: one call moves and observes a range of drones, without the GIL.
+"""Compiled code of the simulator: drones moved, observed and judged, without the GIL.
 
 Each sensor, each reward term and each disturbance has its place here, and only here; tests hold
 them against slow and obvious code (tests/nav/reference.py). Arithmetic is in double precision,
 states and observations are kept in single precision; what is observed is computed from the kept
 state, so that a restored simulator observes the same bits.
+
+Loops over drones take numbers out of arrays, not rows: a view counts references, which costs more
+than what is done with it.
 """
 
 from __future__ import annotations
@@ -11,31 +14,37 @@ from __future__ import annotations
 import math
 from collections import namedtuple
 from dataclasses import fields
+from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from penstock.core.kernels.native import compiled
+from penstock.core.kernels import native
 from penstock.nav.simulation.task import (
     AX,
     AXIS_X,
     AXIS_Y,
     DIRECTION_X,
     DIRECTION_Y,
+    EDGE_M,
     HEADING_X,
     HEADING_Y,
+    HIGH_M,
     HIGHEST,
+    LOW_M,
     LOWEST,
     PHYSICS_DT_S,
     QW,
     QX,
     QY,
     QZ,
+    RADIUS_M,
     RATE_P,
     RATE_Q,
     RATE_R,
     RETURN,
     ROTOR,
+    ROW,
     TARGET_X,
     TARGET_Y,
     TARGET_Z,
@@ -51,6 +60,8 @@ from penstock.nav.simulation.task import (
 )
 from penstock.nav.simulation.world import CELLS, GROUND_M
 
+compiled = partial(native.compiled, error_model="numpy")
+
 GRAVITY = 9.81
 MASS_KG = 0.716
 INERTIA = (0.007, 0.007, 0.012)
@@ -63,10 +74,12 @@ ATTITUDE_GAIN = (0.7, 0.7, 0.035)  # N m per unit of attitude error
 RATE_GAIN = (0.1, 0.1, 0.025)
 FAST_LAG_S = 0.12
 HOVER_THROTTLE = math.sqrt(MASS_KG * GRAVITY / (4 * MAX_THRUST_N))
-RADIUS_M = 0.3  # of a drone
 GOAL_M = 0.5
-LOW_M, HIGH_M = 0.2, 4.0  # flight levels
 TOLERANCE_M = 0.2  # above and below the corridor
+
+# Columns of what a drone truly senses: what rewards and collisions are of.
+STATIC_LOG, NEAREST_M, MOVING_LOG, HIT, DELTA_V = range(5)
+FELT = 5
 
 # Columns of what disturbs a drone: its own values of this episode, then its last actions.
 LIGHTER, WIND_X, WIND_Y, DRIFT_X, DRIFT_Y, PENDING = range(6)
@@ -98,11 +111,12 @@ Strengths: Any = namedtuple(  # type: ignore[misc]
 )
 
 
-class Constants(NamedTuple):
-    """Numbers of the task."""
+class Task(NamedTuple):
+    """Numbers of the task, and the directions of the lidar."""
 
     hummingbird: bool
     hold_yaw: bool
+    disturbed: bool
     substeps: int
     steps: int
     limit: float
@@ -111,21 +125,21 @@ class Constants(NamedTuple):
     free: float
     """What the logarithms of free space pay, if they are not relative to it."""
     weights: Any
-
-
-class Beams(NamedTuple):
-    """Directions of the lidar: around, by elevation, and 1 / cosine of the elevation of each."""
-
     cosine: Any
+    """Of each azimuth, as is the sine."""
     sine: Any
     inverse_slope: Any
+    """Of each elevation."""
     reach: Any
+    """Horizontal, of each beam."""
     stretch: Any
+    """1 / cosine of the elevation of each beam."""
 
 
 class Scene(NamedTuple):
-    """What the drones fly through."""
+    """What the drones fly through; of the moving obstacles the first `active` are there."""
 
+    active: int
     world_of: Any
     boxes: Any
     starts: Any
@@ -138,6 +152,25 @@ class Scene(NamedTuple):
     tall: Any
 
 
+class Drones(NamedTuple):
+    """What is known of each drone, and the results of a step."""
+
+    rows: Any
+    progress: Any
+    own: Any
+    """Its disturbances, [n, PENDING + 3 * latency], see the columns."""
+    seeds: Any
+    """Of the random numbers of its episode, uint64 [n]."""
+    felt: Any
+    """[n, FELT], see the columns."""
+    reward: Any
+    terminated: Any
+    truncated: Any
+    flags: Any
+    """Static, dynamic, height, goal."""
+    position: Any
+
+
 class Seen(NamedTuple):
     """Observations to write, by their names."""
 
@@ -147,26 +180,51 @@ class Seen(NamedTuple):
     dynamic_obstacle: Any
 
 
-class Outcome(NamedTuple):
-    """Results of a step to write; `flags` are static, dynamic, height, goal."""
-
-    reward: Any
-    terminated: Any
-    truncated: Any
-    flags: Any
-    position: Any
+# ---------------------------------------------------------------------- starts
 
 
-class Trouble(NamedTuple):
-    """Disturbances of each drone."""
+@compiled
+def training_places(draws: Any, crossing_share: float) -> Any:
+    """Turn uniform random numbers [n, DRAWS] into starts and targets on the edges, [2, n, 3]."""
+    places = np.empty((2, len(draws), 3), np.float32)
+    for n in range(len(draws)):
+        edge = int(4 * draws[n, 0])
+        opposite = draws[n, 6] < crossing_share
+        for end in range(2):
+            if end:
+                edge = edge ^ 1 if opposite else int(4 * draws[n, 3])
+            along = EDGE_M * (2 * np.float64(draws[n, 3 * end + 1]) - 1)
+            beside = EDGE_M if edge % 2 == 0 else -EDGE_M
+            free_x = edge < 2  # edges are y = +24, y = -24, x = +24, x = -24
+            places[end, n, 0] = along if free_x else beside
+            places[end, n, 1] = beside if free_x else along
+            places[end, n, 2] = 0.5 + 2.0 * np.float64(draws[n, 3 * end + 2])
+    return places
 
-    there: bool
-    strengths: Any
-    """`Strengths`."""
-    own: Any
-    """[n, PENDING + 3 * latency], see the columns."""
-    seeds: Any
-    """Of the random numbers of each episode, uint64 [n]."""
+
+@compiled
+def start(which: Any, places: Any, rows: Any) -> None:
+    """Put drones at their starts, at rest and with their targets ahead; places are [2, n, 3]."""
+    for n in range(which.size):
+        e = which[n]
+        for column in range(ROW):
+            rows[e, column] = 0.0
+        for axis in range(3):
+            rows[e, X + axis], rows[e, TARGET_X + axis] = places[0, n, axis], places[1, n, axis]
+        dx = np.float64(places[1, n, 0]) - places[0, n, 0]
+        dy = np.float64(places[1, n, 1]) - places[0, n, 1]
+        rows[e, DIRECTION_X], rows[e, DIRECTION_Y] = dx, dy
+        length = math.sqrt(dx * dx + dy * dy)
+        ux, uy = (dx / length, dy / length) if length >= 1e-6 else (1.0, 0.0)
+        rows[e, HEADING_X], rows[e, HEADING_Y] = ux, uy
+        rows[e, AXIS_X], rows[e, AXIS_Y] = ux, uy
+        # Half the yaw: of the two roots, the one with w >= 0.
+        rows[e, QW] = math.sqrt(max(0.5 * (1.0 + ux), 0.0))
+        rows[e, QZ] = math.copysign(math.sqrt(max(0.5 * (1.0 - ux), 0.0)), uy)
+        for rotor in range(4):
+            rows[e, ROTOR + rotor] = HOVER_THROTTLE
+        low, high = places[0, n, 2], places[1, n, 2]
+        rows[e, LOWEST], rows[e, HIGHEST] = min(low, high), max(low, high)
 
 
 # ---------------------------------------------------------------------- flight
@@ -183,17 +241,9 @@ def fly_fast(
     wind_x: float,
     wind_y: float,
 ) -> None:
-    """Answer to a velocity command with a second-order response.
+    """Answer to a velocity command in the world with a second-order response.
 
-    Args:
-        row: The drone.
-        wx: Commanded velocity in the world, and so on.
-        wy: Likewise.
-        wz: Likewise.
-        substeps: Physics steps.
-        lighter: Mass that the controller believes in / mass.
-        wind_x: Acceleration by wind.
-        wind_y: Likewise.
+    `lighter` is the mass that the controller believes in / mass; wind accelerates.
     """
     for axis in range(3):
         wish = wx if axis == 0 else (wy if axis == 1 else wz)
@@ -319,53 +369,44 @@ def _angle(y: float, x: float) -> float:
 
 @compiled
 def scan(
-    row: Any, world: int, scene: Scene, beams: Beams, range_m: float, rays: Any, best: Any
+    drone: tuple[float, float, float, float, float],
+    boxes: Any,
+    members: Any,
+    begin: int,
+    end: int,
+    task: Task,
+    rays: Any,
+    ends: Any,
 ) -> None:
-    """Find the horizontal distance at which each beam ends.
+    """Find the horizontal distance at which each beam ends: its reach if nothing is hit.
 
-    Of each box near enough, the interval of azimuths is computed, and only those beams are tested.
-
-    Args:
-        row: The drone.
-        world: Its world.
-        scene: What there is to hit.
-        beams: The lidar.
-        range_m: Its range.
-        rays: Room, [6, beams].
-        best: Horizontal distances, [around, high]; its reach if nothing is hit.
+    The drone is its position, and cosine and sine of its yaw; members[begin:end] are the boxes that
+    may be in reach. Of each of them the interval of azimuths is computed, and only those beams are
+    tested. Written is `ends`, [around x high]; `rays` is room, [4, around].
     """
-    around, high = best.shape
-    px, py, pz = np.float64(row[X]), np.float64(row[Y]), np.float64(row[Z])
-    hc, hs = np.float64(row[HEADING_X]), np.float64(row[HEADING_Y])
-    rx, ry, ix, iy, first, last = rays[0], rays[1], rays[2], rays[3], rays[4], rays[5]
+    px, py, pz, hc, hs = drone
+    around, high = task.cosine.size, task.inverse_slope.size
     for i in range(around):
-        x = hc * beams.cosine[i] - hs * beams.sine[i]
-        y = hs * beams.cosine[i] + hc * beams.sine[i]
+        x = hc * task.cosine[i] - hs * task.sine[i]
+        y = hs * task.cosine[i] + hc * task.sine[i]
         x = x if abs(x) > _TINY else _TINY
         y = y if abs(y) > _TINY else _TINY
-        rx[i], ry[i] = x, y
-        # Not by "/", which looks for zeros and is not vectorised.
-        ix[i], iy[i] = np.divide(1.0, x), np.divide(1.0, y)
-    for i in range(around):
-        for k in range(high):
-            best[i, k] = beams.reach[k]
+        rays[0, i], rays[1, i], rays[2, i], rays[3, i] = x, y, 1.0 / x, 1.0 / y
+    for n in range(task.reach.size):
+        ends[n] = task.reach[n]
     for k in range(high):
-        t = -pz * beams.inverse_slope[k]
-        if 0.0 <= t < beams.reach[k]:
+        t = -pz * task.inverse_slope[k]
+        if 0.0 <= t < task.reach[k]:
             for i in range(around):
-                if abs(px + t * rx[i]) <= GROUND_M and abs(py + t * ry[i]) <= GROUND_M:
-                    best[i, k] = t
-    column, line = px + GROUND_M, py + GROUND_M
-    if not (0.0 <= column < CELLS and 0.0 <= line < CELLS):  # NaN, too
-        return
-    cell = (world * CELLS + int(column)) * CELLS + int(line)
+                if abs(px + t * rays[0, i]) <= GROUND_M and abs(py + t * rays[1, i]) <= GROUND_M:
+                    ends[i * high + k] = t
     per_radian = around / (2 * math.pi)
-    for entry in range(scene.starts[cell], scene.starts[cell + 1]):
-        box = scene.boxes[scene.members[entry]]
-        x0, x1 = box[0] - px, box[1] - px
-        y0, y1 = box[2] - py, box[3] - py
+    for entry in range(begin, end):
+        number = members[entry]
+        x0, x1 = boxes[number, 0] - px, boxes[number, 1] - px
+        y0, y1 = boxes[number, 2] - py, boxes[number, 3] - py
         nx, ny = max(x0, -x1, 0.0), max(y0, -y1, 0.0)
-        if nx * nx + ny * ny > range_m * range_m:
+        if nx * nx + ny * ny > task.range_m * task.range_m:
             continue
         mx, my = 0.5 * (x0 + x1), 0.5 * (y0 + y1)
         away2 = mx * mx + my * my
@@ -380,150 +421,133 @@ def scan(
             count = min(math.floor(middle + half) - start + 1, around)
             if start < 0:
                 start += around
-        rise = np.float64(box[4]) - pz
-        for k in range(high):
-            low, top = -pz * beams.inverse_slope[k], rise * beams.inverse_slope[k]
-            first[k], last[k] = min(low, top), max(low, top)
-        for number in range(count):
-            i = start + number
+        rise = boxes[number, 4] - pz
+        for turn in range(count):
+            i = start + turn
             if i >= around:
                 i -= around
-            a, b = x0 * ix[i], x1 * ix[i]
-            c, d = y0 * iy[i], y1 * iy[i]
+            a, b = x0 * rays[2, i], x1 * rays[2, i]
+            c, d = y0 * rays[3, i], y1 * rays[3, i]
             enter = max(min(a, b), min(c, d), 0.0)
             leave = min(max(a, b), max(c, d))
-            if enter > leave or enter >= range_m:
+            if enter > leave or enter >= task.range_m:
                 continue
             for k in range(high):
-                t = max(enter, first[k])
-                if t <= min(leave, last[k]) and t < best[i, k]:
-                    best[i, k] = t
+                low, top = -pz * task.inverse_slope[k], rise * task.inverse_slope[k]
+                t = max(enter, min(low, top))
+                if t <= min(leave, max(low, top)) and t < ends[i * high + k]:
+                    ends[i * high + k] = t
 
 
 @compiled
-def lidar(best: Any, beams: Beams, range_m: float, out: Any) -> tuple[float, float]:
-    """Write what the lidar shows.
+def lidar(ends: Any, task: Task, shown: Any, e: int) -> tuple[float, float]:
+    """Write what the lidar shows; return the mean log of distance / range, and the smallest.
 
-    Returns:
-        The mean logarithm of distance / range, and the smallest distance.
+    `ends` is of `scan`, with room up to a multiple of 4, and is overwritten; written is shown[e].
     """
-    total = best.size
-    ends, shown = best.reshape(total), out.reshape(total)
+    range_m = task.range_m
+    total, scale = shown.shape[1], 1.0 / range_m
     for n in range(total):
-        ends[n] = min(ends[n] * beams.stretch[n], range_m)
-        shown[n] = range_m - ends[n]
-    nearest, logs, scale = range_m, 0.0, 1.0 / range_m
+        distance = min(ends[n] * task.stretch[n], range_m)
+        shown[e, n] = range_m - distance
+        ends[n] = max(distance, 1e-6) * scale
+    for n in range(total, ends.size):
+        ends[n] = 1.0
+    nearest, logs = 1.0, 0.0
     # One logarithm for the product of many (they were a fifth of the time), in four chains that do
     # not wait for each other. A factor is above 2^-23: 40 of them are a number still.
-    for start in range(0, total, 160):
+    for start in range(0, ends.size // 4, 40):
         a = b = c = d = 1.0
-        stop = min(start + 160, total)
-        whole = stop - (stop - start) % 4
-        for n in range(start, whole, 4):
-            a *= max(ends[n], 1e-6) * scale
-            b *= max(ends[n + 1], 1e-6) * scale
-            c *= max(ends[n + 2], 1e-6) * scale
-            d *= max(ends[n + 3], 1e-6) * scale
-            nearest = min(nearest, min(min(ends[n], ends[n + 1]), min(ends[n + 2], ends[n + 3])))
-        for n in range(whole, stop):
-            logs += math.log(max(ends[n], 1e-6) * scale)
-            nearest = min(nearest, ends[n])
-        logs += math.log(a) + math.log(b) + math.log(c) + math.log(d)
-    return logs / total, nearest
+        for n in range(start, min(start + 40, ends.size // 4)):
+            w, x, y, z = ends[4 * n], ends[4 * n + 1], ends[4 * n + 2], ends[4 * n + 3]
+            a, b, c, d = a * w, b * x, c * y, d * z
+            nearest = min(nearest, min(min(w, x), min(y, z)))
+        product = a * b * c * d
+        if product > 1e-290:
+            logs += math.log(product)
+        else:
+            logs += math.log(a) + math.log(b) + math.log(c) + math.log(d)
+    return logs / total, nearest * range_m
 
 
 @compiled
 def moving(
-    row: Any,
+    drone: tuple[float, float, float, float, float],
     world: int,
     scene: Scene,
-    active: int,
     range_m: float,
-    order: Any,
     away2: Any,
+    near: Any,
     out: Any,
+    e: int,
 ) -> tuple[float, bool]:
-    """Write the nearest moving obstacles.
+    """Write the nearest moving obstacles, out[e] = [NEAREST, 10].
 
-    Args:
-        row: The drone.
-        world: Its world.
-        scene: Where the obstacles are.
-        active: How many of them count.
-        range_m: How far they are seen.
-        order: Room, [2, NEAREST]: squared distances and numbers of the nearest.
-        away2: Room, for a number per obstacle.
-        out: [NEAREST, 10].
+    The drone is its position, and the axis of its goal frame. There is room in `away2` and `near`
+    for the squared distance and the number of each obstacle, and one more.
 
     Returns:
         The mean logarithm of distance / range, and whether one is hit.
     """
-    count = out.shape[0]
-    out[:] = 0.0
-    px, py = np.float64(row[X]), np.float64(row[Y])
-    found = 0
+    count = out.shape[1]
+    px, py, pz, ux, uy = drone
     limit = range_m * range_m
-    places = scene.position[world]
-    xs, ys = scene.flat[world, 0], scene.flat[world, 1]
-    for j in range(active):  # vectorised: nearly all are far away
-        dx, dy = xs[j] - px, ys[j] - py
+    for j in range(scene.active):  # vectorised: nearly all are far away
+        dx, dy = scene.flat[world, 0, j] - px, scene.flat[world, 1, j] - py
         away2[j] = dx * dx + dy * dy
-    for j in range(active):
-        near = away2[j]
-        if near > limit or (found == count and near >= order[0, count - 1]):
-            continue
-        at = found if found < count else count - 1
-        while at > 0 and order[0, at - 1] > near:
-            order[0, at], order[1, at] = order[0, at - 1], order[1, at - 1]
-            at -= 1
-        order[0, at], order[1, at] = near, j
-        if found < count:
-            found += 1
+    there = 0
+    for j in range(scene.active):  # without a branch, which would be guessed wrong where it matters
+        near[there] = j
+        there += away2[j] <= limit
+    found = min(there, count)
     product, hit, share = 1.0, False, 1.0 / range_m
-    ux, uy = np.float64(row[AXIS_X]), np.float64(row[AXIS_Y])
     for n in range(found):
-        j = int(order[1, n])
-        dx, dy = places[j, 0] - px, places[j, 1] - py
-        dz = 0.0 if scene.tall[j] else np.float64(places[j, 2]) - row[Z]
-        flat = math.sqrt(order[0, n])
-        away = math.sqrt(order[0, n] + dz * dz)
+        for other in range(n + 1, there):  # the next nearest; of equal ones, the first
+            if away2[near[other]] < away2[near[n]]:
+                near[n], near[other] = near[other], near[n]
+        j = near[n]
+        dx, dy = scene.position[world, j, 0] - px, scene.position[world, j, 1] - py
+        dz = 0.0 if scene.tall[j] else scene.position[world, j, 2] - pz
+        vx, vy = scene.velocity[world, j, 0], scene.velocity[world, j, 1]
+        flat, away = math.sqrt(away2[j]), math.sqrt(away2[j] + dz * dz)
         scale = 1.0 / max(away, 1e-6)
-        v = scene.velocity[world, j]
-        out[n, 0] = (dx * ux + dy * uy) * scale
-        out[n, 1] = (dy * ux - dx * uy) * scale
-        out[n, 2] = dz * scale
-        out[n, _DISTANCE] = flat
-        out[n, _RISE] = dz
-        out[n, _MOTION] = v[0] * ux + v[1] * uy
-        out[n, _MOTION + 1] = v[1] * ux - v[0] * uy
-        out[n, _MOTION + 2] = v[2]
-        out[n, _WIDTH] = scene.width[j] * 4.0 - 1.0
-        out[n, _FLOATS] = 0.0 if scene.tall[j] else 1.0
-        gap = min(max(away - 0.5 * scene.width[j], 1e-6), range_m)
-        product *= gap * share
+        out[e, n, 0] = (dx * ux + dy * uy) * scale
+        out[e, n, 1] = (dy * ux - dx * uy) * scale
+        out[e, n, 2] = dz * scale
+        out[e, n, _DISTANCE] = flat
+        out[e, n, _RISE] = dz
+        out[e, n, _MOTION] = vx * ux + vy * uy
+        out[e, n, _MOTION + 1] = vy * ux - vx * uy
+        out[e, n, _MOTION + 2] = scene.velocity[world, j, 2]
+        out[e, n, _WIDTH] = scene.width[j] * 4.0 - 1.0
+        out[e, n, _FLOATS] = 0.0 if scene.tall[j] else 1.0
+        product *= min(max(away - 0.5 * scene.width[j], 1e-6), range_m) * share
         beside = flat <= 0.5 * scene.width[j] + RADIUS_M
         if beside and abs(dz) <= 0.5 * scene.height[j] + RADIUS_M:
             hit = True
+    for n in range(found, count):
+        for column in range(out.shape[2]):
+            out[e, n, column] = 0.0
     return math.log(product) / count, hit
 
 
 @compiled
-def look(row: Any, drift_x: float, drift_y: float, state: Any, direction: Any) -> None:
+def look(rows: Any, e: int, drift_x: float, drift_y: float, state: Any, direction: Any) -> None:
     """Write where the target seems to be, and how the drone moves."""
-    ux, uy = np.float64(row[AXIS_X]), np.float64(row[AXIS_Y])
-    dx = np.float64(row[TARGET_X]) - row[X] - drift_x
-    dy = np.float64(row[TARGET_Y]) - row[Y] - drift_y
-    dz = np.float64(row[TARGET_Z]) - row[Z]
+    ux, uy = np.float64(rows[e, AXIS_X]), np.float64(rows[e, AXIS_Y])
+    vx, vy = rows[e, VX], rows[e, VY]
+    dx = np.float64(rows[e, TARGET_X]) - rows[e, X] - drift_x
+    dy = np.float64(rows[e, TARGET_Y]) - rows[e, Y] - drift_y
+    dz = np.float64(rows[e, TARGET_Z]) - rows[e, Z]
     scale = 1.0 / max(math.sqrt(dx * dx + dy * dy + dz * dz), 1e-6)
-    state[0] = (dx * ux + dy * uy) * scale
-    state[1] = (dy * ux - dx * uy) * scale
-    state[2] = dz * scale
-    state[3] = math.sqrt(dx * dx + dy * dy)
-    state[4] = dz
-    state[5] = row[VX] * ux + row[VY] * uy
-    state[6] = row[VY] * ux - row[VX] * uy
-    state[7] = row[VZ]
-    direction[0, 0], direction[0, 1], direction[0, 2] = row[DIRECTION_X], row[DIRECTION_Y], 0.0
+    state[e, 0] = (dx * ux + dy * uy) * scale
+    state[e, 1] = (dy * ux - dx * uy) * scale
+    state[e, 2] = dz * scale
+    state[e, 3] = math.sqrt(dx * dx + dy * dy)
+    state[e, 4] = dz
+    state[e, 5], state[e, 6], state[e, 7] = vx * ux + vy * uy, vy * ux - vx * uy, rows[e, VZ]
+    direction[e, 0, 0], direction[e, 0, 1] = rows[e, DIRECTION_X], rows[e, DIRECTION_Y]
+    direction[e, 0, 2] = 0.0
 
 
 # ---------------------------------------------------------------------- disturbances
@@ -552,10 +576,9 @@ def _normal(bits: Any) -> float:
 
 @compiled
 def disturb(
-    seed: Any, step: int, strengths: Any, range_m: float, shown: Any, obstacles: Any
+    seed: Any, step: int, strengths: Any, range_m: float, flat: Any, obstacles: Any
 ) -> None:
-    """Disturb an observation of lidar and moving obstacles."""
-    flat = shown.reshape(shown.size)
+    """Disturb an observation of the lidar, as one row, and of moving obstacles."""
     if strengths.range_m > 0.0 or strengths.dropout > 0.0:
         for n in range(flat.size):
             if flat[n] > 0.0:
@@ -585,12 +608,12 @@ def disturb(
 
 
 @compiled
-def begin_trouble(which: Any, trouble: Trouble, draws: Any) -> None:
+def begin_trouble(which: Any, drones: Drones, strengths: Any, draws: Any) -> None:
     """Draw what disturbs some drones in their next episodes; `draws` are uniform, [n, 3]."""
     for n in range(which.size):
-        own, u = trouble.own[which[n]], draws[n]
-        angle, force = 2 * math.pi * u[0], trouble.strengths.wind * math.sqrt(u[1])
-        own[LIGHTER] = 1.0 / (1.0 + trouble.strengths.mass * (2.0 * u[2] - 1.0))
+        own, u = drones.own[which[n]], draws[n]
+        angle, force = 2 * math.pi * u[0], strengths.wind * math.sqrt(u[1])
+        own[LIGHTER] = 1.0 / (1.0 + strengths.mass * (2.0 * u[2] - 1.0))
         own[WIND_X], own[WIND_Y] = force * math.cos(angle), force * math.sin(angle)
         own[DRIFT_X] = own[DRIFT_Y] = 0.0
         own[PENDING:] = 0.5  # nothing was commanded yet
@@ -600,121 +623,94 @@ def begin_trouble(which: Any, trouble: Trouble, draws: Any) -> None:
 
 
 @compiled
-def _observe(
-    e: int,
-    row: Any,
-    step: int,
-    scene: Scene,
-    active: int,
-    beams: Beams,
-    c: Constants,
-    seen: Seen,
-    trouble: Trouble,
-    rays: Any,
-    best: Any,
-    order: Any,
-    away2: Any,
-) -> tuple[float, float, float, bool]:
-    """Write the observation of a drone; return what its true state says for the reward."""
-    world = scene.world_of[e]
-    drift_x = drift_y = 0.0
-    if trouble.there:
-        drift_x, drift_y = trouble.own[e, DRIFT_X], trouble.own[e, DRIFT_Y]
-    look(row, drift_x, drift_y, seen.state[e], seen.direction[e])
-    scan(row, world, scene, beams, c.range_m, rays, best)
-    static_log, nearest = lidar(best, beams, c.range_m, seen.lidar[e])
-    obstacles = seen.dynamic_obstacle[e]
-    moving_log, hit = moving(row, world, scene, active, c.range_m, order, away2, obstacles)
-    if trouble.there:
-        disturb(trouble.seeds[e], step, trouble.strengths, c.range_m, seen.lidar[e], obstacles)
-    return static_log, nearest, moving_log, hit
+def move(which: Any, action: Any, drones: Drones, task: Task, strengths: Any) -> None:
+    """Fly the commands."""
+    progress, felt = drones.progress, drones.felt
+    walk = math.sqrt(_DT * task.substeps)
+    lighter, wind_x, wind_y = 1.0, 0.0, 0.0
+    command = np.empty(3)
+    for e in which:
+        row = drones.rows[e]
+        for axis in range(3):
+            command[axis] = action[e, axis]
+        if task.disturbed:
+            own = drones.own[e]
+            lighter, wind_x, wind_y = own[LIGHTER], own[WIND_X], own[WIND_Y]
+            _delay(own, strengths.latency, command)
+            for axis in range(2):  # numbers 1000 and 1001 of the step before: no beam has them
+                walked = _normal(_hash(drones.seeds[e], progress[e], 1000 + axis))
+                own[DRIFT_X + axis] += strengths.drift_m * walk * walked
+        forward = (2.0 * command[0] - 1.0) * task.limit
+        side = (2.0 * command[1] - 1.0) * task.limit
+        up = (2.0 * command[2] - 1.0) * task.limit
+        ux, uy = np.float64(row[AXIS_X]), np.float64(row[AXIS_Y])
+        wx, wy = forward * ux - side * uy, forward * uy + side * ux
+        ox, oy, oz = row[VX], row[VY], row[VZ]
+        if task.hummingbird:
+            fly_hummingbird(row, wx, wy, up, task.substeps, task.hold_yaw, lighter, wind_x, wind_y)
+        else:
+            fly_fast(row, wx, wy, up, task.substeps, lighter, wind_x, wind_y)
+        jx, jy, jz = np.float64(row[VX] - ox), np.float64(row[VY] - oy), np.float64(row[VZ] - oz)
+        felt[e, DELTA_V] = math.sqrt(jx * jx + jy * jy + jz * jz)
+        progress[e] += 1
 
 
 @compiled
 def observe(
-    indices: Any,
-    rows: Any,
-    progress: Any,
-    scene: Scene,
-    active: int,
-    beams: Beams,
-    c: Constants,
-    seen: Seen,
-    trouble: Trouble,
+    which: Any, drones: Drones, scene: Scene, task: Task, strengths: Any, seen: Seen
 ) -> None:
-    """Write the observations of some drones."""
+    """Write the observations of some drones, and what they truly feel, for the reward."""
+    rows, felt, progress = drones.rows, drones.felt, drones.progress
     around, high = seen.lidar.shape[2], seen.lidar.shape[3]
-    rays, best = np.empty((6, max(around, high))), np.empty((around, high))
-    order, away2 = np.empty((2, seen.dynamic_obstacle.shape[1])), np.empty(scene.width.size)
-    room = (rays, best, order, away2)
-    for e in indices:
-        _observe(e, rows[e], progress[e], scene, active, beams, c, seen, trouble, *room)
+    shown = seen.lidar.reshape(seen.lidar.shape[0], around * high)
+    rays, ends = np.empty((4, around)), np.empty((around * high + 3) // 4 * 4)
+    away2, near = np.empty(scene.width.size), np.empty(scene.width.size + 1, np.int64)
+    for e in which:
+        world = scene.world_of[e]
+        drift_x = drift_y = 0.0
+        if task.disturbed:
+            drift_x, drift_y = drones.own[e, DRIFT_X], drones.own[e, DRIFT_Y]
+        look(rows, e, drift_x, drift_y, seen.state, seen.direction)
+        px, py, pz = np.float64(rows[e, X]), np.float64(rows[e, Y]), np.float64(rows[e, Z])
+        column, line = px + GROUND_M, py + GROUND_M
+        begin = end = 0
+        if 0.0 <= column < CELLS and 0.0 <= line < CELLS:  # not NaN, too
+            cell = (world * CELLS + int(column)) * CELLS + int(line)
+            begin, end = scene.starts[cell], scene.starts[cell + 1]
+        drone = (px, py, pz, np.float64(rows[e, HEADING_X]), np.float64(rows[e, HEADING_Y]))
+        scan(drone, scene.boxes, scene.members, begin, end, task, rays, ends)
+        felt[e, STATIC_LOG], felt[e, NEAREST_M] = lidar(ends, task, shown, e)
+        drone = (px, py, pz, np.float64(rows[e, AXIS_X]), np.float64(rows[e, AXIS_Y]))
+        obstacles = seen.dynamic_obstacle
+        felt[e, MOVING_LOG], felt[e, HIT] = moving(
+            drone, world, scene, task.range_m, away2, near, obstacles, e
+        )
+        if task.disturbed:
+            seed, step = drones.seeds[e], progress[e]
+            disturb(seed, step, strengths, task.range_m, shown[e], obstacles[e])
 
 
 @compiled
-def step(
-    begin: int,
-    end: int,
-    action: Any,
-    rows: Any,
-    progress: Any,
-    scene: Scene,
-    active: int,
-    beams: Beams,
-    c: Constants,
-    seen: Seen,
-    trouble: Trouble,
-    outcome: Outcome,
-) -> None:
-    """Move, observe and judge the drones of a range."""
-    around, high = seen.lidar.shape[2], seen.lidar.shape[3]
-    rays, best = np.empty((6, max(around, high))), np.empty((around, high))
-    order, away2 = np.empty((2, seen.dynamic_obstacle.shape[1])), np.empty(scene.width.size)
-    room = (rays, best, order, away2)
-    w = c.weights
-    walk = math.sqrt(_DT * c.substeps)
-    command = np.empty(3)
-    for e in range(begin, end):
-        row = rows[e]
-        ux, uy = np.float64(row[AXIS_X]), np.float64(row[AXIS_Y])
-        lighter, wind_x, wind_y = 1.0, 0.0, 0.0
-        command[:] = action[e]
-        if trouble.there:
-            own = trouble.own[e]
-            lighter, wind_x, wind_y = own[LIGHTER], own[WIND_X], own[WIND_Y]
-            _delay(own, trouble.strengths.latency, command)
-            for axis in range(2):  # numbers 1000 and 1001 of the step before: no beam has them
-                walked = _normal(_hash(trouble.seeds[e], progress[e], 1000 + axis))
-                own[DRIFT_X + axis] += trouble.strengths.drift_m * walk * walked
-        forward = (2.0 * command[0] - 1.0) * c.limit
-        side = (2.0 * command[1] - 1.0) * c.limit
-        up = (2.0 * command[2] - 1.0) * c.limit
-        ox, oy, oz = np.float64(row[VX]), np.float64(row[VY]), np.float64(row[VZ])
-        wx, wy = forward * ux - side * uy, forward * uy + side * ux
-        if c.hummingbird:
-            fly_hummingbird(row, wx, wy, up, c.substeps, c.hold_yaw, lighter, wind_x, wind_y)
-        else:
-            fly_fast(row, wx, wy, up, c.substeps, lighter, wind_x, wind_y)
-        progress[e] += 1
-        static_log, nearest, moving_log, hit = _observe(
-            e, row, progress[e], scene, active, beams, c, seen, trouble, *room
-        )
-
+def judge(which: Any, drones: Drones, task: Task) -> None:
+    """Write reward and outcome."""
+    w, felt, flags = task.weights, drones.felt, drones.flags
+    for e in which:
+        row = drones.rows[e]
         dx, dy, dz = row[TARGET_X] - row[X], row[TARGET_Y] - row[Y], row[TARGET_Z] - row[Z]
         away = math.sqrt(np.float64(dx) * dx + np.float64(dy) * dy + np.float64(dz) * dz)
         z = np.float64(row[Z])
-        touched = nearest < RADIUS_M
+        touched = felt[e, NEAREST_M] < RADIUS_M
+        hit = felt[e, HIT] > 0.0
         outside = not (LOW_M <= z <= HIGH_M)  # NaN, too
         crash = touched or hit or outside
         reached = away < GOAL_M and not crash
 
         # The reward, term by term.
         towards = (row[VX] * dx + row[VY] * dy + row[VZ] * dz) / max(away, 1e-6)
-        reward = w.velocity * towards + w.constant + c.free + w.static * static_log
-        if c.dynamic:
-            reward += w.dynamic * moving_log
-        jx, jy, jz = row[VX] - ox, row[VY] - oy, row[VZ] - oz
-        reward -= w.smoothness * math.sqrt(jx * jx + jy * jy + jz * jz)
+        reward = w.velocity * towards + w.constant + task.free + w.static * felt[e, STATIC_LOG]
+        if task.dynamic:
+            reward += w.dynamic * felt[e, MOVING_LOG]
+        reward -= w.smoothness * felt[e, DELTA_V]
         excess = max(z - row[HIGHEST] - TOLERANCE_M, row[LOWEST] - TOLERANCE_M - z, 0.0)
         reward -= w.height * excess * excess
         if crash:
@@ -724,12 +720,12 @@ def step(
 
         ended = crash or (reached and w.goal_ends)
         row[RETURN] += reward
-        outcome.reward[e] = reward
-        outcome.terminated[e] = ended
-        outcome.truncated[e] = progress[e] >= c.steps and not ended
-        flags = outcome.flags[e]
-        flags[0], flags[1], flags[2], flags[3] = touched, hit, outside, reached
-        outcome.position[e] = row[: Z + 1]
+        drones.reward[e] = reward
+        drones.terminated[e] = ended
+        drones.truncated[e] = drones.progress[e] >= task.steps and not ended
+        flags[e, 0], flags[e, 1], flags[e, 2], flags[e, 3] = touched, hit, outside, reached
+        for axis in range(3):
+            drones.position[e, axis] = row[X + axis]
 
 
 @compiled

@@ -22,8 +22,6 @@ from penstock.nav.simulation.task import (
     ROW,
     Settings,
     crossing_places,
-    fresh_rows,
-    training_places,
 )
 from penstock.nav.simulation.world import Maps, Obstacles, World, pack_rng, unpack_rng
 
@@ -77,6 +75,16 @@ class Simulator:
         threads: How many share the drones, the caller's among them. The result does not depend on
             it: drones know nothing of each other.
 
+    Attributes:
+        settings: What is simulated.
+        num_envs: Number of drones.
+        world_of: World of each drone.
+        obstacles: The moving obstacles as they are now.
+        map_seeds: Seeds of the maps as they are now.
+        rows: States of the drones, [n, ROW]: the columns are named in task.py.
+        progress: Steps of each drone's running episode.
+        started: Whether there is a state to go on from: after `reset`, or one that was loaded.
+
     Raises:
         UsageError: No thread, or boxes that do not fit.
 
@@ -87,109 +95,64 @@ class Simulator:
     """
 
     def __init__(self, settings: Settings, seed: int = 0, threads: int = 2) -> None:
-        self.settings = settings
         if threads < 1:
             raise UsageError(f"threads is {threads}; give at least 1")
-        count = settings.num_envs
+        self.settings = settings
+        self.num_envs = count = settings.num_envs
         self._rng = np.random.default_rng(seed)
-        self._world_of = np.arange(count) * settings.maps // count
-        self._drones = np.bincount(self._world_of, minlength=settings.maps)
-        self._number = (
-            np.arange(count) - np.concatenate([[0], np.cumsum(self._drones)])[self._world_of]
+        self.world_of = np.arange(count) * settings.maps // count
+        self._crowd = np.bincount(self.world_of, minlength=settings.maps)  # drones of each world
+        self.map_seeds = [settings.map_seed + i for i in range(settings.maps)]
+        self._maps = Maps(
+            [World.generate(seed, settings.num_obstacles) for seed in self.map_seeds],
+            settings.lidar_range_m,
         )
-        self._seeds = [settings.map_seed + i for i in range(settings.maps)]
-        self._maps = Maps([self._map(seed) for seed in self._seeds], settings.lidar_range_m)
-        self._obstacles = Obstacles(self._seeds, settings.dynamic_obstacles, settings.period_s)
+        self.obstacles = Obstacles(self.map_seeds, settings.dynamic_obstacles, settings.period_s)
         self._active = settings.dynamic_obstacles
         self._episodes = np.zeros(settings.maps, np.int64)
         self._renewing: set[int] = set()
-        self._rows = torch.zeros(count, ROW)
-        self._progress = torch.zeros(count, dtype=torch.int64)
+        self.rows = torch.zeros(count, ROW)
+        self.progress = torch.zeros(count, dtype=torch.int64)
         self._seen = self.observation_buffer()
         self._reward = torch.zeros(count)
         self._terminated = torch.zeros(count, dtype=torch.bool)
         self._truncated = torch.zeros(count, dtype=torch.bool)
         self._flags = torch.zeros(count, 4, dtype=torch.bool)
         self._position = torch.zeros(count, 3)
+        self._everyone = np.arange(count)
         self._nobody = torch.zeros(count, dtype=torch.bool)
-        self._started = False
+        self.started = False
         # What the kernels read and write; a view costs 3 us, and these are always the same.
-        self._plain_rows, self._plain_progress = self._rows.numpy(), self._progress.numpy()
         written = (self._reward, self._terminated, self._truncated, self._flags, self._position)
-        self._outcome: Any = kernels.Outcome(*(tensor.numpy() for tensor in written))
-        self._constants, self._beams = _constants(settings), _beams(settings)
         late = settings.disturbances.latency
-        self._own = np.zeros((count, kernels.PENDING + 3 * late), np.float32)
-        self._noise = np.zeros(count, np.uint64)
-        self._share = 1.0
-        self.disturbed = 1.0
-        self._scene: Any = None
-        self._set_scene()
-        self._threads = min(threads, count)
-        # Its threads are no daemons, and end with it even if nobody closes it.
-        self._pool = (
-            ThreadPoolExecutor(self._threads - 1, "penstock-nav") if self._threads > 1 else None
+        self._drones: Any = kernels.Drones(
+            self.rows.numpy(),
+            self.progress.numpy(),
+            np.zeros((count, kernels.PENDING + 3 * late), np.float32),
+            np.zeros(count, np.uint64),
+            np.zeros((count, kernels.FELT)),
+            *(tensor.numpy() for tensor in written),
         )
-
-    def _map(self, seed: int) -> World:
-        return World.generate(seed, self.settings.num_obstacles)
+        self._task = _task(settings)
+        self.disturbed = 1.0
+        self._set_scene()
+        self._parts = np.array_split(self._everyone, min(threads, count))
+        # Its threads are no daemons, start when they are needed, and end with it.
+        self._pool = ThreadPoolExecutor(max(1, threads - 1), "penstock-nav")
 
     def _set_scene(self) -> None:
-        maps, obstacles = self._maps, self._obstacles
-        self._scene = kernels.Scene(
-            self._world_of,
-            maps.boxes,
-            maps.starts,
-            maps.members,
-            obstacles.flat,
-            obstacles.position,
-            obstacles.velocity,
-            obstacles.width,
-            obstacles.height,
-            obstacles.tall,
+        moving = [getattr(self.obstacles, name) for name in kernels.Scene._fields[5:]]
+        maps = self._maps
+        self._scene: Any = kernels.Scene(
+            self._active, self.world_of, maps.boxes, maps.starts, maps.members, *moving
         )
 
     # ------------------------------------------------------------------ what can be asked
 
     @property
-    def num_envs(self) -> int:
-        """Number of drones."""
-        return self.settings.num_envs
-
-    @property
     def worlds(self) -> list[World]:
         """The maps as they are now."""
         return list(self._maps.worlds)
-
-    @property
-    def obstacles(self) -> Obstacles:
-        """The moving obstacles as they are now."""
-        return self._obstacles
-
-    @property
-    def world_of(self) -> NDArray[np.int64]:
-        """World of each drone."""
-        return self._world_of
-
-    @property
-    def rows(self) -> Tensor:
-        """States of the drones, [n, ROW]: the columns are named in task.py."""
-        return self._rows
-
-    @property
-    def progress(self) -> Tensor:
-        """Steps of each drone's running episode."""
-        return self._progress
-
-    @property
-    def started(self) -> bool:
-        """Whether there is a state to go on from: after `reset`, or a state that was loaded."""
-        return self._started
-
-    @property
-    def map_seeds(self) -> list[int]:
-        """Seeds of the maps as they are now."""
-        return list(self._seeds)
 
     @property
     def dynamic_active(self) -> int:
@@ -204,6 +167,7 @@ class Simulator:
     def dynamic_active(self, count: int) -> None:
         """Set how many are there."""
         self._active = max(0, min(int(count), self.settings.dynamic_obstacles)) // 8 * 8
+        self._scene = self._scene._replace(active=self._active)
 
     @property
     def disturbed(self) -> float:
@@ -218,9 +182,7 @@ class Simulator:
         # Late or in time, there is nothing between: from half of the way on.
         scaled = {name: self._share * value for name, value in asdict(given).items()}
         scaled["latency"] = given.latency if self._share >= 0.5 else 0
-        self._trouble: Any = kernels.Trouble(
-            given.any, kernels.Strengths(**scaled), self._own, self._noise
-        )
+        self._strengths: Any = kernels.Strengths(**scaled)
 
     def observation_buffer(self, *leading: int) -> Observation:
         """Return memory for observations, [*leading, n, ...] each."""
@@ -238,27 +200,18 @@ class Simulator:
             out: Memory for the observation, such as a row of a rollout.
         """
         seen = self._memory(out)
-        self._start(np.arange(self.num_envs))
-        self._started = True
-        return self._observe(np.arange(self.num_envs), seen)
+        self._start(self._everyone)
+        self.started = True
+        return self._observe(self._everyone, seen)
 
     def observe(self, out: Observation | None = None) -> Observation:
         """Return the present observation again: after `load_state_dict`, say."""
         self._check_started()
-        return self._observe(np.arange(self.num_envs), self._memory(out))
+        return self._observe(self._everyone, self._memory(out))
 
     def _observe(self, which: NDArray[np.int64], seen: Observation) -> Observation:
-        kernels.observe(
-            which,
-            self._plain_rows,
-            self._plain_progress,
-            self._scene,
-            self._active,
-            self._beams,
-            self._constants,
-            _views(seen),
-            self._trouble,
-        )
+        into: Any = kernels.Seen(**{name: value.numpy() for name, value in seen.items()})
+        kernels.observe(which, self._drones, self._scene, self._task, self._strengths, into)
         return seen
 
     def step(
@@ -281,16 +234,22 @@ class Simulator:
         self._check_started()
         seen = self._memory(out)
         plain = _checked_action(action, self.num_envs)
-        self._obstacles.advance()
-        self._step(plain, seen)
+        self.obstacles.advance()
+        others = [self._pool.submit(self._step, part, plain, seen) for part in self._parts[1:]]
+        try:
+            self._step(self._parts[0], plain, seen)
+        finally:  # nobody may still write when this returns
+            for other in others:
+                other.result()
         cut = self._nobody
         if self._renewing:
-            cut = torch.from_numpy(np.isin(self._world_of, list(self._renewing)))
+            cut = torch.from_numpy(np.isin(self.world_of, list(self._renewing)))
             cut &= ~(self._terminated | self._truncated)
             self._truncated |= cut
-        done = np.flatnonzero(self._outcome.terminated | self._outcome.truncated)
+        drones = self._drones
+        done = np.flatnonzero(drones.terminated | drones.truncated)
         finished = torch.from_numpy(done)
-        final = done[self._outcome.truncated[done]]
+        final = done[drones.truncated[done]]
         final_index = torch.from_numpy(final)
         last = final_index if final.size else slice(0)  # mostly nothing: a view is cheap
         static, dynamic, height, reached = self._flags.unbind(1)
@@ -302,8 +261,8 @@ class Simulator:
             cut=cut,
             position=self._position,
             finished=finished,
-            episode_length=torch.from_numpy(self._plain_progress[done]),
-            episode_return=torch.from_numpy(self._plain_rows[done, RETURN]),
+            episode_length=torch.from_numpy(drones.progress[done]),
+            episode_return=torch.from_numpy(drones.rows[done, RETURN]),
             final_index=final_index,
             final={name: value[last] for name, value in seen.items()},
         )
@@ -314,33 +273,11 @@ class Simulator:
                 self._observe(done, seen)
         return seen, self._reward, self._terminated, self._truncated, info
 
-    def _step(self, action: Any, seen: Observation) -> None:
-        arguments: Any = (
-            action,
-            self._plain_rows,
-            self._plain_progress,
-            self._scene,
-            self._active,
-            self._beams,
-            self._constants,
-            _views(seen),
-            self._trouble,
-            self._outcome,
-        )
-        count, threads = self.num_envs, self._threads
-        if self._pool is None:
-            kernels.step(0, count, *arguments)
-            return
-        cuts = [count * i // threads for i in range(threads + 1)]
-        others = [
-            self._pool.submit(kernels.step, cuts[i], cuts[i + 1], *arguments)
-            for i in range(1, threads)
-        ]
-        try:
-            kernels.step(cuts[0], cuts[1], *arguments)
-        finally:  # nobody may still write when this returns
-            for other in others:
-                other.result()
+    def _step(self, which: NDArray[np.int64], action: Any, seen: Observation) -> None:
+        """Move, observe and judge some drones."""
+        kernels.move(which, action, self._drones, self._task, self._strengths)
+        self._observe(which, seen)
+        kernels.judge(which, self._drones, self._task)
 
     def restart(self, which: Tensor, out: Observation | None = None) -> Observation:
         """Start some drones anew and observe them; the others' observations are left alone.
@@ -357,23 +294,26 @@ class Simulator:
     def reseed(self, seed: int) -> None:
         """Begin again: other starts and targets, the moving obstacles at their origins."""
         self._rng = np.random.default_rng(seed)
-        for world, map_seed in enumerate(self._seeds):
-            self._obstacles.renew(world, map_seed)
-        self._started = False
+        for world, map_seed in enumerate(self.map_seeds):
+            self.obstacles.renew(world, map_seed)
+        self.started = False
 
     def _start(self, which: NDArray[np.int64]) -> None:
         """Put some drones at their starts."""
         if self.settings.evaluation:
-            count = self._drones[self._world_of[which]]
-            start, target = crossing_places(self._number[which], count)
+            first = np.cumsum(self._crowd) - self._crowd
+            world = self.world_of[which]
+            places = crossing_places(which - first[world], self._crowd[world])
         else:
             draws = self._rng.random((which.size, DRAWS), dtype=np.float32)
-            start, target = training_places(draws, self.settings.crossing_share)
-        self._plain_rows[which] = fresh_rows(start, target, kernels.HOVER_THROTTLE)
-        self._plain_progress[which] = 0
-        if self._trouble.there:
-            self._noise[which] = self._rng.integers(0, 2**63, which.size, np.uint64)
-            kernels.begin_trouble(which, self._trouble, self._rng.random((which.size, 3)))
+            places = kernels.training_places(draws, self.settings.crossing_share)
+        drones = self._drones
+        kernels.start(which, places, drones.rows)
+        drones.progress[which] = 0
+        if self._task.disturbed:
+            drones.seeds[which] = self._rng.integers(0, 2**63, which.size, np.uint64)
+            own = self._rng.random((which.size, 3))
+            kernels.begin_trouble(which, drones, self._strengths, own)
 
     # ------------------------------------------------------------------ other maps
 
@@ -386,31 +326,32 @@ class Simulator:
         Raises:
             UsageError: There is no such world.
         """
-        if not 0 <= world < self.settings.maps:
+        if world not in range(self.settings.maps):
             raise UsageError(f"world {world} is not one of {self.settings.maps}")
         self._renewing.add(world)
 
     def _renew(self, finished: NDArray[np.int64]) -> None:
         """Count the episodes that ended, exchange the maps that are due, and see which are next."""
-        self._episodes += np.bincount(self._world_of[finished], minlength=self._episodes.size)
+        self._episodes += np.bincount(self.world_of[finished], minlength=self._episodes.size)
+        self.map_seeds = list(self.map_seeds)  # who asked before keeps what was
         for world in sorted(self._renewing):
-            seed = max(self._seeds) + 1
-            self._seeds[world] = seed
-            self._maps.replace(world, self._map(seed))
-            self._obstacles.renew(world, seed)
+            seed = max(self.map_seeds) + 1
+            self.map_seeds[world] = seed
+            self._maps.replace(world, World.generate(seed, self.settings.num_obstacles))
+            self.obstacles.renew(world, seed)
             self._episodes[world] = 0  # those that the new map cut are not of the new map
         if self._renewing:
             self._set_scene()
             self._renewing.clear()
         if self.settings.new_map_every:
-            due = self._episodes >= self.settings.new_map_every * self._drones
+            due = self._episodes >= self.settings.new_map_every * self._crowd
             if due.any():
                 self._renewing.update(np.flatnonzero(due).tolist())
 
     # ------------------------------------------------------------------ checks
 
     def _check_started(self) -> None:
-        if not self._started:
+        if not self.started:
             raise UsageError("the simulator has no state yet; call reset() first")
 
     def _memory(self, out: Observation | None) -> Observation:
@@ -433,22 +374,22 @@ class Simulator:
 
     def state_dict(self) -> dict[str, Any]:
         """Return copies of all that the future depends on, as plain tensors and numbers."""
-        obstacles = self._obstacles.state_dict()
+        obstacles = self.obstacles.state_dict()
         state = {
-            "rows": self._rows.clone(),
-            "progress": self._progress.clone(),
+            "rows": self.rows.clone(),
+            "progress": self.progress.clone(),
             "rng": torch.from_numpy(pack_rng(self._rng)),
-            "seeds": torch.tensor(self._seeds, dtype=torch.int64),
+            "seeds": torch.tensor(self.map_seeds, dtype=torch.int64),
             "episodes": torch.from_numpy(self._episodes.copy()),
             "renewing": torch.tensor(sorted(self._renewing), dtype=torch.int64),
             "active": self._active,
-            "started": int(self._started),
+            "started": int(self.started),
             "obstacles": {name: torch.from_numpy(array) for name, array in obstacles.items()},
         }
-        if self._trouble.there:
+        if self._task.disturbed:
             state["disturbances"] = {
-                "own": torch.from_numpy(self._own.copy()),
-                "noise": torch.from_numpy(self._noise.view(np.int64).copy()),
+                "own": torch.from_numpy(self._drones.own.copy()),
+                "noise": torch.from_numpy(self._drones.seeds.view(np.int64).copy()),
                 "share": torch.tensor(self._share, dtype=torch.float64),
             }
         return state
@@ -462,38 +403,38 @@ class Simulator:
             UsageError: The state is of other settings; nothing is changed.
         """
         rows, seeds = torch.as_tensor(state["rows"]), state["seeds"].tolist()
-        if rows.shape != self._rows.shape or len(seeds) != self.settings.maps:
+        if rows.shape != self.rows.shape or len(seeds) != self.settings.maps:
             raise UsageError(
                 f"the state is of {len(rows)} drones in {len(seeds)} worlds, the simulator has "
                 f"{self.num_envs} in {self.settings.maps}; give the settings it was saved with"
             )
         plain = {name: np.asarray(value) for name, value in state["obstacles"].items()}
-        self._obstacles.load_state_dict(plain)
-        self._rows.copy_(rows)
-        self._progress.copy_(torch.as_tensor(state["progress"]))
+        self.obstacles.load_state_dict(plain)
+        self.rows.copy_(rows)
+        self.progress.copy_(torch.as_tensor(state["progress"]))
         self._rng = unpack_rng(np.asarray(state["rng"]))
         for world, seed in enumerate(seeds):
-            if seed != self._seeds[world]:
-                self._maps.replace(world, self._map(seed))
-        self._seeds = seeds
-        self._set_scene()
+            if seed != self.map_seeds[world]:
+                self._maps.replace(world, World.generate(seed, self.settings.num_obstacles))
+        self.map_seeds = seeds
         self._episodes[...] = np.asarray(state["episodes"])
         self._renewing = set(state["renewing"].tolist())
         self._active = int(state["active"])
-        self._started = bool(state["started"])
-        self._own[...] = 0.0
-        self._own[:, kernels.LIGHTER] = 1.0
-        self._own[:, kernels.PENDING :] = 0.5
+        self._set_scene()
+        self.started = bool(state["started"])
+        own = self._drones.own
+        own[...] = 0.0
+        own[:, kernels.LIGHTER] = 1.0
+        own[:, kernels.PENDING :] = 0.5
         disturbances = state.get("disturbances")
-        if disturbances is not None and disturbances["own"].shape == self._own.shape:
-            self._own[...] = np.asarray(disturbances["own"])
-            self._noise[...] = np.asarray(disturbances["noise"]).view(np.uint64)
+        if disturbances is not None and disturbances["own"].shape == own.shape:
+            own[...] = np.asarray(disturbances["own"])
+            self._drones.seeds[...] = np.asarray(disturbances["noise"]).view(np.uint64)
             self.disturbed = float(disturbances["share"])
 
     def close(self) -> None:
         """End the threads."""
-        if self._pool is not None:
-            self._pool.shutdown()
+        self._pool.shutdown()
 
     def __enter__(self) -> Self:
         return self
@@ -518,11 +459,7 @@ def _checked_action(action: Tensor, count: int) -> NDArray[np.float32]:
     return plain
 
 
-def _views(seen: Observation) -> Any:
-    return kernels.Seen(**{name: value.numpy() for name, value in seen.items()})
-
-
-def _constants(settings: Settings) -> Any:
+def _task(settings: Settings) -> Any:
     weights = settings.weights
     free = 0.0
     if not weights.relative:  # the kernel takes all logarithms relative to free space
@@ -532,9 +469,14 @@ def _constants(settings: Settings) -> Any:
         name: value if isinstance(value, bool) else float(value)
         for name, value in asdict(weights).items()
     }
-    return kernels.Constants(
+    azimuth = np.arange(settings.lidar_beams[0]) * (2 * np.pi / settings.lidar_beams[0])
+    slope = np.tan(settings.elevations)
+    slope = np.where(np.abs(slope) < _FLAT, _FLAT, slope)
+    stretch = np.tile(1.0 / np.cos(settings.elevations), settings.lidar_beams[0])
+    return kernels.Task(
         hummingbird=settings.drone == "hummingbird",
         hold_yaw=bool(settings.hold_yaw),
+        disturbed=settings.disturbances.any,
         substeps=int(settings.substeps),
         steps=settings.episode_steps,
         limit=float(settings.action_limit),
@@ -542,18 +484,9 @@ def _constants(settings: Settings) -> Any:
         dynamic=settings.dynamic_obstacles > 0,
         free=free,
         weights=kernels.Weights(**plain),
-    )
-
-
-def _beams(settings: Settings) -> Any:
-    azimuth = np.arange(settings.lidar_beams[0]) * (2 * np.pi / settings.lidar_beams[0])
-    slope = np.tan(settings.elevations)
-    slope = np.where(np.abs(slope) < _FLAT, _FLAT, slope)
-    stretch = 1.0 / np.cos(settings.elevations)
-    return kernels.Beams(
-        np.cos(azimuth),
-        np.sin(azimuth),
-        1.0 / slope,
-        settings.lidar_range_m / stretch,
-        np.tile(stretch, settings.lidar_beams[0]),
+        cosine=np.cos(azimuth),
+        sine=np.sin(azimuth),
+        inverse_slope=1.0 / slope,
+        reach=settings.lidar_range_m / stretch,
+        stretch=stretch,
     )

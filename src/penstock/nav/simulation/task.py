@@ -24,13 +24,15 @@ PHYSICS_DT_S = 0.016
 EDGE_M = 24.0  # drones start and arrive here, outside the obstacle field
 CROSSING_M = 32.0  # width of the front of drones in evaluation
 MAX_SUBSTEPS = 125
+RADIUS_M = 0.3  # of a drone
+LOW_M, HIGH_M = 0.2, 4.0  # flight levels
 NEAREST = 5  # moving obstacles that are observed
 DRAWS = 7  # random numbers for one reset
 POLICY_INPUTS: Final = ("state", "lidar", "dynamic_obstacle")
 """Observations that a policy looks at; the others say how to fly its action."""
 
 # The state of a drone is one row, so that a kernel finds it in a few cache lines, and so that it
-# is saved and restored whole. Kernels use the single columns, everybody else the slices.
+# is saved and restored whole. Kernels use the single columns, others the slices.
 X, Y, Z, VX, VY, VZ, AX, AY, AZ = range(9)
 QW, QX, QY, QZ, RATE_P, RATE_Q, RATE_R = range(9, 16)
 ROTOR = 16  # the first of four
@@ -39,15 +41,9 @@ TARGET_X, TARGET_Y, TARGET_Z, LOWEST, HIGHEST, RETURN = range(27, 33)
 ROW = 33
 POSITION = slice(X, Z + 1)
 VELOCITY = slice(VX, VZ + 1)
-ACCELERATION = slice(AX, AZ + 1)  # of the fast drone
 QUATERNION = slice(QW, QZ + 1)  # w, x, y, z
 RATES = slice(RATE_P, RATE_R + 1)  # body frame, rad/s
-THROTTLE = slice(ROTOR, ROTOR + 4)
-HEADING = slice(HEADING_X, HEADING_Y + 1)  # cosine and sine of the yaw
 AXIS = slice(AXIS_X, AXIS_Y + 1)  # the x axis of the goal frame: unit, horizontal
-DIRECTION = slice(DIRECTION_X, DIRECTION_X + 3)  # target - start, horizontal, not normalised
-TARGET = slice(TARGET_X, TARGET_Z + 1)
-HEIGHTS = slice(LOWEST, HIGHEST + 1)  # lowest and highest of start and target
 
 
 class State:
@@ -71,6 +67,12 @@ class Obstacle:
     WIDTH = 8  # width / 0.25 m - 1
     FLOATS = 9  # 1 for a floating box, 0 for a cylinder from the ground on
     SIZE = 10
+
+
+def is_number(value: Any) -> bool:
+    """Whether something is a finite number; true and false are none."""
+    plain = isinstance(value, int | float) and not isinstance(value, bool)
+    return plain and math.isfinite(value)
 
 
 @dataclass(frozen=True)
@@ -101,6 +103,13 @@ class Reward:
     goal: float = 0.0
     relative: bool = False
     goal_ends: bool = False
+
+    def __post_init__(self) -> None:
+        for item in fields(self):
+            value, flag = getattr(self, item.name), isinstance(item.default, bool)
+            if not (isinstance(value, bool) if flag else is_number(value)):
+                wanted = "true or false" if flag else "a number"
+                raise UsageError(f"reward.{item.name}={value!r}; give {wanted}")
 
     @classmethod
     def preset(cls, name: str) -> Self:
@@ -148,7 +157,7 @@ class Disturbances:
         for name, most in _MOST_DISTURBED.items():
             value = getattr(self, name)
             whole = name != "latency" or type(value) is int
-            if not (isinstance(value, int | float) and 0 <= value <= most and whole):
+            if not (is_number(value) and 0 <= value <= most and whole):
                 kind = "number" if name != "latency" else "whole number"
                 raise UsageError(f"disturbance {name} is {value!r}; give a {kind}, 0 to {most:g}")
 
@@ -307,14 +316,14 @@ def _check(settings: Settings) -> None:
             raise UsageError(f"{name} is {value!r}; give a whole number, at least {low}")
     for name in ("episode_seconds", "lidar_range_m", "action_limit"):
         value = getattr(settings, name)
-        if not (isinstance(value, int | float) and math.isfinite(value) and value > 0):
+        if not (is_number(value) and value > 0):
             raise UsageError(f"{name} is {value!r}; give a number above 0")
     if settings.substeps > MAX_SUBSTEPS:
         raise UsageError(f"substeps is {settings.substeps}; give at most {MAX_SUBSTEPS} (2 s)")
     if settings.lidar_range_m > 5.0:
         raise UsageError(f"lidar_range_m is {settings.lidar_range_m}; give at most 5 m")
     share = settings.crossing_share
-    if not (isinstance(share, int | float) and 0.0 <= share <= 1.0):
+    if not (is_number(share) and 0.0 <= share <= 1.0):
         raise UsageError(f"crossing_share is {share!r}; give 0 to 1")
     if settings.drone not in ("hummingbird", "fast"):
         hint = did_you_mean(settings.drone, ("hummingbird", "fast"))
@@ -328,66 +337,13 @@ def _check(settings: Settings) -> None:
         raise UsageError(f"lidar_fov_deg is {view!r}; give lowest and highest, within -80 to 80")
 
 
-def training_places(draws: Floats, crossing_share: float) -> tuple[Floats, Floats]:
-    """Turn random numbers into starts and targets on the edges of the map.
+def crossing_places(number: NDArray[np.int64], count: NDArray[np.int64]) -> Floats:
+    """Return starts and targets of evaluation, [2, n, 3]: side by side, straight across.
 
-    Args:
-        draws: Uniform in [0, 1), [n, DRAWS].
-        crossing_share: See `Settings`.
-
-    Returns:
-        Starts and targets, [n, 3] each.
+    `number` is that of each drone inside its world, which has `count` of them.
     """
-    edges = (draws[:, 0:4:3] * 4).astype(np.int64)
-    if crossing_share:
-        np.copyto(edges[:, 1], edges[:, 0] ^ 1, where=draws[:, 6] < crossing_share)
-    places = np.empty((len(draws), 2, 3), np.float32)
-    along = draws[:, 1:5:3] * np.float32(2 * EDGE_M) - np.float32(EDGE_M)
-    edge = np.where(edges % 2 == 0, np.float32(EDGE_M), np.float32(-EDGE_M))
-    free_x = edges < 2  # edges are y = +24, y = -24, x = +24, x = -24
-    places[:, :, 0] = np.where(free_x, along, edge)
-    places[:, :, 1] = np.where(free_x, edge, along)
-    places[:, :, 2] = 0.5 + 2.0 * draws[:, 2:6:3]
-    return places[:, 0], places[:, 1]
-
-
-def crossing_places(number: NDArray[np.int64], count: NDArray[np.int64]) -> tuple[Floats, Floats]:
-    """Return starts and targets of evaluation: side by side, straight across.
-
-    Args:
-        number: Of each drone inside its world.
-        count: Drones of that world.
-    """
-    start = np.empty((number.size, 3), np.float32)
-    target = np.empty_like(start)
-    start[:, 0] = (number / count - 0.5) * CROSSING_M
-    target[:, 0] = (number / np.maximum(count - 1, 1) - 0.5) * CROSSING_M
-    start[:, 1], target[:, 1] = EDGE_M, -EDGE_M
-    start[:, 2] = target[:, 2] = 2.0
-    return start, target
-
-
-def fresh_rows(start: Floats, target: Floats, throttle: float) -> Floats:
-    """Return the rows of drones at rest that face their targets.
-
-    Args:
-        start: Positions, [n, 3].
-        target: Targets, [n, 3].
-        throttle: Of each rotor, in hover.
-    """
-    rows = np.zeros((start.shape[0], ROW), np.float32)
-    way = target[:, :2] - start[:, :2]
-    length = np.sqrt(way[:, 0] ** 2 + way[:, 1] ** 2)
-    axis = way / np.maximum(length, 1e-6)[:, None]
-    axis[length < 1e-6] = (1.0, 0.0)
-    rows[:, POSITION] = start
-    rows[:, HEADING] = rows[:, AXIS] = axis
-    rows[:, DIRECTION_X : DIRECTION_Y + 1] = way
-    rows[:, TARGET] = target
-    # Half the yaw: of the two roots, the one with w >= 0.
-    rows[:, QW] = np.sqrt(np.maximum(0.5 * (1.0 + axis[:, 0]), 0.0))
-    rows[:, QZ] = np.copysign(np.sqrt(np.maximum(0.5 * (1.0 - axis[:, 0]), 0.0)), axis[:, 1])
-    rows[:, THROTTLE] = throttle
-    rows[:, LOWEST] = np.minimum(start[:, 2], target[:, 2])
-    rows[:, HIGHEST] = np.maximum(start[:, 2], target[:, 2])
-    return rows
+    places = np.full((2, number.size, 3), 2.0, np.float32)
+    places[0, :, 0] = (number / count - 0.5) * CROSSING_M
+    places[1, :, 0] = (number / np.maximum(count - 1, 1) - 0.5) * CROSSING_M
+    places[0, :, 1], places[1, :, 1] = EDGE_M, -EDGE_M
+    return places

@@ -89,9 +89,6 @@ class World:
     def cells(self, range_m: float) -> tuple[Ints, Ints]:
         """List, for each cell of 1 m, the boxes that a lidar inside it may reach.
 
-        Args:
-            range_m: Of the lidar.
-
         Returns:
             Where the list of each cell begins, [CELLS * CELLS + 1], x major; and the boxes.
         """
@@ -299,13 +296,12 @@ class Obstacles:
         Raises:
             UsageError: It is of another number of worlds or obstacles.
         """
-        for name in _KEPT:
-            mine, other = getattr(self, name), np.asarray(state[name])
-            if mine.shape != other.shape:
-                raise UsageError(
-                    f"obstacles.{name} of the state is {list(other.shape)}, the simulator's is "
-                    f"{list(mine.shape)}; give the settings it was saved with"
-                )
+        mine, other = self.position.shape, np.shape(state["position"])
+        if mine != other:
+            raise UsageError(
+                f"obstacles.position of the state is {list(other)}, the simulator's is "
+                f"{list(mine)}; give the settings it was saved with"
+            )
         for name in _KEPT:
             getattr(self, name)[...] = np.asarray(state[name])
         for world, words in enumerate(np.asarray(state["rngs"])):

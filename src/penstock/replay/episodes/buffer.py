@@ -6,20 +6,28 @@ import math
 import os
 import threading
 from collections.abc import Iterable, Mapping
-from typing import TYPE_CHECKING, Any
+from contextlib import nullcontext
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import torch
 from numpy.typing import ArrayLike, NDArray
 from typing_extensions import Self
 
+from penstock.core.interrupt import signals_postponed
 from penstock.core.memory import whole_number
 from penstock.errors import UsageError
-from penstock.replay.episodes import batches
-from penstock.replay.episodes.schema import Settings, is_tensordict, read_episode
-from penstock.replay.episodes.store import HOLDER, Column, EpisodeStore, RecordWriter, load
-from penstock.replay.keys import Codecs, Key, as_key, as_path
-from penstock.replay.priority import whole_numbers
+from penstock.replay.episodes.schema import Settings, is_tensordict, nested, read_episode
+from penstock.replay.episodes.store import (
+    HOLDER,
+    Addresses,
+    Column,
+    EpisodeStore,
+    RecordWriter,
+    load,
+)
+from penstock.replay.keys import Codecs, Key, KeyPath, as_key, as_path, known
+from penstock.replay.priority import importance_weights, whole_numbers
 from penstock.replay.segments import Saved, save_blocks
 
 if TYPE_CHECKING:
@@ -27,6 +35,7 @@ if TYPE_CHECKING:
     from penstock.ui.progress import Mode
 
 Ints = NDArray[np.int64]
+Leaves = list[tuple[KeyPath, torch.Tensor]]
 
 
 class DictReplayBuffer:
@@ -105,16 +114,12 @@ class DictReplayBuffer:
         Args:
             dataset: Its folder, or `penstock.lerobot.open` of it.
             keys: Features; by default all but texts and the columns of indices and times.
-            max_size: As for a new buffer; by default all frames.
+            max_size: By default all frames.
             device: Where batches go.
             episodes: Their numbers, in the order to add them; by default all.
             rename: Other keys for some features: {"observation.state": ("obs", "state")}.
             progress: "rich", "plain" or "quiet".
             options: As for a new buffer; `img_compressed` is True unless given.
-
-        Raises:
-            UsageError: There is no such feature or episode, or an option is wrong.
-            DataError: There is no dataset, or it is damaged.
         """
         from penstock.replay.episodes.lerobot import Source  # FFmpeg and parquet come with it
 
@@ -154,21 +159,17 @@ class DictReplayBuffer:
     @property
     def stored_bytes(self) -> int:
         """Bytes of the episodes as they are stored: what `max_bytes` limits."""
-        with self._lock:
-            return self._store.arena.live_bytes
+        return self._store.arena.live_bytes
 
     @property
     def spilled_bytes(self) -> int:
         """Bytes that lie in `spill_dir`."""
-        with self._lock:
-            return self._store.arena.spilled_bytes
+        return self._store.arena.spilled_bytes
 
     @property
     def codecs(self) -> dict[Key, str]:
         """The codec of each key; empty before the first episode."""
-        with self._lock:
-            columns = self._store.columns
-        return {as_key(column.field.path): column.codec.id for column in columns}
+        return {as_key(column.field.path): column.codec.id for column in self._store.columns}
 
     def add(self, episode: Any) -> int:
         """Add an episode, forgetting others to make room.
@@ -181,20 +182,15 @@ class DictReplayBuffer:
             The id of the episode, for `remove`.
 
         Raises:
-            UsageError: The episode is ragged or empty, lacks a key or has one too many, differs in
-                shape or type from the first one, or could not be held even alone; the buffer is
-                unchanged.
+            UsageError: It is ragged or empty, does not fit the keys or the first episode, or could
+                not be held even alone; the buffer is unchanged.
         """
-        with self._lock:
-            if not self._store.columns:  # the codecs are not settled: nobody may come between
-                return self._add(episode)
-        return self._add(episode)
-
-    def _add(self, episode: Any) -> int:
-        parts = self.episode()
-        parts._encode(episode, copied=False)
-        parts._commit()
-        return parts.id
+        # Before the codecs are settled nobody may come between.
+        with nullcontext() if self._store.columns else self._lock:
+            parts = self.episode()
+            parts._encode(episode, copied=False)
+            parts._commit()
+            return parts.id
 
     def episode(self) -> EpisodeInParts:
         """Add an episode in parts, each encoded as it comes: it need not fit memory as it is.
@@ -210,7 +206,7 @@ class DictReplayBuffer:
 
     def remove(self, episode_id: int) -> None:
         """Forget one episode."""
-        with self._lock:
+        with self._lock, signals_postponed():  # an interrupt must not leave it half forgotten
             store = self._store
             row = store.index.row_of(whole_number("episode_id", episode_id, 0))
             if row is None:
@@ -252,10 +248,6 @@ class DictReplayBuffer:
         Returns:
             Tensors on the buffer's device, nested as the keys are: a dict, or a TensorDict if the
             first episode was one.
-
-        Raises:
-            UsageError: The buffer is empty, no episode is as long as `sequence`, or an argument is
-                not as above.
         """
         count = whole_number("batch_size", batch_size)
         if sequence is not None:
@@ -275,21 +267,21 @@ class DictReplayBuffer:
             ahead = None
             if steps_ahead > 1:
                 keys = as_path(reward_key), as_path(done_key)
-                ahead = batches.NStep.check(store, steps_ahead, gamma, *keys)
-            drawn = batches.draw(store, count, sequence, pad)
-            leaves = batches.read(store, drawn.rows, drawn.steps, ahead)
+                ahead = NStep.check(store, steps_ahead, gamma, *keys)
+            drawn = draw(store, count, sequence, pad)
+            leaves = read(store, drawn.rows, drawn.steps, ahead)
             if pad:
                 leaves.append((("mask",), torch.from_numpy(drawn.inside)))
             if store.priorities is not None:
-                leaves += batches.with_priorities(store, drawn, beta)
-        return batches.finished(leaves, drawn.rows.shape, self._device, store.as_tensordict)
+                leaves += with_priorities(store, drawn, beta)
+        return finished(leaves, drawn.rows.shape, self._device, store.as_tensordict)
 
     def sample_indices(self, batch_size: int) -> Ints:
         """Draw frames as `sample` does, and return only their ids, for `get`."""
         count = whole_number("batch_size", batch_size)
         with self._lock:
             store = self._filled()
-            drawn = batches.draw(store, count, None, False)
+            drawn = draw(store, count, None, False)
             return store.index.starts[drawn.rows] + drawn.steps
 
     def get(self, indices: ArrayLike) -> Any:
@@ -303,8 +295,8 @@ class DictReplayBuffer:
             rows, steps, alive = store.index.locate(ids)
             if not alive.all():
                 raise UsageError(f"frame {ids[~alive][0]} is not held")
-            leaves = batches.read(store, rows, steps)
-        return batches.finished(leaves, ids.shape, self._device, store.as_tensordict)
+            leaves = read(store, rows, steps)
+        return finished(leaves, ids.shape, self._device, store.as_tensordict)
 
     def _filled(self) -> EpisodeStore:
         if not len(self._store.index):
@@ -316,23 +308,18 @@ class DictReplayBuffer:
 
         Args:
             index: The "index" of a batch.
-            priority: As many numbers from 0, for example |TD error|; or one for all.
-
-        Raises:
-            UsageError: The buffer has no priorities, or one is negative or not finite; nothing is
-                changed.
+            priority: As many numbers from 0, for example |TD error|; or one for all. If one is
+                negative or not finite, nothing is changed.
         """
         if self._store.priorities is None:
             raise UsageError("this buffer has no priorities; make it with priority=0.6")
         ids = whole_numbers("a frame", index).reshape(-1)
         given = priority.detach().cpu() if isinstance(priority, torch.Tensor) else priority
         values = np.asarray(given, np.float64).reshape(-1)
-        if values.size == 1:
-            values = np.repeat(values, ids.size)
-        if values.size != ids.size:
+        if values.size not in (1, ids.size):
             raise UsageError(f"{values.size} priorities for {ids.size} frames")
-        with self._lock:
-            self._store.priorities.update(ids, values)
+        with self._lock, signals_postponed():
+            self._store.priorities.update(ids, np.broadcast_to(values, ids.shape))
 
     def save(self, folder: str | os.PathLike[str]) -> None:
         """Save everything, so that `load` gives an equal buffer with the same next draws.
@@ -341,11 +328,8 @@ class DictReplayBuffer:
         so that a crash leaves the last save. Other threads may go on meanwhile.
 
         Args:
-            folder: New, empty, or saved to before; an older save there is replaced.
-
-        Raises:
-            StorageError: The disk refuses; the last save in the folder stays.
-            UsageError: The folder holds something else.
+            folder: New, empty, or saved to before; an older save there is replaced, or stays if the
+                disk refuses.
         """
         with self._saving:
             self._saved = save_blocks(self._store, self._lock, folder, HOLDER, self._saved)
@@ -358,17 +342,7 @@ class DictReplayBuffer:
         *,
         spill_dir: str | os.PathLike[str] | None = None,
     ) -> DictReplayBuffer:
-        """Return the buffer that was saved, every byte verified.
-
-        Args:
-            folder: Given to `save`.
-            device: Where batches go.
-            spill_dir: As for a new buffer.
-
-        Raises:
-            CorruptFile: The folder is damaged.
-            UnknownFormat: It holds no saved buffer.
-        """
+        """Return the buffer that was saved, every byte verified; `spill_dir` as for a new one."""
         store, saved = load(folder, spill_dir)
         buffer = cls.__new__(cls)
         buffer._begin(store, device, saved)
@@ -380,9 +354,6 @@ class EpisodeInParts:
 
     Attributes:
         id: Of the episode, for `DictReplayBuffer.remove`; -1 before the end of the block.
-
-    Args:
-        buffer: Gets the episode.
     """
 
     def __init__(self, buffer: DictReplayBuffer) -> None:
@@ -392,19 +363,15 @@ class EpisodeInParts:
         self._as_tensordict = False
         self._writers: list[RecordWriter] = []
         self._length = 0
+        self._over = False
 
     def __len__(self) -> int:
         """Count the frames that came so far."""
         return self._length
 
     def extend(self, part: Any) -> None:
-        """Add frames to the end of the episode.
-
-        Args:
-            part: As for `DictReplayBuffer.add`; it is copied.
-        """
-        if self.id >= 0:
-            raise UsageError("this episode is in the buffer already; begin another")
+        """Add frames, as for `DictReplayBuffer.add`, to the end of the episode."""
+        self._check_open()
         self._encode(part, copied=True)
 
     def _encode(self, part: Any, *, copied: bool) -> None:
@@ -429,17 +396,24 @@ class EpisodeInParts:
         store.check_fits(self._length, self._writers)
 
     def __enter__(self) -> Self:
+        self._check_open()
         return self
 
     def __exit__(self, kind: object, error: object, trace: object) -> None:
-        if kind is None:
-            self._commit()
-        self._writers = []
+        try:
+            if kind is None:
+                self._commit()
+        finally:
+            self._writers, self._over = [], True
+
+    def _check_open(self) -> None:
+        if self._over:
+            raise UsageError("this episode is in the buffer already, or given up; begin another")
 
     def _commit(self) -> None:
         if not self._columns:
             raise UsageError("the episode has no frames; extend it by at least one")
-        with self._buffer._lock:
+        with self._buffer._lock, signals_postponed():  # all of it is there, or nothing
             store = self._buffer._store
             first = not store.columns
             mine, theirs = ([one.config() for one in c] for c in (self._columns, store.columns))
@@ -451,3 +425,163 @@ class EpisodeInParts:
             self.id = store.put(self._length, self._writers)
             if first:
                 store.columns, store.as_tensordict = self._columns, self._as_tensordict
+
+
+class Draw(NamedTuple):
+    """Frames that were drawn, row by row of the batch.
+
+    The first three have the shape [batch] or [batch, sequence]; `drawn` are the steps [batch] that
+    were drawn as such, which a window may have been moved back from.
+    """
+
+    rows: Ints
+    steps: Ints
+    inside: NDArray[np.bool_]
+    drawn: Ints
+
+
+class NStep(NamedTuple):
+    """How far to sum rewards: so many steps, discounted; the numbers of the keys."""
+
+    steps: int
+    gamma: float
+    reward: int
+    done: int
+
+    @classmethod
+    def check(
+        cls, store: EpisodeStore, count: int, gamma: float, reward_path: KeyPath, done_path: KeyPath
+    ) -> NStep:
+        """Find the keys, and refuse those that cannot be summed."""
+        paths = [column.field.path for column in store.columns]
+        reward, done = known(reward_path, paths, "reward_key"), known(done_path, paths, "done_key")
+        reward_field, done_field = store.columns[reward].field, store.columns[done].field
+        if math.prod(done_field.shape) != 1:
+            raise UsageError(f"done_key is {done_field}; it must be one value per frame")
+        if reward_field.dtype.startswith("complex"):
+            raise UsageError(f"reward_key is {reward_field}; it must be a real number")
+        return cls(count, gamma, reward, done)
+
+
+def draw(store: EpisodeStore, count: int, sequence: int | None, pad: bool) -> Draw:
+    """Draw frames or windows, all alike or by their priorities, and note that they were used."""
+    index, rng = store.index, store.rng
+    least = sequence if sequence is not None and not pad else None  # frames that must follow
+    if least is not None and least > (longest := int(index.lengths.max())):
+        raise UsageError(
+            f"sequence={least} is longer than every episode (the longest has {longest} "
+            "frames); use a shorter one, or pad=True"
+        )
+    if store.priorities is not None:
+        good = None if least is None else index.lengths >= least
+        rows, drawn = store.priorities.draw(count, rng, good)
+    elif least is not None:
+        sums = np.concatenate([[0], np.cumsum(np.maximum(index.lengths - least + 1, 0))])
+        at = rng.integers(0, sums[-1], count)
+        rows = sums.searchsorted(at, side="right") - 1
+        drawn = at - sums[rows]
+    else:
+        rows, drawn = index.find(rng.integers(0, index.frames, count))
+    store.clock += 1
+    store.used[rows] = store.clock
+    if sequence is None:
+        return Draw(rows, drawn, np.ones(count, np.bool_), drawn)
+    lengths = index.lengths[rows]
+    first = drawn if least is None else np.minimum(drawn, lengths - least)
+    steps = first[:, np.newaxis] + np.arange(sequence)
+    last = lengths[:, np.newaxis] - 1
+    rows = np.broadcast_to(rows[:, np.newaxis], steps.shape)
+    return Draw(rows, np.minimum(steps, last), steps <= last, drawn)
+
+
+def read(store: EpisodeStore, rows: Ints, steps: Ints, n_step: NStep | None = None) -> Leaves:
+    """Gather every key of frames, and the frames after them."""
+    shape = rows.shape
+    rows, steps = rows.reshape(-1), steps.reshape(-1)
+    records, lengths = store.arena.addresses(store.locations[:, rows]), store.index.lengths[rows]
+    leaves: Leaves = []
+    after = steps + 1
+    if n_step is not None:
+        leaves, taken = _sum_rewards(store, records, steps, lengths, n_step, shape)
+        after = steps + taken
+    made = {path for path, _ in leaves}
+    following = store.settings.next_paths
+    if following:
+        leaves.append((("next", "valid"), torch.from_numpy((after < lengths).reshape(shape))))
+        after = np.concatenate([steps, np.minimum(after, lengths - 1)])
+    for number, column in enumerate(store.columns):
+        path, here = column.field.path, records[number]
+        if path in following:
+            # One call for both: they lie behind one another, and nothing is in both.
+            data = store.gather(number, np.tile(here, 2), after)
+            leaves.append((("next", *path), column.field.tensor(data[len(here) :], shape)))
+        elif path not in made:
+            data = store.gather(number, here, steps)
+        if path not in made:
+            leaves.append((path, column.field.tensor(data[: len(here)], shape)))
+    return leaves
+
+
+def _sum_rewards(
+    store: EpisodeStore,
+    records: Addresses,
+    steps: Ints,
+    lengths: Ints,
+    n_step: NStep,
+    shape: tuple[int, ...],
+) -> tuple[Leaves, Ints]:
+    """Sum the rewards of n steps, or fewer where the episode ends; return how many were taken."""
+    every = steps[:, np.newaxis] + np.arange(n_step.steps)
+    inside = every < lengths[:, np.newaxis]
+    every = np.minimum(every, lengths[:, np.newaxis] - 1)
+
+    def several(number: int) -> torch.Tensor:
+        data = store.gather(number, np.repeat(records[number], n_step.steps), every.reshape(-1))
+        return store.columns[number].field.tensor(data, every.shape)
+
+    done = (several(n_step.done) != 0).numpy().reshape(every.shape)
+    alive = inside.copy()
+    alive[:, 1:] &= ~np.logical_or.accumulate(done[:, :-1], axis=1)
+    taken, ended = alive.sum(axis=1), (alive & done).any(axis=1)
+    rewards = several(n_step.reward)
+    wide = (*every.shape, *[1] * (rewards.ndim - 2))
+    # Not a product with 0: what lies beyond the end of an episode may be infinite.
+    kept = np.where(alive.reshape(wide), rewards.double().numpy(), 0.0)
+    factors = np.broadcast_to(n_step.gamma ** np.arange(n_step.steps), every.shape)
+    summed = torch.from_numpy((kept * factors.reshape(wide)).sum(axis=1))
+    kind = rewards.dtype if rewards.is_floating_point() else torch.float32
+    field = store.columns[n_step.reward].field
+    discount = np.where(ended, 0.0, n_step.gamma**taken).astype(np.float32)
+    leaves = [
+        (field.path, summed.to(kind).view(*shape, *field.shape)),
+        (("discount",), torch.from_numpy(discount.reshape(shape))),
+    ]
+    return leaves, taken
+
+
+def finished(
+    leaves: Leaves, shape: tuple[int, ...], device: torch.device, as_tensordict: bool
+) -> Any:
+    """Bring the tensors of a batch to the device, and nest them."""
+    if device.type == "cuda":  # through torch's own pinned memory: it knows when that is free
+        leaves = [(path, t.pin_memory().to(device, non_blocking=True)) for path, t in leaves]
+    elif device.type != "cpu":
+        leaves = [(path, tensor.to(device)) for path, tensor in leaves]
+    batch = nested(leaves)
+    if as_tensordict:
+        from tensordict import TensorDict
+
+        return TensorDict(batch, batch_size=list(shape))
+    return batch
+
+
+def with_priorities(store: EpisodeStore, drawn: Draw, beta: float) -> Leaves:
+    """Return the ids of a batch's frames, -1 for padding, and the weights of its draws."""
+    assert store.priorities is not None
+    tree = store.priorities.tree
+    first = drawn.rows.reshape(len(drawn.drawn), -1)[:, 0]
+    entries = store.priorities.offsets[first] + drawn.drawn
+    weight = importance_weights(tree.get(entries), tree.min, beta).astype(np.float32)
+    ids = np.where(drawn.inside, store.index.starts[drawn.rows] + drawn.steps, -1)
+    spread = np.repeat(weight, ids.size // len(weight)).reshape(ids.shape)
+    return [(("index",), torch.from_numpy(ids)), (("weight",), torch.from_numpy(spread))]

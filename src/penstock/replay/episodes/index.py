@@ -19,7 +19,6 @@ from penstock.replay.priority import whole_numbers
 Ints = NDArray[np.int64]
 
 _FIRST_ROWS = 16
-_LENGTH, _START, _ID, _AT = range(4)
 _OWN_COLUMNS = 4
 
 
@@ -27,22 +26,30 @@ class EpisodeIndex:
     """Episodes in the order of their arrival, with look-ups in both directions.
 
     A *row* is the place of an episode among those held now. It is a table of int64 that grows at
-    the end and shrinks at the front, in amortised O(1) per episode; columns beyond the index's own
-    travel with the rows, for whoever keeps something per episode.
+    the end and shrinks at the front, in amortised O(1) per episode.
 
     Attributes:
-        next_id: Id that the next episode will get.
-        next_frame: Frame id that the next episode will start with.
-        reallocations: How often the table moved.
+        lengths: Frames of each episode, by row.
+        starts: Frame id of each episode's first frame, by row.
+        ids: Id of each episode, by row.
+        extra: Columns of the caller [columns, rows], which travel with the rows; to be written to.
     """
 
+    lengths: Ints
+    starts: Ints
+    ids: Ints
+    extra: Ints
+    _at: Ints
+
     def __init__(self, extra_columns: int = 0) -> None:
-        self._table = np.zeros((_OWN_COLUMNS + extra_columns, _FIRST_ROWS), np.int64)
-        self._head = self._tail = 0
-        self._end = 0
-        self.next_id = 0
-        self.next_frame = 0
-        self.reallocations = 0
+        self._end = self.next_id = self.next_frame = self.reallocations = 0
+        self._show(np.zeros((_OWN_COLUMNS + extra_columns, _FIRST_ROWS), np.int64), 0, 0)
+
+    def _show(self, table: Ints, head: int, tail: int) -> None:
+        self._table, self._head, self._tail = table, head, tail
+        held = table[:, head:tail]
+        self.lengths, self.starts, self.ids, self._at = held[:_OWN_COLUMNS]
+        self.extra = held[_OWN_COLUMNS:]
 
     def __len__(self) -> int:
         """Count the episodes."""
@@ -51,7 +58,7 @@ class EpisodeIndex:
     @property
     def frames(self) -> int:
         """Number of frames held."""
-        return self._end - int(self._column(_AT)[0]) if len(self) else 0
+        return self._end - int(self._at[0]) if len(self) else 0
 
     @property
     def nbytes(self) -> int:
@@ -59,91 +66,52 @@ class EpisodeIndex:
         return int(self._table.nbytes)
 
     @property
-    def lengths(self) -> Ints:
-        """Frames of each episode, by row."""
-        return self._column(_LENGTH)
-
-    @property
-    def starts(self) -> Ints:
-        """Frame id of each episode's first frame, by row."""
-        return self._column(_START)
-
-    @property
-    def ids(self) -> Ints:
-        """Id of each episode, by row."""
-        return self._column(_ID)
-
-    @property
     def positions(self) -> Ints:
         """Position of each episode's first frame, by row."""
-        at = self._column(_AT)
-        return at - at[:1]
-
-    def column(self, number: int) -> Ints:
-        """Return a column of the caller, by row, as a view that may be written to."""
-        return self._column(_OWN_COLUMNS + number)
-
-    def columns(self, start: int, stop: int) -> Ints:
-        """Return several columns of the caller as a view [columns, rows]."""
-        return self._table[_OWN_COLUMNS + start : _OWN_COLUMNS + stop, self._head : self._tail]
-
-    def _column(self, number: int) -> Ints:
-        return self._table[number, self._head : self._tail]
+        return self._at - self._at[:1]
 
     def append(self, length: int, extra: Sequence[int] = ()) -> int:
         """Add an episode; return its id."""
         if length < 1:
             raise UsageError(f"an episode has at least 1 frame, not {length}")
-        if self.next_frame + length > np.iinfo(np.int64).max:
-            raise UsageError(f"{length} frames more would not fit a 64-bit frame id")
-        if not len(self):
+        count, table, head, tail = len(self), self._table, self._head, self._tail
+        if not count:
             self._end = 0
-        if self._tail == self._table.shape[1]:
+        if tail == table.shape[1]:
             # To twice the rows in use: so many appends pass before the next move.
-            count = len(self)
-            table = np.zeros((self._table.shape[0], max(_FIRST_ROWS, 2 * count)), np.int64)
-            table[:, :count] = self._table[:, self._head : self._tail]
-            self._table, self._head, self._tail = table, 0, count
+            table = np.zeros((len(table), max(_FIRST_ROWS, 2 * count)), np.int64)
+            table[:, :count] = self._table[:, head:tail]
+            head, tail = 0, count
             self.reallocations += 1
         identity = self.next_id
-        self._table[:, self._tail] = (length, self.next_frame, identity, self._end, *extra)
-        self._tail += 1
+        table[:, tail] = (length, self.next_frame, identity, self._end, *extra)
+        self._show(table, head, tail + 1)
         self.next_id += 1
         self.next_frame += length
         self._end += length
         return identity
 
     def restore(
-        self, rows: Sequence[tuple[int, int, int, Sequence[int]]], next_ids: Sequence[int]
+        self, ids: Ints, starts: Ints, lengths: Ints, extra: Ints, next_ids: Sequence[int]
     ) -> None:
-        """Fill an empty index from saved rows: (id, first frame id, length, extra) each."""
-        assert not len(self)
-        for identity, start, length, extra in rows:
-            self.next_id, self.next_frame = identity, start
-            self.append(length, extra)
-        self.next_id, self.next_frame = int(next_ids[0]), int(next_ids[1])
-
-    def evict_oldest(self) -> int:
-        """Remove the oldest episode; return its id."""
-        if not len(self):
-            raise UsageError("there is no episode to evict")
-        identity = int(self.ids[0])
-        self.remove(0)
-        return identity
+        """Fill an empty index from saved columns and the next ids of an episode and a frame."""
+        ends = np.cumsum(lengths)
+        self._end = int(ends[-1:].sum())
+        self.next_id, self.next_frame = map(int, next_ids)
+        self._show(np.vstack([lengths, starts, ids, ends - lengths, extra]), 0, len(ids))
 
     def remove(self, row: int) -> None:
         """Remove the episode of a row: the first in O(1), any other by moving the later ones up."""
         if not 0 <= row < len(self):
             raise UsageError(f"row {row} is not one of {len(self)} episodes")
         if row == 0:
-            self._head += 1
+            self._show(self._table, self._head + 1, self._tail)
             return
-        length = int(self.lengths[row])
-        self._column(_AT)[row + 1 :] -= length
+        length, at = int(self.lengths[row]), self._head + row
+        self._at[row + 1 :] -= length
         self._end -= length
-        at = self._head + row
         self._table[:, at : self._tail - 1] = self._table[:, at + 1 : self._tail]
-        self._tail -= 1
+        self._show(self._table, self._head, self._tail - 1)
 
     def row_of(self, episode_id: int) -> int | None:
         """Return the row of an episode, None if it is not held."""
@@ -157,10 +125,9 @@ class EpisodeIndex:
         if wanted.size and (int(wanted.min()) < 0 or int(wanted.max()) >= frames):
             bad = wanted[(wanted < 0) | (wanted >= frames)].flat[0]
             raise UsageError(f"frame {bad} is not one of the {frames} frames held")
-        at = self._column(_AT)
-        absolute = wanted + at[:1].sum()
-        rows = at.searchsorted(absolute, side="right") - 1
-        return rows, absolute - at[rows]
+        absolute = wanted + self._at[:1].sum()
+        rows = self._at.searchsorted(absolute, side="right") - 1
+        return rows, absolute - self._at[rows]
 
     def locate(self, frame_ids: ArrayLike) -> tuple[Ints, Ints, NDArray[np.bool_]]:
         """Return rows and steps of a batch of frame ids, and which of them are still held.
@@ -223,7 +190,7 @@ class PrefixSum:
         if length > self.max_len:
             raise UsageError(f"an episode of {length} frames; at least 1, at most {self.max_len}")
         while self._index.frames + length > self.max_len:
-            self._index.evict_oldest()
+            self._index.remove(0)
         self._index.append(length)
 
     def get_range_idx(self, idx: Any) -> Any:

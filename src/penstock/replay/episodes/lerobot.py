@@ -34,16 +34,10 @@ _WINDOW_FRAMES = 4096
 
 @dataclass(frozen=True)
 class Source:
-    """Which features of which episodes go into a buffer, and under which keys.
-
-    Attributes:
-        dataset: Where they are.
-        keys: The key of each feature; `next.done` may be one that the dataset does not have.
-        episodes: Numbers of the episodes.
-    """
+    """Which features of which episodes go into a buffer, and under which keys."""
 
     dataset: Dataset
-    keys: dict[str, Key]
+    keys: dict[str, Key]  # of each feature; `next.done` may be one that the dataset does not have
     episodes: list[int]
 
     @classmethod

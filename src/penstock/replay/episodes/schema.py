@@ -128,21 +128,19 @@ def read_episode(
     found = dict(_leaves(episode, set(paths)))
     for path in found:
         known(path, paths, "the episode")
-    fields, arrays, length = [], [], -1
+    fields, arrays = [], []
     for path in paths:
         if path not in found:
             hint = did_you_mean(".".join(path), map(".".join, found)) if found else "it is empty"
             raise UsageError(f"the episode has no key {show(path)}; {hint}")
         field, array = _field(path, found[path])
-        if length < 0:
-            length = len(array)
-        if len(array) != length:
+        fields.append(field)
+        arrays.append(array)
+        if len(array) != (length := len(arrays[0])):
             raise UsageError(
                 f"the episode is ragged: {show(path)} has {len(array)} frames, "
                 f"{show(paths[0])} has {length}; give every key the same number"
             )
-        fields.append(field)
-        arrays.append(array)
     if length < 1:
         raise UsageError("the episode has no frames; add episodes of at least one")
     return fields, arrays, length
@@ -201,15 +199,13 @@ def _field(path: KeyPath, value: Any) -> tuple[Field, NDArray[Any]]:
 
 
 def _stacked(path: KeyPath, frames: Sequence[Any]) -> Any:
+    kinds: tuple[tuple[type, Any], ...] = ((torch.Tensor, torch.stack), (np.ndarray, np.stack))
     try:
-        if frames and all(isinstance(frame, torch.Tensor) for frame in frames):
-            if len({(frame.dtype, frame.shape) for frame in frames}) > 1:
-                raise ValueError("the frames differ in shape or dtype")
-            return torch.stack([frame.detach() for frame in frames])
-        if frames and all(isinstance(frame, np.ndarray) for frame in frames):
-            if len({frame.dtype for frame in frames}) > 1:
-                raise ValueError("the frames differ in dtype")
-            return np.stack(frames)
+        for kind, stack in kinds:
+            if frames and all(isinstance(frame, kind) for frame in frames):
+                if len({frame.dtype for frame in frames}) > 1:
+                    raise ValueError("the frames differ in dtype")
+                return stack(frames)
         return np.asarray(frames)
     except (ValueError, RuntimeError) as error:
         raise _ragged(path, error) from error

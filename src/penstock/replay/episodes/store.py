@@ -17,7 +17,6 @@ import math
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -34,7 +33,7 @@ from penstock.replay.episodes.schema import Settings
 from penstock.replay.frames import FrameCodec, Lz4Frames, RawFrames, choose_codec, frame_codec
 from penstock.replay.keys import Field, show
 from penstock.replay.priority import SumTree, checked_priorities
-from penstock.replay.segments import Block, LogReader, Place, Saved
+from penstock.replay.segments import Block, LogReader, Place, Saved, need, taking_in
 
 Bytes = NDArray[np.uint8]
 Ints = NDArray[np.int64]
@@ -44,7 +43,6 @@ Floats = NDArray[np.float64]
 
 HOLDER = "dict"
 _VERSION = 1
-_NONSENSE = (LookupError, ValueError, TypeError, AttributeError, OverflowError, UsageError)
 _LARGEST_RECORD = 2**32 - 1
 _ENTRY = np.dtype("<u4")
 _PAIRS = RawFrames(2 * _ENTRY.itemsize)
@@ -68,7 +66,7 @@ class Column:
         self.field = field
         self.codec = codec
         self.plain = codec.id == "raw"
-        self._old: Mapping[str, Any] | None = None
+        self.old: Mapping[str, Any] | None = None  # its settings in a file of before
 
     @classmethod
     def choose(cls, field: Field, frames: NDArray[Any], codec: str) -> Column:
@@ -99,13 +97,8 @@ class Column:
         ):
             raise CorruptFile(f"the key {dict(config)!r} makes no sense")
         column = cls(field, codec)
-        column._old = config if old else None
+        column.old = config if old else None
         return column
-
-    @property
-    def is_old(self) -> bool:
-        """Whether records in its file must be made anew."""
-        return self._old is not None
 
     def encode(self, frames: NDArray[Any]) -> Bytes:
         """Return the record of an episode's frames [T, *shape]."""
@@ -115,8 +108,8 @@ class Column:
 
     def from_file(self, record: Bytes, length: int) -> Bytes:
         """Return a record that comes from a file as it is kept in memory."""
-        if self._old is not None:
-            return self.encode(self._split(record, length, self._old))
+        if self.old is not None:
+            return self.encode(self._split(record, length, self.old))
         if not self.plain:
             _offsets(record, length, self.field)
         elif record.size != length * self.field.size:
@@ -227,7 +220,8 @@ class FramePriorities:
     @property
     def offsets(self) -> Ints:
         """Where the priorities of each episode start, by row."""
-        return self._index.column(_OFFSET)
+        offsets: Ints = self._index.extra[_OFFSET]
+        return offsets
 
     def add(self, length: int) -> int:
         """Make room for an episode, and return its offset."""
@@ -328,28 +322,30 @@ class EpisodeStore:
     @property
     def used(self) -> Ints:
         """When each episode was last used, by row."""
-        return self.index.column(_USED)
+        used: Ints = self.index.extra[_USED]
+        return used
 
     @property
     def locations(self) -> Ints:
         """Where the records lie, [keys, rows]."""
-        return self.index.columns(_FIRST, _FIRST + self._keys)
+        return self.index.extra[_FIRST : _FIRST + self._keys]
 
     @property
     def sizes(self) -> Ints:
         """Bytes of the records, [keys, rows]."""
-        return self.index.columns(_FIRST + self._keys, _FIRST + 2 * self._keys)
+        return self.index.extra[_FIRST + self._keys :]
 
     def check_fits(self, length: int, records: Iterable[RecordWriter]) -> None:
         """Refuse an episode that could not be held even alone."""
-        problem = ""
-        total = sum(record.size for record in records)
-        if self.settings.max_size is not None and length > self.settings.max_size:
-            problem = f"{length} frames does not fit max_size={self.settings.max_size}"
-        elif self._max_bytes is not None and total > self._max_bytes:
-            problem = f"{format_bytes(total)} does not fit max_bytes={self._max_bytes}"
-        if problem:
-            raise UsageError(f"an episode of {problem}; cut it, or make the buffer larger")
+        total, most = sum(record.size for record in records), self.settings.max_size
+        advice = "cut it, or make the buffer larger"
+        if most is not None and length > most:
+            raise UsageError(
+                f"an episode of {length} frames does not fit max_size={most}; {advice}"
+            )
+        if (most := self._max_bytes) is not None and total > most:
+            problem = f"an episode of {format_bytes(total)} does not fit max_bytes={most}"
+            raise UsageError(f"{problem}; {advice}")
 
     def put(self, length: int, records: Sequence[RecordWriter]) -> int:
         """Store an episode that was checked, forgetting others to make room; return its id."""
@@ -450,20 +446,12 @@ class EpisodeStore:
             "clock": self.clock,
             "next": [index.next_id, index.next_frame],
         }
-        tables: dict[str, NDArray[Any]] = {
-            "ids": index.ids.copy(),
-            "starts": index.starts.copy(),
-            "lengths": index.lengths.copy(),
-            "used": self.used.copy(),
-            "leaves": np.zeros_like(index.ids),
-        }
+        named = {"ids": index.ids, "starts": index.starts, "lengths": index.lengths}
+        named |= {"used": self.used, "leaves": index.extra[_OFFSET]}
+        tables: dict[str, NDArray[Any]] = {name: table.copy() for name, table in named.items()}
         if priorities is not None:
-            state["priorities"] = {
-                "capacity": priorities.tree.capacity,
-                "cursor": priorities.cursor,
-                "largest": priorities.largest,
-            }
-            tables["leaves"] = priorities.offsets.copy()
+            layout = {"cursor": priorities.cursor, "largest": priorities.largest}
+            state["priorities"] = {"capacity": priorities.tree.capacity, **layout}
             tables["priorities"] = priorities.held()
         return state, tables
 
@@ -472,16 +460,13 @@ def load(
     folder: str | os.PathLike[str], spill_dir: str | os.PathLike[str] | None
 ) -> tuple[EpisodeStore, Saved]:
     """Return what was saved, every byte verified."""
-    with LogReader(Path(folder), HOLDER) as log:
-        try:
-            return _load(log, spill_dir)
-        except _NONSENSE as error:
-            raise CorruptFile(f"{folder} is damaged: its state makes no sense ({error})") from error
+    with LogReader(os.fspath(folder), HOLDER) as log, taking_in(folder, UsageError):
+        return _load(log, spill_dir)
 
 
 def _load(log: LogReader, spill_dir: str | os.PathLike[str] | None) -> tuple[EpisodeStore, Saved]:
     state = log.state
-    _need(log, state["version"] == _VERSION, "its version is not of this penstock; upgrade it")
+    need(state["version"] == _VERSION, "a version that is not of this penstock; upgrade it")
     rng = np.random.default_rng()
     rng.bit_generator.state = tree.unflatten(state["rng"], _refuse)
     saved = Saved(log.folder.resolve(), log.digest)
@@ -490,7 +475,7 @@ def _load(log: LogReader, spill_dir: str | os.PathLike[str] | None) -> tuple[Epi
         return store, saved
     columns = [Column.from_config(config) for config in state["columns"]]
     paths = tuple(column.field.path for column in columns)
-    _need(log, paths == store.settings.paths, "its keys contradict each other")
+    need(paths == store.settings.paths, "its keys contradict each other")
     store.columns, store.as_tensordict = columns, state["tensordict"] is True
     names = ("ids", "starts", "lengths", "used", "leaves", "segment", "place")
     ids, starts, lengths, used, offsets, segments, places = log.ints(*names)
@@ -499,7 +484,7 @@ def _load(log: LogReader, spill_dir: str | os.PathLike[str] | None) -> tuple[Epi
         good = good and (np.diff(ids) > 0).all() and (np.diff(starts) >= lengths[:-1]).all()
         good = good and min(ids[0], starts[0], lengths.min() - 1) >= 0
         good = good and ids[-1] < state["next"][0] and starts[-1] + lengths[-1] <= state["next"][1]
-        _need(log, good, "its list of episodes makes no sense")
+        need(good, "its list of episodes makes no sense")
     extra = np.zeros((_FIRST + 2 * len(columns), len(ids)), np.int64)
     extra[_USED], extra[_OFFSET] = used, offsets
     for number, name in enumerate(log.segments):
@@ -509,12 +494,12 @@ def _load(log: LogReader, spill_dir: str | os.PathLike[str] | None) -> tuple[Epi
             held, steps = segment.read("ids"), segment.read("lengths")
             good = at.size and at.min() >= 0 and at.max() < len(held)
             good = good and np.array_equal(held[at], ids[rows])
-            _need(log, good and np.array_equal(steps[at], lengths[rows]), f"{name} has others")
+            need(good and np.array_equal(steps[at], lengths[rows]), f"{name} has others")
             total = 0
             for k, column in enumerate(columns):
                 sizes, data = segment.read(f"sizes.{k}"), segment.read(f"records.{k}")
                 good = sizes.shape == held.shape and (sizes >= 1).all() and sizes.sum() == data.size
-                _need(log, good, f"the records of {name} make no sense")
+                need(good, f"the records of {name} make no sense")
                 total += data.size
                 ends = np.cumsum(sizes)
                 for row, place in zip(rows.tolist(), at.tolist(), strict=True):
@@ -522,20 +507,14 @@ def _load(log: LogReader, spill_dir: str | os.PathLike[str] | None) -> tuple[Epi
                     record = column.from_file(record, int(steps[place]))
                     extra[_FIRST + k, row] = store.arena.put([record], record.size)
                     extra[_FIRST + len(columns) + k, row] = record.size
-        if not any(column.is_old for column in columns):  # those are written anew, as they are now
+        if not any(column.old for column in columns):  # those are written anew, as they are now
             saved.sizes[name] = total
             saved.places.update({int(held[k]): Place(name, k) for k in at.tolist()})
-    rows_of_index = (ids.tolist(), starts.tolist(), lengths.tolist(), extra.T.tolist())
-    store.index.restore(list(zip(*rows_of_index, strict=True)), state["next"])
+    store.index.restore(ids, starts, lengths, extra, state["next"])
     store.clock = int(state["clock"])
     if store.priorities is not None:
         store.priorities.restore(state["priorities"], log.item("priorities"))
     return store, saved
-
-
-def _need(log: LogReader, condition: Any, problem: str) -> None:
-    if not condition:
-        raise CorruptFile(f"{log.folder} is damaged: {problem}")
 
 
 def _refuse(record: dict[str, Any]) -> Any:

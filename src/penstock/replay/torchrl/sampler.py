@@ -19,21 +19,18 @@ from numpy.typing import NDArray
 from penstock.core.extras import needs_torchrl
 from penstock.core.files import make_folder, storage_error
 from penstock.core.pack import Item, PackReader, PackWriter
-from penstock.errors import CorruptFile, PenstockWarning, UnknownFormat, UsageError
+from penstock.errors import PenstockWarning, UnknownFormat, UsageError
 
 with needs_torchrl("PrioritySampler"):
     from torchrl.data.replay_buffers.samplers import PrioritizedSampler, PrioritizedSliceSampler
     from torchrl.data.replay_buffers.storages import Storage
 
 from penstock.replay.priority import SumTree, checked_priorities, importance_weights
+from penstock.replay.segments import taking_in
 
 KIND = "replay-sampler"
 _FILE = "sampler.pack"
 _REDUCTIONS = ("max", "min", "median", "mean")
-_NONSENSE = (
-    *(LookupError, ValueError, TypeError, AttributeError, UsageError),
-    *(OverflowError, RecursionError),
-)
 
 Ints = NDArray[np.int64]
 
@@ -83,14 +80,11 @@ class PrioritySampler(PrioritizedSampler):  # type: ignore[misc]
         *,
         seed: int | None = None,
     ) -> None:
-        for name, value in (("alpha", alpha), ("beta", beta), ("eps", eps)):
-            if not (np.isfinite(value) and value >= 0):
-                raise UsageError(f"{name} is {value}; give a number from 0")
         if reduction not in _REDUCTIONS:
             raise UsageError(f"reduction is {reduction!r}; use one of {', '.join(_REDUCTIONS)}")
         # Not super().__init__: it would ask for the extension, and complain that it is missing.
         self._max_capacity = max_capacity
-        self._alpha, self._beta, self._eps = float(alpha), float(beta), float(eps)
+        self._alpha, self._beta, self._eps = _checked(alpha, beta, eps)
         self.reduction = reduction
         self.dtype = _weight_dtype(dtype)
         self._max_priority_within_buffer = max_priority_within_buffer
@@ -98,18 +92,9 @@ class PrioritySampler(PrioritizedSampler):  # type: ignore[misc]
         self._generator = np.random.default_rng(seed)
         self._init()
 
-    @property
-    def device(self) -> torch.device:
-        """Where the tree is: always in memory."""
-        return torch.device("cpu")
-
-    @property
-    def _sum_tree(self) -> SegmentTree:  # as code written for TorchRL's sampler may look at it
-        return SegmentTree(self._tree, self.dtype, "total")
-
-    @property
-    def _min_tree(self) -> SegmentTree:
-        return SegmentTree(self._tree, self.dtype, "min")
+    # As code written for TorchRL's sampler may look at them.
+    _sum_tree = property(lambda self: SegmentTree(self._tree, self.dtype, "total"))
+    _min_tree = property(lambda self: SegmentTree(self._tree, self.dtype, "min"))
 
     def _init(self) -> None:
         self._tree = SumTree(self._max_capacity)
@@ -150,12 +135,8 @@ class PrioritySampler(PrioritizedSampler):  # type: ignore[misc]
 
         Args:
             index: Slots; with several dimensions, one row of coordinates each.
-            priority: One per slot, or one for all: not negative.
+            priority: One per slot, or one for all. If one is no number from 0, nothing is changed.
             storage: Needed if it has several dimensions.
-
-        Raises:
-            UsageError: They do not fit together, or a priority is not a number from 0; nothing is
-                changed.
         """
         slots = np.asarray(torch.as_tensor(index).cpu(), np.int64)
         if slots.ndim > 1:
@@ -171,9 +152,7 @@ class PrioritySampler(PrioritizedSampler):  # type: ignore[misc]
         if values.size not in (1, slots.size):
             raise UsageError(f"{values.size} priorities for {slots.size} slots; give one for each")
         known = slots >= 0
-        if not known.all():
-            slots = slots[known]
-            values = values[known] if values.size == known.size else values
+        slots, values = slots[known], np.broadcast_to(values, slots.shape)[known]
         if not slots.size:
             return
         self._tree.set(slots, (values + self._eps) ** self._alpha)
@@ -181,8 +160,7 @@ class PrioritySampler(PrioritizedSampler):  # type: ignore[misc]
         within = self._max_priority_within_buffer and self._alpha
         twice = within and np.unique(slots).size < slots.size  # the last value of a slot counts
         if (largest is None or values.max() > largest) and not twice:
-            at = int(slots[values.argmax()]) if values.size == slots.size else int(slots[0])
-            self._max_priority = (float(values.max()), at)
+            self._max_priority = (float(values.max()), int(slots[values.argmax()]))
         elif within and (twice or (slots == at).any()):
             kept = self._priorities()
             largest = max(0.0, float(kept.max()) ** (1 / self._alpha) - self._eps)
@@ -190,33 +168,41 @@ class PrioritySampler(PrioritizedSampler):  # type: ignore[misc]
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state: numbers, and the priorities as one tensor."""
-        return {**self._settings(), "priorities": torch.from_numpy(self._priorities())}
+        numbers = {"alpha": self._alpha, "beta": self._beta, "eps": self._eps}
+        rng = json.dumps(self._generator.bit_generator.state)
+        priorities = torch.from_numpy(self._priorities())
+        return {**numbers, "largest": [*self._max_priority], "rng": rng, "priorities": priorities}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Take over what `state_dict` returned.
-
-        Raises:
-            UsageError: It is of a sampler of another size.
-            CorruptFile: It makes no sense; the sampler is unchanged.
-        """
-        try:
+        """Take over what `state_dict` returned, or raise and change nothing."""
+        with taking_in("this state"):
             priorities = _doubles(state_dict["priorities"])
-        except _NONSENSE as error:
-            raise CorruptFile(f"this state makes no sense ({error!r})") from error
-        self._restore(state_dict, priorities)
+        if priorities.shape != (self._max_capacity,):
+            raise UsageError(
+                f"it was saved with {priorities.size} slots, this sampler has {self._max_capacity}"
+            )
+        with taking_in("this state", UsageError):
+            alpha, beta, eps = _checked(*(state_dict[name] for name in ("alpha", "beta", "eps")))
+            largest, at = state_dict["largest"]
+            known = None if largest is None else (float(largest), int(at))
+            generator = np.random.default_rng()
+            generator.bit_generator.state = json.loads(state_dict["rng"])
+            tree = SumTree(self._max_capacity)
+            written = np.flatnonzero(priorities)
+            tree.set(written, priorities[written])
+        self._alpha, self._beta, self._eps = alpha, beta, eps
+        self._max_priority = known
+        self._tree, self._generator = tree, generator
 
     def dumps(self, path: str | PathLike[str]) -> None:
         """Save into a folder, atomically."""
-        folder = make_folder(path)
-        with PackWriter(folder / _FILE, kind=KIND, meta=self._settings()) as pack:
-            pack.write([Item("priorities", self._priorities())])
+        state = self.state_dict()
+        priorities = Item("priorities", state.pop("priorities").numpy())
+        with PackWriter(make_folder(path) / _FILE, kind=KIND, meta=state) as pack:
+            pack.write([priorities])
 
     def loads(self, path: str | PathLike[str]) -> None:
-        """Load what `dumps` saved.
-
-        Raises:
-            DataError: There is no such file, or it is damaged; the sampler is unchanged.
-        """
+        """Load what `dumps` saved, or raise and change nothing."""
         file = Path(path) / _FILE
         try:
             pack = PackReader(file)
@@ -227,41 +213,10 @@ class PrioritySampler(PrioritizedSampler):  # type: ignore[misc]
         with pack:
             if pack.index.kind != KIND or pack.names != ["priorities"]:
                 raise UnknownFormat(f"{file} is not a saved sampler")
-            self._restore(pack.index.meta, pack.read("priorities"))
-
-    def _settings(self) -> dict[str, Any]:
-        return {
-            "alpha": self._alpha,
-            "beta": self._beta,
-            "eps": self._eps,
-            "largest": list(self._max_priority),
-            "rng": json.dumps(self._generator.bit_generator.state),
-        }
+            self.load_state_dict({**pack.index.meta, "priorities": pack.read("priorities")})
 
     def _priorities(self) -> NDArray[np.float64]:
         return self._tree.get(np.arange(self._max_capacity))
-
-    def _restore(self, settings: dict[str, Any], priorities: NDArray[np.float64]) -> None:
-        if priorities.shape != (self._max_capacity,):
-            raise UsageError(
-                f"it was saved with {priorities.size} slots, this sampler has {self._max_capacity}"
-            )
-        try:
-            alpha, beta, eps = (float(settings[name]) for name in ("alpha", "beta", "eps"))
-            if not all(np.isfinite(value) and value >= 0 for value in (alpha, beta, eps)):
-                raise ValueError(f"alpha {alpha}, beta {beta}, eps {eps}")
-            largest, at = settings["largest"]
-            known = None if largest is None else (float(largest), int(at))
-            generator = np.random.default_rng()
-            generator.bit_generator.state = json.loads(settings["rng"])
-            tree = SumTree(self._max_capacity)
-            written = np.flatnonzero(priorities)
-            tree.set(written, priorities[written])
-        except _NONSENSE as error:
-            raise CorruptFile(f"its settings make no sense ({error!r})") from error
-        self._alpha, self._beta, self._eps = alpha, beta, eps
-        self._max_priority = known
-        self._tree, self._generator = tree, generator
 
     def _retransform_priority_trees(self, old_alpha: float, new_alpha: float) -> None:
         """Follow a change of `alpha`: the tree holds (priority + eps) ** alpha."""
@@ -324,6 +279,13 @@ class SegmentTree:
     def scan_lower_bound(self, sums: Any) -> torch.Tensor:
         """Find entries by their running sums."""
         return torch.from_numpy(self._tree.find(_doubles(sums).reshape(-1)))
+
+
+def _checked(*settings: float) -> list[float]:
+    for name, value in zip(("alpha", "beta", "eps"), settings, strict=True):
+        if not (np.isfinite(value) and value >= 0):
+            raise UsageError(f"{name} is {value}; give a number from 0")
+    return list(map(float, settings))
 
 
 def _weight_dtype(dtype: torch.dtype) -> torch.dtype:

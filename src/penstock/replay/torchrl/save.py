@@ -20,11 +20,19 @@ from tensordict import TensorDict, TensorDictBase
 from torchrl.data.replay_buffers.checkpointers import StorageCheckpointerBase
 
 from penstock.core.pack import DTYPES, Item
-from penstock.errors import CorruptFile, DataError, UsageError
+from penstock.errors import UsageError
 from penstock.replay.arena import CompressedColumns, Encoded
-from penstock.replay.frames import FrameCodec, frame_codec
+from penstock.replay.frames import frame_codec
 from penstock.replay.keys import Field
-from penstock.replay.segments import Block, LogReader, Place, Saved, SegmentLog, save_blocks
+from penstock.replay.segments import (
+    Block,
+    LogReader,
+    Place,
+    Saved,
+    need,
+    save_blocks,
+    taking_in,
+)
 from penstock.replay.torchrl.structure import Form, KeyTree, as_rows
 from penstock.tensors import flat_words, tensor_over
 
@@ -33,20 +41,13 @@ if TYPE_CHECKING:
 
 HOLDER = "CompressedStorage"
 BLOCK = 256
-_NONSENSE = (LookupError, ValueError, TypeError, AttributeError, OverflowError, RuntimeError)
-# What taking in a hostile description may raise.
 
 Ints = NDArray[np.int64]
 Part = dict[str, NDArray[Any]]
 
 
 class SlotTracker:
-    """Which slots hold something, and when each block of them was last written.
-
-    Attributes:
-        written: Per slot, whether it holds something.
-        versions: Per block, the value of the clock at its last write.
-    """
+    """Which slots hold something (`written`), and the clock of the last write of each block."""
 
     def __init__(self, slots: int, clock: int = 0) -> None:
         self.clock = clock + 1
@@ -80,13 +81,29 @@ class SegmentCheckpointer(StorageCheckpointerBase):  # type: ignore[misc]
             raise UsageError("this storage was never written; there is nothing to save")
         with storage._saving:
             content = _Content(storage)
-            storage._saved = save_blocks(content, storage._lock, path, HOLDER, storage._saved)
+            storage._saved = save_blocks(content, storage.lock, path, HOLDER, storage._saved)
 
     def loads(self, storage: CompressedStorage, path: str | PathLike[str]) -> None:
         """Load; the storage must be as large as the one that was saved."""
         self._refuse_hooks()
-        with storage._lock, SegmentLog.read(str(path), HOLDER) as log:
-            _load(storage, log)
+        sizes: dict[str, int] = {}
+        with storage.lock, LogReader(str(path), HOLDER) as log:
+            with taking_in(log.folder):
+                if "home" in log.names:  # files of before: per block, the number of its segment
+                    home = log.item("home").astype(np.int64)
+                    block = np.flatnonzero(home >= 0)
+                    segment, place = home[block], np.zeros_like(block)
+                    need((segment < len(log.segments)).all(), "its table of blocks")
+                else:
+                    block, segment, place = log.ints("block", "segment", "place")
+                install(storage, log.state, _read_parts(log, block, segment, sizes))
+            held = _Content(storage).blocks()
+            places = {
+                k: Place(log.segments[s], p, held[k].version)
+                for k, s, p in zip(block.tolist(), segment.tolist(), place.tolist(), strict=True)
+                if k in held
+            }
+            storage._saved = Saved(log.folder.resolve(), log.digest, places, sizes)
 
     def _refuse_hooks(self) -> None:
         if self._save_hooks or self._load_hooks:
@@ -131,30 +148,6 @@ class _Content:
     def state(self, blocks: Mapping[int, Block]) -> tuple[dict[str, Any], dict[str, NDArray[Any]]]:
         """Return what is not in the blocks, but for their numbers."""
         return describe(self._storage), {"block": np.array(list(blocks), np.int64)}
-
-
-def _load(storage: CompressedStorage, log: LogReader) -> None:
-    try:
-        if "home" in log.names:  # files of before: per block, the number of its segment, or -1
-            home = log.item("home").astype(np.int64)
-            block = np.flatnonzero(home >= 0)
-            segment, place = home[block], np.zeros_like(block)
-            _need((segment < len(log.segments)).all(), "its table of blocks")
-        else:
-            block, segment, place = log.ints("block", "segment", "place")
-        sizes: dict[str, int] = {}
-        install(storage, log.state, _read_parts(log, block, segment, sizes))
-    except DataError as error:
-        raise type(error)(f"{log.folder} cannot be loaded: {error}") from error
-    except _NONSENSE as error:
-        raise CorruptFile(f"{log.folder} cannot be loaded: its tables make no sense") from error
-    blocks = _Content(storage).blocks()
-    places = {
-        k: Place(log.segments[s], p, blocks[k].version)
-        for k, s, p in zip(block.tolist(), segment.tolist(), place.tolist(), strict=True)
-        if k in blocks
-    }
-    storage._saved = Saved(log.folder.resolve(), log.digest, places, sizes)
 
 
 def _read_parts(
@@ -215,28 +208,24 @@ def import_state(storage: CompressedStorage, state: dict[str, Any]) -> None:
         _import_plain(storage, state)
         return
     part: Part = {}
-    try:
+    with taking_in("this state"):
         description = json.loads(state["description"])
         for name, tensor in state["tensors"].items():
             whole = tensor.cpu().contiguous()
             part[name] = flat_words(whole).reshape(tuple(whole.shape))
-    except _NONSENSE as error:
-        raise CorruptFile(f"this state makes no sense ({error!r})") from error
     install(storage, description, [part])
 
 
 def _import_plain(storage: CompressedStorage, state: dict[str, Any]) -> None:
     """Take over the state of a LazyTensorStorage: all of its slots, written or not, in one tree."""
-    try:
+    with taking_in("this state"):
         content, length = state["_storage"], int(state["_len"])
         if not isinstance(content, torch.Tensor):
             content = TensorDict({}, []).load_state_dict(content, strict=False)
         dims = tuple(content.shape[: storage.ndim])
         written = content[: -(-length // max(1, int(np.prod(dims[1:]))))]
-    except _NONSENSE as error:
-        raise CorruptFile(f"this state makes no sense ({error!r})") from error
     _check_dims(storage, dims)
-    _need(0 <= length <= int(np.prod(dims)), f"a length of {length}")
+    need(0 <= length <= int(np.prod(dims)), f"a length of {length}")
     if not length:
         storage._empty()
         return
@@ -245,11 +234,6 @@ def _import_plain(storage: CompressedStorage, state: dict[str, Any]) -> None:
     apart.set(range(len(written)), written)
     apart._len = length
     import_state(storage, export_state(apart))
-
-
-def _need(condition: bool | np.bool_, problem: str) -> None:
-    if not condition:
-        raise CorruptFile(f"this makes no sense: {problem}")
 
 
 def _check_dims(storage: CompressedStorage, dims: tuple[int, ...]) -> None:
@@ -294,25 +278,23 @@ def describe(storage: CompressedStorage) -> dict[str, Any]:
 
 def install(storage: CompressedStorage, state: Any, parts: Iterable[Part]) -> None:
     """Build everything anew, and only when it is whole put it in place of what is there."""
-    try:
+    with taking_in("this state"):
         dims = tuple(int(n) for n in state["dims"])
         _check_dims(storage, dims)
         keys = [Field.from_config(record) for record in state["keys"]]
-        _need(len({key.path for key in keys}) == len(keys), "a key is there twice")
-        codecs: dict[int, FrameCodec] = {}
-        for k, record in enumerate(state["keys"]):
-            if record["codec"] is not None:
-                codecs[k] = frame_codec(record["codec"])
-                _need(codecs[k].size == keys[k].size, f"the codec of {keys[k].name} does not fit")
+        need(len({key.path for key in keys}) == len(keys), "a key is there twice")
+        configs = {k: one["codec"] for k, one in enumerate(state["keys"]) if one["codec"]}
+        codecs = {k: frame_codec(config) for k, config in configs.items()}
+        need(all(codec.size == keys[k].size for k, codec in codecs.items()), "a codec does not fit")
         extras = {tuple(path): tuple(extra) for path, extra in state["extras"]}
         tree = KeyTree(keys, extras, list(codecs))
         first = frozenset(keys[k].path for k, record in enumerate(state["keys"]) if record["first"])
         form = Form.from_json(state.get("form"))  # files of before have none
         length, cursor, names = state["len"], state["cursor"], state["names"]
         slots = int(np.prod(dims))
-        _need(type(length) is int and 0 <= length <= slots, f"a length of {length!r}")
+        need(type(length) is int and 0 <= length <= slots, f"a length of {length!r}")
         good = cursor is None or (type(cursor) is int and 0 <= cursor < slots)
-        _need(good, f"a cursor at {cursor!r}")
+        need(good, f"a cursor at {cursor!r}")
         known = isinstance(storage.device, torch.device)
         device = storage.device if known else torch.device("cpu")  # "auto" has nothing to follow
         leaves = {
@@ -324,8 +306,6 @@ def install(storage: CompressedStorage, state: Any, parts: Iterable[Part]) -> No
             _fill(part, tree, leaves, columns, tracker)
         shaped = {k: leaf.view(*dims, *keys[k].shape) for k, leaf in leaves.items()}
         plain = tree.assemble(shaped, dims, torch.device("cpu"), names).to(device)
-    except _NONSENSE as error:
-        raise CorruptFile(f"its description makes no sense ({error!r})") from error
     if form != Form() or storage._form.kind is None:  # a file does not name a tensorclass
         storage._form = form
     storage.device = device
@@ -347,16 +327,16 @@ def _fill(
     tracker: SlotTracker,
 ) -> None:
     slots = part["slots"]
-    _need(slots.dtype == np.int64 and slots.ndim == 1, "its table of slots")
-    _need(len(part) == 1 + len(tree.plain) + 2 * len(tree.big), "it has other keys")
+    need(slots.dtype == np.int64 and slots.ndim == 1, "its table of slots")
+    need(len(part) == 1 + len(tree.plain) + 2 * len(tree.big), "it has other keys")
     last = tracker.written.size - 1
-    _need(((slots >= 0) & (slots <= last)).all(), "a slot is out of range")
+    need(((slots >= 0) & (slots <= last)).all(), "a slot is out of range")
     once = np.unique(slots).size == slots.size and not tracker.written[slots].any()
-    _need(once, "a slot is there twice")
+    need(once, "a slot is there twice")
     for k, leaf in leaves.items():
         key, array = tree.keys[k], part[f"plain.{k}"]
         good = array.dtype == DTYPES[key.dtype].words and array.shape == (slots.size, *key.shape)
-        _need(good, f"{key.name} is {array.dtype} {list(array.shape)}")
+        need(good, f"{key.name} is {array.dtype} {list(array.shape)}")
         rows = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
         as_rows(leaf, 1)[slots] = rows.reshape(slots.size, key.size)
     encoded: dict[int, Encoded] = {}
@@ -365,7 +345,7 @@ def _fill(
         good = lengths.shape == slots.shape and lengths.dtype == np.int64 and data.ndim == 1
         good = good and data.dtype == np.uint8 and bool((lengths >= 0).all())
         good = good and bool((lengths <= data.size).all()) and int(lengths.sum()) == data.size
-        _need(good, f"the frames of {tree.keys[k].name}")
-        encoded[k] = Encoded(data, lengths)
+        need(good, f"the frames of {tree.keys[k].name}")
+        encoded[k] = data, lengths
     columns.store(slots, encoded)
     tracker.touch(slots)

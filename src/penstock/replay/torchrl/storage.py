@@ -16,12 +16,12 @@ from typing import Any
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 
 from penstock.core.extras import needs_torchrl
+from penstock.core.interrupt import signals_postponed
 from penstock.core.memory import parse_bytes, whole_number
 from penstock.core.reuse import ReusedMemory
-from penstock.errors import UnsupportedValue, UsageError
+from penstock.errors import CorruptFile, UnsupportedValue, UsageError
 
 with needs_torchrl("CompressedStorage"):
     from tensordict import TensorDict, TensorDictBase
@@ -32,15 +32,6 @@ from penstock.replay.arena import CompressedColumns, Encoded
 from penstock.replay.frames import FrameCodec, choose_codec
 from penstock.replay.keys import Codecs, KeyPath, check_codecs, codecs_of
 from penstock.replay.segments import Saved
-from penstock.replay.torchrl.access import (
-    StorageSlice,
-    TensorSlice,
-    is_view,
-    key_path,
-    place,
-    reads_columns,
-    slots_at,
-)
 from penstock.replay.torchrl.save import (
     SegmentCheckpointer,
     SlotTracker,
@@ -49,21 +40,28 @@ from penstock.replay.torchrl.save import (
     import_state,
 )
 from penstock.replay.torchrl.structure import (
+    Decoded,
     Form,
     KeyTree,
+    Slots,
+    StorageSlice,
+    TensorSlice,
     as_rows,
     extras_of,
     field_of,
+    is_view,
+    key_path,
     leaves_of,
+    place,
+    reads_columns,
+    slots_at,
     stack_items,
 )
 
-Slots = NDArray[np.int64]
 Leaves = dict[KeyPath, torch.Tensor]
 
 _PLAIN_BYTES = 256  # below this, a key is not worth a look-up of its own
 _REUSED_BYTES = 64 * 1024
-_SAMPLE_ITEMS = 64  # to choose a codec by
 # Torch has no indexing for these: they go to the columns, compressed or not.
 _NOT_INDEXED = (torch.uint16, torch.uint32, torch.uint64)
 _ADDED_BY_TORCHRL = {("index",)}  # by some writers, to some data
@@ -77,10 +75,11 @@ class CompressedStorage(LazyTensorStorage):  # type: ignore[misc]
     codec of each key is chosen at the first write, from its data, and verified by a round trip.
     Batches are decoded into memory that is used again once nobody holds the batch any more.
 
-    Reading by an index gives copies. Of a slice (`storage[:]`), small keys are views, as in
-    LazyTensorStorage; large keys are decoded copies. The methods of a slice (`slice[i, j] = data`,
-    `set_`, `set_at_`, `update_`), by which TorchRL's buffer writes, write all keys to the storage;
-    writing into a tensor of a large key (`slice["pixels"][3] = 0`) changes that copy only.
+    Reading by an index gives copies. A slice (`storage[:]`) is a view, as in LazyTensorStorage:
+    what is written to it, or to a part of it by torch (`slice["pixels"][3] = 0`), is written to the
+    storage, and it shows what is written later. The whole large key of the slice is decoded and
+    encoded for that; the methods of the slice itself (`slice[i, j] = data`, `set_`, `set_at_`,
+    `update_`), by which TorchRL's buffer writes, encode only what changes, all keys or none.
 
     Args:
         max_size: Number of slots.
@@ -118,7 +117,7 @@ class CompressedStorage(LazyTensorStorage):  # type: ignore[misc]
         super().__init__(max_size, ndim=ndim, device=device)
         self._codecs = codecs
         self._spill: dict[str, Any] = {"memory_bytes": memory, "spill_dir": spill_dir}
-        self._lock = threading.RLock()
+        self.lock = threading.RLock()
         self._saving = threading.Lock()
         self._memory = ReusedMemory()
         self._form = Form()
@@ -150,20 +149,16 @@ class CompressedStorage(LazyTensorStorage):  # type: ignore[misc]
         return {"codecs": self._codecs, "ndim": self.ndim, "device": device, **self._spill}
 
     def set(self, cursor: Any, data: Any, *, set_cursor: bool = True) -> None:
-        """Write slots; called by the buffer's writer.
+        """Write slots, or raise and change nothing; called by the buffer's writer.
 
         Args:
             cursor: A slot, or several, along the first dimension.
             data: As many items, in the form of the first data; a list holds them one by one.
             set_cursor: False writes in place: the length stays, and keys may be left out.
-
-        Raises:
-            UsageError: The data does not fit what is stored; the storage is unchanged.
-            UnsupportedValue: Something in it is not a tensor.
         """
         if isinstance(data, list) and data:
             data = stack_items(data)
-        with self._lock:
+        with self.lock:
             form = self._form if self.initialized else Form.of(data)
             lead = int(self.ndim) - isinstance(cursor, int | np.integer)
             mask = getattr(cursor, "dtype", None) in (torch.bool, np.bool_)
@@ -172,7 +167,7 @@ class CompressedStorage(LazyTensorStorage):  # type: ignore[misc]
             data = form.wrap(data, lead)
             slots, cursor, data = place(cursor, data, self.ndim, self.max_size, self._dims)
             lead = slots.ndim
-            leaves = dict(leaves_of(data))
+            data, leaves = self.apart(data)
             tree, columns = self._tree, self._columns
             if columns is None:
                 tree, columns = self._choose(leaves, extras_of(data, lead), slots)
@@ -184,30 +179,39 @@ class CompressedStorage(LazyTensorStorage):  # type: ignore[misc]
             flat = slots.reshape(-1)
             encoded: dict[int, Encoded] = {}
             for k in tree.big:
-                if tree.keys[k].path in leaves:
-                    rows = as_rows(leaves[tree.keys[k].path].cpu(), lead)
-                    encoded[k] = columns.encode(k, rows)
-            columns.store(flat, encoded)
+                if (leaf := leaves.get(tree.keys[k].path)) is not None:
+                    encoded[k] = columns.codecs[k].encode(as_rows(leaf.cpu(), lead))
             plain = data.exclude(*(tree.keys[k].path for k in tree.big)) if tree.big else data
-            first = not self.initialized
-            super().set(cursor, plain, set_cursor=set_cursor)
-            if first:
-                self._form, self._tree, self._columns = form, tree, columns
-                self._tracker = SlotTracker(self._capacity, self._tracker.clock)
-                self._first_paths = frozenset(tree.number) - _ADDED_BY_TORCHRL
-                self._refresh()
-            self._tracker.touch(flat)
+            with signals_postponed():  # an interrupt must not leave half of a record
+                columns.store(flat, encoded)
+                first = not self.initialized
+                super().set(cursor, plain, set_cursor=set_cursor)
+                if first:
+                    self._form, self._tree, self._columns = form, tree, columns
+                    self._tracker = SlotTracker(self._capacity, self._tracker.clock)
+                    self._first_paths = frozenset(tree.number) - _ADDED_BY_TORCHRL
+                    self._refresh()
+                self._tracker.touch(flat)
+
+    def apart(self, data: TensorDictBase) -> tuple[TensorDictBase, Leaves]:
+        """Return data, and its tensors; copied if it is a part of this very storage."""
+        leaves = dict(leaves_of(data))
+        own = {leaf.untyped_storage().data_ptr() for _, leaf, _ in self._flat}
+        if own.isdisjoint(leaf.untyped_storage().data_ptr() for leaf in leaves.values()):
+            return data, leaves
+        copy = data.clone()
+        return copy, dict(leaves_of(copy))
 
     def get(self, index: Any) -> Any:
         """Read slots, by any index that a TensorDict takes; or one key of all of them."""
-        with self._lock:
+        with self.lock:
             return self._read(index, self._tree.big)
 
     def __getitem__(self, item: Any) -> Any:
         # A sampler asks for `storage[:]` at every batch, to look at one small column of it. Who
         # asks decides only about cost: a caller that is not known here gets everything.
         if self._tree.big and reads_columns(sys._getframe(1)):
-            with self._lock:
+            with self.lock:
                 return self._read(item, [])
         return self.get(item)
 
@@ -223,23 +227,20 @@ class CompressedStorage(LazyTensorStorage):  # type: ignore[misc]
         if self._form.structure is not None and type(index) is tuple and len(index) > self.ndim:
             whole = self._form.unwrap(self._get_any(slice(None), self._tree.big))
             return tree_map(lambda leaf: leaf[index], whole)  # into the tensors, beyond the slots
-        content = self._get_any(index, big)
-        data = self._form.unwrap(content)
-        if self._form.is_tensor and isinstance(content, StorageSlice) and self._tree.big:
-            return TensorSlice.over(data, content)
-        return data
+        return self._form.unwrap(self._get_any(index, big))
 
     def write_keys(
-        self, slots: Slots, changes: Mapping[KeyPath, Any], write_plain: Callable[[], object]
+        self,
+        slots: Slots,
+        changes: Mapping[KeyPath, Any],
+        write_plain: Callable[[], object] = lambda: None,
     ) -> None:
-        """Write compressed keys of slots, and the plain ones by the call; what fails, fails before.
+        """Write compressed keys of slots, and the plain ones by the call: all of it, or nothing.
 
-        Args:
-            slots: Which, in any shape; of one that is named twice, the last value counts.
-            changes: By key: anything that torch would take for `tensor[slots] = value`.
-            write_plain: Writes the plain keys.
+        `changes` are by key, anything that torch would take for `tensor[slots] = value`; of a slot
+        that is named twice, the last value counts.
         """
-        with self._lock:
+        with self.lock:
             assert self._columns is not None
             flat, last = np.unique(slots.reshape(-1)[::-1], return_index=True)
             kept = slots.size - 1 - last
@@ -249,42 +250,54 @@ class CompressedStorage(LazyTensorStorage):  # type: ignore[misc]
                 key = self._tree.keys[k]
                 target = torch.empty((*slots.shape, *key.shape), dtype=key.torch_dtype)
                 target[...] = value
-                encoded[k] = self._columns.encode(k, as_rows(target, slots.ndim)[kept])
-            write_plain()
-            if flat.size:
-                self._columns.store(flat, encoded)
+                encoded[k] = self._columns.codecs[k].encode(as_rows(target, slots.ndim)[kept])
+            before = []
+            for _, leaf, _ in self._flat:
+                index = torch.from_numpy(flat).to(leaf.device)
+                before.append((leaf, index, leaf.index_select(0, index)))
+            with signals_postponed():  # as in `set`
+                try:
+                    write_plain()
+                    self._columns.store(flat, encoded)
+                except BaseException:  # a key that does not fit, a full disk
+                    for leaf, index, rows in before:
+                        leaf.index_copy_(0, index, rows)
+                    raise
                 self._tracker.touch(flat)
+
+    def decoded(self, path: KeyPath, slots: Slots) -> torch.Tensor:
+        """Return a compressed key of slots, as it is now."""
+        return self._decode(self._tree.number[path], slots)
+
+    @property
+    def clock(self) -> int:
+        """Moves with every write."""
+        return self._tracker.clock
 
     def flatten(self) -> Any:
         """Return a storage of one dimension with the same content, decoded."""
         if self.ndim == 1:
             return self
-        content = self._get_any(slice(None), self._tree.big).flatten(0, self.ndim - 1)
-        return TensorStorage(self._form.unwrap(content))
+        with self.lock:
+            content = self._get_any(slice(None), self._tree.big).flatten(0, self.ndim - 1)
+            return TensorStorage(self._form.unwrap(content))
 
     def state_dict(self, *, compressed: bool = True) -> dict[str, Any]:
         """Return the content as tensors, for `torch.save`.
 
-        Args:
-            compressed: Whether large keys stay compressed. False returns what a LazyTensorStorage
-                of this size would, and takes as much memory; such a one can load it.
+        `compressed=False` returns what a LazyTensorStorage of this size would, and can load.
         """
-        with self._lock:
+        with self.lock:
             return export_state(self) if compressed else export_plain(self)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Take over what `state_dict` returned, also that of a LazyTensorStorage.
-
-        Raises:
-            UsageError: It is of a storage of another size.
-            CorruptFile: It makes no sense; the storage is unchanged.
-        """
-        with self._lock:
+        """Take over a state, also that of a LazyTensorStorage; or raise and change nothing."""
+        with self.lock:
             import_state(self, state_dict)
             self._bump_mutation_revision()
 
     def _empty(self) -> None:
-        with self._lock:
+        with self.lock:
             if self._columns is not None:
                 self._columns.clear()
             slots = self._capacity if self.initialized else 0
@@ -293,10 +306,8 @@ class CompressedStorage(LazyTensorStorage):  # type: ignore[misc]
 
     def __repr__(self) -> str:
         keys = ", ".join(f"{'.'.join(path)}: {name}" for path, name in self.compressed_keys.items())
-        return (
-            f"{type(self).__name__}(len={len(self)}, max_size={self.max_size}, "
-            f"compressed={{{keys}}}, nbytes={self.nbytes})"
-        )
+        size = f"len={len(self)}, max_size={self.max_size}, compressed={{{keys}}}"
+        return f"{type(self).__name__}({size}, nbytes={self.nbytes})"
 
     def __getstate__(self) -> dict[str, Any]:
         if get_spawning_popen() is not None:
@@ -333,9 +344,8 @@ class CompressedStorage(LazyTensorStorage):  # type: ignore[misc]
         wanted = codecs_of(self._codecs, list(leaves), "auto")
         codecs: dict[int, FrameCodec] = {}
         for k, (key, tensor) in enumerate(zip(keys, leaves.values(), strict=True)):
-            items = tensor.detach().reshape(slots.size, *key.shape)
-            some = items[:: max(1, slots.size // _SAMPLE_ITEMS)][:_SAMPLE_ITEMS].cpu()
-            codec = choose_codec(key.words(as_rows(some, 1)), wanted[k], key.name)
+            items = key.words(as_rows(tensor.cpu(), slots.ndim))
+            codec = choose_codec(items, wanted[k], key.name)
             worth = codec.id != "raw" or self._spill["spill_dir"] is not None
             if (worth and key.size >= _PLAIN_BYTES) or tensor.dtype in _NOT_INDEXED:
                 codecs[k] = codec
@@ -386,12 +396,14 @@ class CompressedStorage(LazyTensorStorage):  # type: ignore[misc]
         tree, device = self._tree, self._storage.device
         fields = [field_of(path, tensor, lead) for path, tensor in leaves.items()]
         added = [field for field in fields if field.path not in tree.number]
-        grown = KeyTree([*tree.keys, *added], tree.extras, tree.big)
+        rooms = []
         try:
-            rooms = [
-                torch.zeros((*self._dims, *field.shape), dtype=field.torch_dtype, device=device)
-                for field in added
-            ]
+            grown = KeyTree([*tree.keys, *added], tree.extras, tree.big)
+            for field in added:
+                shape = (*self._dims, *field.shape)
+                rooms.append(torch.zeros(shape, dtype=field.torch_dtype, device=device))
+        except CorruptFile as error:
+            raise UsageError(f"the data is nested as the first data was not: {error}") from error
         except RuntimeError as error:
             names = ", ".join(map(str, added))
             raise UsageError(
@@ -424,10 +436,9 @@ class CompressedStorage(LazyTensorStorage):  # type: ignore[misc]
         return slots
 
     def _gather(self, slots: Slots, big: list[int]) -> TensorDict:
-        device = self._storage.device
+        device, count = self._storage.device, slots.size
         on_cpu = device is None or device.type == "cpu"
-        index = torch.from_numpy(slots) if on_cpu else torch.from_numpy(slots).to(device)
-        count = slots.size
+        index = torch.from_numpy(slots).to(device=device)
         tensors: dict[int, torch.Tensor] = {}
         for k, leaf, row_bytes in self._flat:
             if on_cpu and row_bytes * count >= _REUSED_BYTES:
@@ -444,9 +455,7 @@ class CompressedStorage(LazyTensorStorage):  # type: ignore[misc]
         assert self._columns is not None
         rows = self._memory.array((slots.size, self._tree.keys[k].size), np.uint8)
         self._columns.decode(k, slots.reshape(-1), rows)
-        tensor = self._tree.keys[k].tensor(rows, slots.shape)
-        device = self._storage.device
-        return tensor if device is None or device.type == "cpu" else tensor.to(device)
+        return self._tree.keys[k].tensor(rows, slots.shape).to(device=self._storage.device)
 
     def _get_any(self, index: Any, big: list[int]) -> Any:
         """Let a TensorDict of slot numbers say what an index means, however odd it is."""
@@ -454,11 +463,15 @@ class CompressedStorage(LazyTensorStorage):  # type: ignore[misc]
         if not self._tree.big:
             return content
         slots = slots_at((self._len_along_dim0, *self._dims[1:]), index)
-        if big:
-            tensors = {k: content.get(self._tree.keys[k].path) for k in self._tree.plain}
-            tensors |= {k: self._decode(k, slots) for k in big}
-            names = content.names if self._names is not None else None
-            content = self._tree.assemble(tensors, slots.shape, content.device, names)
         # It writes through to the storage, where TorchRL's own would.
         view = isinstance(content, TensorDictBase) and is_view(index)
+        if big:
+            tensors = {k: content.get(self._tree.keys[k].path) for k in self._tree.plain}
+            for k in big:
+                tensors[k] = whole = self._decode(k, slots)
+                if view:
+                    decoded = Decoded(self, self._tree.keys[k].path, slots, whole, self.clock)
+                    tensors[k] = TensorSlice.over(whole, decoded)
+            names = content.names if self._names is not None else None
+            content = self._tree.assemble(tensors, slots.shape, content.device, names)
         return StorageSlice.over(content, self, slots) if view else content

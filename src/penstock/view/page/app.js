@@ -10,7 +10,7 @@ const FPS_STEP = 0.02; // seconds around the cursor in which an event is named
 const player = new Player(moved);
 const curves = new Curves((t) => { player.pause(); player.seek(snapped(t)); });
 const list = new EpisodeList((index) => { document.body.classList.remove("menu"); open(index); });
-let about = {}, current = null, events = [], round = 0;
+let about = {}, current = null, events = [], round = 0, cutFrom = null;
 
 const shot = new URLSearchParams(location.search).has("shot");
 
@@ -40,6 +40,7 @@ async function open(index, t = 0) {
     const episode = await get(`api/episode/${index}`);
     if (mine !== round) return;
     current = episode;
+    cutFrom = null;
     events = [];
     history.replaceState(null, "", `#${index}`);
     $("title").textContent = about.can_mark ? `Episode ${index}` : `Recording ${index}`;
@@ -95,7 +96,7 @@ function drawTimeline() {
     pen.fillRect((t / seconds) * width - 0.75, height - 16, 1.5, 16);
   }
   if (current.findings.length) { pen.fillStyle = ink("found"); pen.fillRect(0, 0, width, 3); }
-  const { trim, split, reject } = current.mark;
+  const { trim, split, cut, reject } = current.mark;
   pen.fillStyle = ink("shade");
   if (reject) pen.fillRect(0, 0, width, height);
   else if (trim) {
@@ -106,7 +107,12 @@ function drawTimeline() {
     pen.fillRect(first, 0, 2, height);
     pen.fillRect(stop - 2, 0, 2, height);
   }
+  if (!reject) for (const [first, stop] of cut) {
+    pen.fillStyle = ink("shade");
+    pen.fillRect((first / current.frames) * width, 0, ((stop - first) / current.frames) * width, height);
+  }
   pen.fillStyle = ink("accent");
+  if (cutFrom !== null) pen.fillRect((cutFrom / current.frames) * width, 0, 2, height / 2);
   for (const frame of split) pen.fillRect((frame / current.frames) * width - 1, 0, 2, height);
 }
 
@@ -116,7 +122,9 @@ function showMark() {
   const badges = [];
   if (mark.reject) badges.push(span("flag reject", "rejected"));
   if (mark.trim) badges.push(span("flag edit", `keep ${mark.trim[0]}–${mark.trim[1] - 1}`));
-  if (mark.split.length) badges.push(span("flag edit", `cut at ${mark.split.join(", ")}`));
+  if (mark.split.length) badges.push(span("flag edit", `split at ${mark.split.join(", ")}`));
+  for (const [first, stop] of mark.cut) badges.push(span("flag edit", `without ${first}–${stop - 1}`));
+  if (cutFrom !== null) badges.push(span("flag", `rejecting from ${cutFrom}: Shift+X ends it`));
   if (mark.task) badges.push(span("flag edit", "relabelled"));
   $("badges").replaceChildren(...badges);
   $("reject").setAttribute("aria-pressed", mark.reject);
@@ -144,10 +152,26 @@ function trim(side) {
   });
 }
 
-function cut() {
+function split() {
   const at = player.frame;
   if (!current?.frames || at === 0) return;
   mark(({ split }) => ({ split: split.includes(at) ? split.filter((frame) => frame !== at) : [...split, at] }));
+}
+
+// Frames in the middle: from here on, and at the second call up to here; within some, takes them back.
+function cut() {
+  if (!about.can_mark || !current?.frames) return;
+  const at = player.frame;
+  const within = ([first, stop]) => first <= at && at < stop;
+  if (cutFrom === null && !current.mark.cut.some(within)) cutFrom = at;
+  else {
+    const [from, to] = [Math.min(cutFrom ?? at, at), Math.max(cutFrom ?? at, at) + 1];
+    const back = cutFrom === null;
+    cutFrom = null;
+    mark((old) => ({ cut: back ? old.cut.filter((range) => !within(range)) : [...old.cut, [from, to]] }));
+  }
+  showMark();
+  drawTimeline();
 }
 
 function relabel() {
@@ -229,10 +253,10 @@ const KEYS = {
   ArrowDown: () => go(1),
   "-": () => faster(-1), "+": () => faster(1), "=": () => faster(1),
   m: () => nextEvent(1), M: () => nextEvent(-1),
-  x: () => mark((old) => ({ reject: !old.reject })),
-  k: () => mark(() => ({ reject: false, trim: null, split: null, task: null })),
+  x: () => mark((old) => ({ reject: !old.reject })), X: cut,
+  k: () => mark(() => ({ reject: false, trim: null, split: null, cut: null, task: null })),
   "[": () => trim(0), "]": () => trim(1),
-  c: cut, t: relabel,
+  c: split, t: relabel,
   "/": () => { document.body.classList.add("menu"); $("text").focus(); },
   s: () => list.cycle("order"), w: () => list.cycle("which"), r: () => list.turn(),
   d: check,

@@ -1,6 +1,6 @@
 """Object storage without a server: what can be told before the first request."""
 
-from penstock.core import objects
+from penstock import objects
 
 
 def test_a_connection_belongs_to_the_endpoint_it_was_made_for(monkeypatch):

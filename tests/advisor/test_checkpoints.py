@@ -10,8 +10,7 @@ import torch
 
 import penstock
 from penstock.advisor import advise
-from penstock.advisor.sample import Key, Source
-from penstock.advisor.states import DELTA_EVERY, add_checkpoints
+from penstock.advisor.checkpoints import DELTA_EVERY, folder_source
 from penstock.errors import CorruptFile
 
 SECONDS = 0.2
@@ -128,16 +127,20 @@ def test_a_run_keeps_its_checkpoints_out_of_the_memory(tmp_path):
 def test_samples_stand_for_the_checkpoints_around_them(tmp_path):
     state = {"w": torch.zeros(2000)}
     save(penstock.AsyncCheckpointSaver(tmp_path), [state] * 47)
-    source = Source("folder")
-    add_checkpoints(source, tmp_path, 1 << 20)
-    assert sum(group.files for group in source.groups) == pytest.approx(47)
-    keyframes = [group for group in source.groups if group.base is None]
-    assert sum(group.share for group in keyframes) == pytest.approx(5)
-    assert sum(group.share for group in source.groups) == pytest.approx(47)
-    assert len(source.groups) <= 15
-    assert source.keys == [
-        Key(("w",), "checkpoint", "float32", (2000,), 47 * 8000, 8000, source.keys[0].samples)
-    ]
+    source = folder_source(tmp_path, 1 << 20)
+    assert sum(sample.files for sample in source.samples) == pytest.approx(47)
+    keyframes = [sample for sample in source.samples if sample.base is None]
+    assert sum(sample.share for sample in keyframes) == pytest.approx(5)
+    assert sum(sample.share for sample in source.samples) == pytest.approx(47)
+    assert len(source.samples) <= 15
+    [key] = source.keys
+    assert (key.path, key.writer, key.dtype, key.shape) == (
+        ("w",),
+        "checkpoint",
+        "float32",
+        (2000,),
+    )
+    assert (key.raw_bytes, key.memory_bytes) == (47 * 8000, 8000)
 
 
 def test_a_tensor_that_grows_is_no_other_structure(tmp_path):
