@@ -39,6 +39,7 @@ lint: setup
 	$(BIN)/lint-imports
 
 bench: setup
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[bench]'
 	$(BIN)/python -m benchmarks
 
 stress: setup
@@ -94,7 +95,7 @@ $(CLUSTER)/.installed: pyproject.toml constraints.txt
 test-cluster: cluster
 	$(CLUSTER)/bin/python -m pytest -m cluster --timeout 3000 tests/conversion tests/bags tests/dataset
 
-bench-peers: setup peers
+bench-peers: setup peers beside
 	$(BIN)/python -m benchmarks convert
 
 format: setup

@@ -133,7 +133,7 @@ def transitions(episodes: int, length: int, noise: float = 0.0) -> TensorDict:
     )
 
 
-class SeedBuffer:
+class ProposedBuffer:
     """The replay buffer of the original proposal, as it is written there: per-episode LZ4-9."""
 
     def __init__(self, image_shape: tuple[int, ...], dtype: Any) -> None:

@@ -84,7 +84,9 @@ FIGURES: dict[str, Measured | Campaign] = {
     "lost-plain": Campaign("105 ms", *_STALLS),
     "lost-torch": Campaign("433 ms", *_STALLS),
     "extra-memory": Measured("checkpoint", "extra peak memory", "penstock, 5 saves", "{:.2f}"),
-    "extra-memory-queue": Measured("checkpoint", "extra peak memory", "seed, queue of 3", "{:.1f}"),
+    "extra-memory-queue": Measured(
+        "checkpoint", "extra peak memory", "proposal, queue of 3", "{:.1f}"
+    ),
     "saved-f32": Measured("checkpoint", _SAVED32, _FULL, "{:.0f} %"),
     "saved-bf16": Measured("checkpoint", _SAVED16, _FULL, "{:.0f} %"),
     "saved-delta-f32": Measured("checkpoint", _SAVED32, _DELTA, "{:.0f} %"),
@@ -151,7 +153,7 @@ FIGURES: dict[str, Measured | Campaign] = {
     "episodes-batch-lz4": Measured(
         "replay",
         "DictReplayBuffer, batch of 256 depth pictures",
-        "seed, per episode",
+        "proposal, per episode",
         "{:.0f} ms",
     ),
     "sum-tree": Measured(
@@ -160,15 +162,19 @@ FIGURES: dict[str, Measured | Campaign] = {
     "sum-tree-cpprb": Measured(
         "replay", "sum tree of 1,000,000, sample and update 256", "cpprb", "{:.2f} ms"
     ),
-    "pictures-lz4": Measured("replay", "compression, depth pictures", "seed, per frame", "{:.1f}"),
+    "pictures-lz4": Measured(
+        "replay", "compression, depth pictures", "proposal, per frame", "{:.1f}"
+    ),
     "pictures-lz4-noisy": Measured(
-        "replay", "compression, noisy depth pictures", "seed, per frame", "{:.1f}"
+        "replay", "compression, noisy depth pictures", "proposal, per frame", "{:.1f}"
     ),
     "slices": Measured("replay", "SliceSampler(16), batch of 256", "penstock", "{:.1f} ms"),
     "slices-lazy": Measured(
         "replay", "SliceSampler(16), batch of 256", "LazyTensorStorage", "{:.1f} ms"
     ),
-    "threads": Measured("replay", "speed-up by threads, batch of 256", "seed, per frame", "{:.1f}"),
+    "threads": Measured(
+        "replay", "speed-up by threads, batch of 256", "proposal, per frame", "{:.1f}"
+    ),
     # rollouts
     "rollout-save": Measured("rollout", "durable save, clean", "penstock", "{:.0f} ms"),
     "rollout-save-pickle": Measured("rollout", "durable save, clean", _PICKLE, "{:.0f} ms"),
@@ -180,7 +186,7 @@ FIGURES: dict[str, Measured | Campaign] = {
     "rollout-size-noisy": Measured("rollout", "size, noisy", "penstock", "{:.1f}"),
     "rollout-size-lz4": Measured("rollout", "size, clean", _PICKLE, "{:.1f}"),
     "rollout-size-lz4-noisy": Measured("rollout", "size, noisy", _PICKLE, "{:.1f}"),
-    "lidar-lz4": Measured("rollout", "size, clean, lidar", "seed, LZ4-9", "{:.1f}"),
+    "lidar-lz4": Measured("rollout", "size, clean, lidar", "proposal, LZ4-9", "{:.1f}"),
     "lidar": Measured("rollout", "size, clean, lidar", "penstock", "{:.1f}"),
     "batch-mb": Measured("rollout", "a batch stored, clean", "as it is", "{:.0f} MB"),
     "batch-mb-lz4": Measured("rollout", "a batch stored, clean", _PICKLE, "{:.1f} MB"),
@@ -193,8 +199,10 @@ FIGURES: dict[str, Measured | Campaign] = {
     ),
     "ppo-saved": Measured("rollout", "memory saved for one PPO batch", "penstock", "{:.0f} MB"),
     "compress-batch": Measured("rollout", "compress a batch", "penstock", "{:.0f} ms"),
-    "compress-batch-lz4": Measured("rollout", "compress a batch", "seed, LZ4-9", "{:.0f} ms"),
-    "decompress-batch-lz4": Measured("rollout", "decompress a batch", "seed, LZ4-9", "{:.1f} ms"),
+    "compress-batch-lz4": Measured("rollout", "compress a batch", "proposal, LZ4-9", "{:.0f} ms"),
+    "decompress-batch-lz4": Measured(
+        "rollout", "decompress a batch", "proposal, LZ4-9", "{:.1f} ms"
+    ),
     "lz4-fast": Measured("rollout", "LZ4 compress, lidar", "level 0", "{:.0f} MB/s"),
     "lz4-nine": Measured("rollout", "LZ4 compress, lidar", "level 9", "{:.0f} MB/s"),
     "lz4-nine-gain": Measured("rollout", "LZ4 level 9 against level 0, lidar", "level 9", "{:.2f}"),

@@ -7,11 +7,12 @@ import warnings
 
 import torch
 
-from benchmarks import Case, Row, Settings
+from benchmarks import Case, Extra, Row, Settings
 from benchmarks.checkpoint.claims import conclude, measure_levels
 from benchmarks.checkpoint.durable import measure_durable, measure_load
 from benchmarks.checkpoint.faults import measure_faults
 from benchmarks.checkpoint.memory import measure_memory
+from benchmarks.checkpoint.peers import has_zipnn
 from benchmarks.checkpoint.stall import measure_inflation, measure_small, measure_stall
 from benchmarks.checkpoint.state import nbytes, trained
 from benchmarks.measure import torch_threads
@@ -55,8 +56,10 @@ CASE = Case(
         "deepcopy + queue + LZ4-9 (proposal)",
         "clone (Lightning's way)",
         "safetensors",
+        "ZipNN",
     ),
     data="actor and critic, 3 hidden layers of {hidden}, with Adam moments, after {train_steps} "
     "real steps of clipped PPO; stalls with 1 torch thread",
     run=run,
+    extras=(Extra("ZipNN", "pip install penstock[bench]", has_zipnn),),
 )

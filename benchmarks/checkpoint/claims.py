@@ -9,10 +9,10 @@ from typing import Any
 import torch
 
 from benchmarks import Row, Settings
-from benchmarks.checkpoint.durable import DELTA, FULL, SEED, TORCH
+from benchmarks.checkpoint.durable import DELTA, FULL, PROPOSED, TORCH
 from benchmarks.checkpoint.memory import QUEUE
 from benchmarks.checkpoint.stall import OURS, blocked
-from benchmarks.checkpoint.stall import SEED as SEED_CALL
+from benchmarks.checkpoint.stall import PROPOSED as PROPOSED_CALL
 from benchmarks.checkpoint.state import tensors
 from benchmarks.lz4_levels import measure_lz4, measure_top_levels
 from benchmarks.measure import find_row
@@ -52,7 +52,7 @@ def conclude(rows: Sequence[Row], raw: int, settings: Settings) -> list[Row]:
             100 * (1 - find_row(rows, what, who).value / plain),
             "%",
         )
-        for who in (SEED_CALL, OURS)
+        for who in (PROPOSED_CALL, OURS)
     ]
     share = 100 * plain / 1e3 / (_INTERVAL * _ITERATION_S)
     often = 100 * plain / 1e3 / (10 * _ITERATION_S)
@@ -68,7 +68,7 @@ def conclude(rows: Sequence[Row], raw: int, settings: Settings) -> list[Row]:
         ),
     ]
     found += _sizes(rows, raw)
-    for who in (SEED, FULL):
+    for who in (PROPOSED, FULL):
         seconds = _PENDING * raw / 1e6 / find_row(rows, "speed to durable disk, float32", who).value
         found.append(Row(f"writing {_PENDING} pending saves (computed)", who, seconds, "s"))
     queue = find_row(rows, "extra peak memory", QUEUE).value
@@ -76,7 +76,7 @@ def conclude(rows: Sequence[Row], raw: int, settings: Settings) -> list[Row]:
         Row(f"extra memory of a queue of {_PENDING}", QUEUE, queue * raw / 1e6, "MB"),
         Row(
             f"extra memory of a queue of {_MORE} (computed)",
-            "seed, copies alone",
+            "proposal, copies alone",
             _MORE * raw / 1e6,
             "MB",
         ),
@@ -105,7 +105,7 @@ def _sizes(rows: Sequence[Row], raw: int) -> list[Row]:
             found.append(Row(f"size, {dtype}", who, 1 / (1 - share), "x smaller"))
             found.append(Row(f"disk saved, {dtype}", who, 100 * share, "%"))
         if dtype == "float32":
-            for who in (TORCH, SEED, FULL, DELTA):
+            for who in (TORCH, PROPOSED, FULL, DELTA):
                 size = raw * (1 - saved[who])
                 what = f"{_COUNT:,} checkpoints (computed)"
                 found.append(Row(what, who, _COUNT * size / 1e9, "GB"))

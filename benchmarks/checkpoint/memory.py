@@ -20,12 +20,12 @@ from benchmarks.measure import environment
 from penstock.errors import PenstockError
 from penstock.ui.progress import Progress
 
-_SAVES = {"penstock": 5, "seed": 1, "seed queue": 3, "clone": 1}
-QUEUE = "seed, queue of 3"
+_SAVES = {"penstock": 5, "proposal": 1, "proposal queue": 3, "clone": 1}
+QUEUE = "proposal, queue of 3"
 _LABELS = {
     "penstock": "penstock, 5 saves",
-    "seed": "seed, 1 save",
-    "seed queue": QUEUE,
+    "proposal": "proposal, 1 save",
+    "proposal queue": QUEUE,
     "clone": "clone (Lightning's way), 1 save",
 }
 _BAR = 1.15
@@ -77,7 +77,7 @@ def _in_process(method: str, hidden: int) -> float:
 
 def _measure(method: str, hidden: int) -> dict[str, int]:
     """Compare the peak of a loop that saves with the peak of the same loop that does not."""
-    from benchmarks.checkpoint.peers import Clone, Method, Penstock, SeedQueue
+    from benchmarks.checkpoint.peers import Clone, Method, Penstock, ProposedQueue
     from benchmarks.checkpoint.state import Learner, nbytes
     from benchmarks.measure import peak_bytes, torch_threads
 
@@ -91,7 +91,7 @@ def _measure(method: str, hidden: int) -> dict[str, int]:
             saver = Clone()
         else:
             # The fast level: its buffers are as large as those of level 9, which takes 10 s a save.
-            saver = SeedQueue(Path(scratch), level=0)
+            saver = ProposedQueue(Path(scratch), level=0)
 
         def loop(saves: int) -> int:
             gc.collect()

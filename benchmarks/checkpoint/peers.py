@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import importlib.util
 import io
 import os
 import queue
@@ -24,7 +25,7 @@ from torch.distributed.checkpoint.state_dict_saver import async_save
 from benchmarks.checkpoint.state import Learner, map_tensors, tensors
 from penstock.checkpoints.saver import AsyncCheckpointSaver
 
-SEED_LEVEL = 9
+PROPOSED_LEVEL = 9
 
 
 class Method:
@@ -92,7 +93,7 @@ class DcpAsync(Method):
             self._stager.close()
 
 
-class SeedQueue(Method):
+class ProposedQueue(Method):
     """deepcopy, a bounded queue, and a thread that compresses: the proposal's way.
 
     Args:
@@ -101,11 +102,11 @@ class SeedQueue(Method):
         level: Of LZ4.
     """
 
-    def __init__(self, work: Path | None = None, level: int = SEED_LEVEL) -> None:
+    def __init__(self, work: Path | None = None, level: int = PROPOSED_LEVEL) -> None:
         self._work = work
         self._level = level
         self._queue: queue.Queue[Any] = queue.Queue(maxsize=3)
-        self._thread = threading.Thread(target=self._run, name="seed-writer", daemon=False)
+        self._thread = threading.Thread(target=self._run, name="proposal-writer", daemon=False)
         self._thread.start()
 
     def save(self, state: Any) -> None:
@@ -124,7 +125,7 @@ class SeedQueue(Method):
     def _run(self) -> None:
         while (state := self._next()) is not None:
             if self._work is not None:
-                seed_write(state, self._work / "seed.pt.lz4", self._level)
+                proposed_write(state, self._work / "proposal.pt.lz4", self._level)
             del state
             self._queue.task_done()
 
@@ -193,12 +194,26 @@ class Penstock(Method):
         self.saver.shutdown()
 
 
-def seed_write(state: Any, path: Path, level: int = SEED_LEVEL) -> None:
+def proposed_write(state: Any, path: Path, level: int = PROPOSED_LEVEL) -> None:
     """Write a state as the proposal does: pickle in memory, compress in memory, write."""
     buffer = io.BytesIO()
     torch.save(state, buffer)
     data = lz4.frame.compress(buffer.getvalue(), compression_level=level)
     write_durably(path, data)
+
+
+def has_zipnn() -> bool:
+    """Tell whether ZipNN is there."""
+    return importlib.util.find_spec("zipnn") is not None
+
+
+def zipnn_write(state: Any, path: Path, dtype: str) -> None:
+    """Write what torch.save makes of a state through ZipNN, told the type of most of its bytes."""
+    from zipnn import ZipNN
+
+    buffer = io.BytesIO()
+    torch.save(state, buffer)
+    write_durably(path, ZipNN(bytearray_dtype=dtype).compress(bytearray(buffer.getbuffer())))
 
 
 def torch_save_durably(state: Any, path: Path) -> None:

@@ -18,8 +18,8 @@ from benchmarks.checkpoint.peers import (
     DcpAsync,
     Method,
     Penstock,
+    ProposedQueue,
     Reused,
-    SeedQueue,
     TorchSave,
 )
 from benchmarks.checkpoint.state import ACTIONS, OBSERVATIONS, Learner
@@ -28,7 +28,7 @@ from penstock.checkpoints.saver import AsyncCheckpointSaver
 
 OURS = "penstock"
 LAZY = "penstock, lazy=True"
-SEED = "deepcopy + queue (proposal)"
+PROPOSED = "deepcopy + queue (proposal)"
 DCP = "DCP async_save"
 STAGED = "DCP async_save, DefaultStager"
 REUSED = "copy_ into reused buffers"
@@ -50,7 +50,7 @@ def measure_stall(learner: Learner, settings: Settings) -> list[Row]:
         TORCH: TorchSave(settings.work),
         DCP: DcpAsync(settings.work),
         STAGED: DcpAsync(settings.work, staged=True),
-        SEED: SeedQueue(),
+        PROPOSED: ProposedQueue(),
         "clone (Lightning's way)": Clone(),
         REUSED: Reused(learner.state()),
         OURS: Penstock(settings.work, learner),
@@ -79,9 +79,9 @@ def measure_stall(learner: Learner, settings: Settings) -> list[Row]:
             method.close()
     what = blocked(settings)
     rows = time_rows(what, timings, OURS)
-    copy, seed = (find_row(rows, what, who).value for who in (REUSED, SEED))
+    copy, queue = (find_row(rows, what, who).value for who in (REUSED, PROPOSED))
     bars: Mapping[str, tuple[str, Callable[[float], bool]]] = {
-        OURS: ("<= 0.9x copy_, <= 1/4 deepcopy", lambda ms: ms <= 0.9 * copy and ms <= seed / 4),
+        OURS: ("<= 0.9x copy_, <= 1/4 deepcopy", lambda ms: ms <= 0.9 * copy and ms <= queue / 4),
         LAZY: ("<= 0.6 ms", lambda ms: ms <= 0.6),
     }
     return [
@@ -150,7 +150,7 @@ def measure_inflation(learner: Learner, settings: Settings) -> list[Row]:
         _NO_SAVE: None,
         TORCH: TorchSave(settings.work),
         STAGED: DcpAsync(settings.work, staged=True),
-        "deepcopy + queue + LZ4-9 (proposal)": SeedQueue(settings.work),
+        "deepcopy + queue + LZ4-9 (proposal)": ProposedQueue(settings.work),
         OURS: Penstock(settings.work, learner),
         LAZY: Penstock(settings.work, learner, lazy=True),
         "penstock, compress=False": Penstock(settings.work, learner, compress=False),

@@ -26,8 +26,16 @@ from penstock.samples import write_sample
 from penstock.ui.progress import Progress
 
 _SECONDS = 20
-_PEERS_PYTHON = Path(".venv-peers/bin/python")
-_SHARE = {"h264": 10, "av1": 4, "copy": 80}  # of lerobot's processor time
+_PICTURES = 60  # of each camera, again and again
+_FIRST = "lerobot 0.4.4 add_frame + save_episode (av1)"
+_PEERS = {  # the interpreter that has it, and what it is told besides its defaults
+    _FIRST: (".venv-peers/bin/python", "{}"),
+    "lerobot 0.6.1, streaming (av1)": (
+        ".venv-peers-312/bin/python",
+        '{"streaming_encoding": true, "image_writer_threads": 0}',
+    ),
+}
+_SHARE = {"h264": 10, "av1": 4, "copy": 80}  # of lerobot 0.4.4's processor time
 _COPY_SPEED = 0.6
 
 
@@ -39,12 +47,13 @@ def _run(settings: Settings) -> list[Row]:
     fewer = write_sample(short, seconds=2, numbered=False).counts[_main()]
     repeats = 1 if settings.repeats < 3 else 3
     codecs = list(_SHARE)
-    python, has_lerobot = _peers_python(), _has_lerobot()
+    present = {who: peer for who, peer in _PEERS.items() if Path(peer[0]).exists()}
+    peers: dict[str, float] = {}
     cost: dict[str, list[float]] = {codec: [] for codec in codecs}
     cpu_s: dict[str, float] = {}
     speed: dict[str, list[float]] = {"copy": [], "bytes": []}
     peak: dict[str, int] = {}
-    with Progress(repeats * (len(codecs) + 1) + has_lerobot, "convert", "runs") as progress:
+    with Progress(repeats * (len(codecs) + 1) + len(present), "convert", "runs") as progress:
         for _ in range(repeats):
             for codec in codecs:
                 whole = convert_apart(bag, folder / "out", codec)
@@ -58,21 +67,19 @@ def _run(settings: Settings) -> list[Row]:
                 progress.advance()
             speed["bytes"].append(_copy_bytes(bag, folder / "bytes"))
             progress.advance()
-        peer = _lerobot(python, bag, folder) if has_lerobot else None
-        progress.advance(has_lerobot)
+        pictures = _unpack(bag, folder / "pictures")
+        for who, (python, options) in present.items():
+            peers[who] = _lerobot(python, options, pictures)
+            progress.advance()
     return [
-        *_rows(cost, cpu_s, speed, peak, peer, repeats),
+        *_rows(cost, cpu_s, speed, peak, peers, repeats),
         *measure_whole(bag.stat().st_size / frames),
         *measure_growth(folder, convert_apart),
     ]
 
 
-def _peers_python() -> str:
-    return os.environ.get("PENSTOCK_PEERS_PYTHON", str(_PEERS_PYTHON))
-
-
-def _has_lerobot() -> bool:
-    return Path(_peers_python()).exists()
+def _has_all() -> bool:
+    return all(Path(python).exists() for python, _ in _PEERS.values())
 
 
 def _main() -> str:
@@ -84,20 +91,17 @@ def _rows(
     cpu_s: dict[str, float],
     speed: dict[str, list[float]],
     peak: dict[str, int],
-    peer: float | None,
+    peers: dict[str, float],
     repeats: int,
 ) -> list[Row]:
     what = "CPU per frame of 3 cameras"
-    rows = []
+    rows = [Row(what, who, value, "ms") for who, value in peers.items()]
     for codec, values in cost.items():
         value = statistics.median(values)
-        limit = None if peer is None else peer / _SHARE[codec]
-        bar = f"<= 1/{_SHARE[codec]} of lerobot" if peer is not None else ""
-        met = None if limit is None else value <= limit
+        bar = f"<= 1/{_SHARE[codec]} of lerobot 0.4.4" if _FIRST in peers else ""
+        met = value <= peers[_FIRST] / _SHARE[codec] if bar else None
         who = f"penstock {codec}"
         rows.append(Row(what, who, value, "ms", repeats, cpu_s=cpu_s[codec], bar=bar, met=met))
-    if peer is not None:
-        rows.append(Row(what, "lerobot 0.4.4 add_frame + save_episode (av1)", peer, "ms"))
     for codec, size in peak.items():
         bar = "<= 400 MB" if codec == "h264" else ""
         met = size <= 400e6 if bar else None
@@ -162,31 +166,37 @@ def _copy_bytes(bag: Path, target: Path) -> float:
     return bag.stat().st_size / seconds / 1e6
 
 
-def _lerobot(python: str, bag: Path, folder: Path) -> float:
-    """Return lerobot's CPU per frame in ms: the same pictures, decoded beforehand."""
+def _unpack(bag: Path, pictures: Path) -> Path:
+    """Write the first JPEGs of each camera as files."""
     from penstock.bags import open_bag
     from penstock.media.headers import jpeg_body
 
-    pictures = folder / "pictures"
     pictures.mkdir()
     cameras = [f"/cam_{c}/color/image_raw/compressed" for c in "hlr"]
-    count = 60
     with open_bag(bag) as opened:
         for message in opened.read(cameras):
-            if message.ordinal < count:
+            if message.ordinal < _PICTURES:
                 name = f"{cameras.index(message.topic)}-{message.ordinal:04d}.jpg"
                 image = opened.decoder(message.topic).image(message.data)
                 (pictures / name).write_bytes(jpeg_body(image.data)[0])
-    program = folder / "lerobot_writer.py"
+    return pictures
+
+
+def _lerobot(python: str, options: str, pictures: Path) -> float:
+    """Return lerobot's CPU per frame in ms: the same pictures, decoded beforehand."""
+    program, out = pictures.parent / "lerobot_writer.py", pictures.parent / "lerobot"
     program.write_text(_LEROBOT_PROGRAM)
-    many = _measure([python, str(program), str(pictures), str(folder / "many"), "240"])
-    few = _measure([python, str(program), str(pictures), str(folder / "few"), "40"])
-    return float(many["cpu_s"] - few["cpu_s"]) / 200 * 1e3
+    cpu_s = []
+    for frames in ("40", "240"):
+        shutil.rmtree(out, ignore_errors=True)
+        command = [python, str(program), str(pictures), str(out), frames, options]
+        cpu_s.append(_measure(command)["cpu_s"])
+    return float(cpu_s[1] - cpu_s[0]) / 200 * 1e3
 
 
-# Runs with lerobot's own Python: its public API, its defaults, no network.
+# Runs with lerobot's own Python: its public API, no network.
 _LEROBOT_PROGRAM = """
-import os, sys
+import json, os, sys
 os.environ["HF_HUB_OFFLINE"] = "1"
 from pathlib import Path
 import numpy as np
@@ -198,8 +208,8 @@ axes = ["height", "width", "channels"]
 features = {name: {"dtype": "video", "shape": (480, 640, 3), "names": axes} for name in names}
 features["observation.state"] = {"dtype": "float32", "shape": (16,), "names": None}
 features["action"] = {"dtype": "float32", "shape": (16,), "names": None}
-data = LeRobotDataset.create("a/b", 30, features, root=out, use_videos=True,
-                             image_writer_threads=4)
+options = {"image_writer_threads": 4} | json.loads(sys.argv[4])
+data = LeRobotDataset.create("a/b", 30, features, root=out, use_videos=True, **options)
 loaded = {}
 for k in range(frames):
     frame = {"task": "t"}
@@ -231,10 +241,10 @@ CASE = Case(
     name="convert",
     claim="convert bags in constant memory, far cheaper than lerobot's own writer "
     "(the original proposal: 60 GB peak for a 10 GB bag)",
-    peers=("lerobot 0.4.4 (in .venv-peers: make peers)", "copying the bytes"),
+    peers=("lerobot 0.4.4", "lerobot 0.6.1, streaming", "copying the bytes"),
     data=f"a Kuavo-like ROS 1 bag of {_SECONDS} s, 3 JPEG cameras of 640x480 at 30 Hz",
     run=_run,
-    extras=(Extra("lerobot 0.4.4", "make peers, or set PENSTOCK_PEERS_PYTHON", _has_lerobot),),
+    extras=(Extra("lerobot 0.4.4 and 0.6.1", "make peers beside", _has_all),),
 )
 
 if __name__ == "__main__":

@@ -18,7 +18,7 @@ from benchmarks.measure import burst, interleave, judge_peers, time_rows
 from penstock.ui import monitor
 from penstock.ui.monitor import PerformanceMonitor
 
-OURS, SEED, BARE = "penstock", "lists (proposal)", "perf_counter twice"
+OURS, PROPOSED, BARE = "penstock", "lists (proposal)", "perf_counter twice"
 _NAMES = ("policy_training", "evaluation", "checkpoint_save")
 _BURST = 5_000
 _WINDOW = 100
@@ -28,7 +28,7 @@ _SAMPLE_MS = (5.23, 45.67)  # data_collection and training in the proposal's sam
 _FRAMES = 1024 * 32
 
 
-class SeedMonitor:
+class ProposedMonitor:
     """The monitor of the original proposal: every timing in a list for ever."""
 
     def __init__(self) -> None:
@@ -76,13 +76,18 @@ def run(settings: Settings) -> list[Row]:
         *_timers(settings),
         *_statistics(settings),
         *_memory(),
-        Row("speed that the proposal's sample output means (computed)", SEED, implied, "frames/s"),
+        Row(
+            "speed that the proposal's sample output means (computed)",
+            PROPOSED,
+            implied,
+            "frames/s",
+        ),
         Row("lines of code", "penstock core/monitor.py", code, "lines"),
     ]
 
 
 def _timers(settings: Settings) -> list[Row]:
-    ours, theirs = PerformanceMonitor(), SeedMonitor()
+    ours, theirs = PerformanceMonitor(), ProposedMonitor()
 
     def timed(watch: Any) -> Callable[[], None]:
         def action() -> None:
@@ -95,11 +100,11 @@ def _timers(settings: Settings) -> list[Row]:
         start_s = time.perf_counter()
         _ = time.perf_counter() - start_s
 
-    turns = {OURS: timed(ours), SEED: timed(theirs), BARE: bare}
+    turns = {OURS: timed(ours), PROPOSED: timed(theirs), BARE: bare}
     timings = interleave(
         {who: burst(action, _BURST) for who, action in turns.items()}, settings.rounds, "timers"
     )
-    rows = judge_peers(time_rows("an empty timer", timings, OURS, scale=1e6), {SEED: 1.0})
+    rows = judge_peers(time_rows("an empty timer", timings, OURS, scale=1e6), {PROPOSED: 1.0})
     rows = [replace(row, cpu_s=None) for row in rows]  # it is of thousands of calls
     # In the proposal's unit, beside its sample output.
     found = [Row("an empty timer, in ms", row.who, row.value / 1e3, "ms", row.n) for row in rows]
@@ -109,7 +114,7 @@ def _timers(settings: Settings) -> list[Row]:
 def _filled(watch: Any, count: int) -> Any:
     """Give a monitor timings as it would keep them."""
     for name in _NAMES:
-        if isinstance(watch, SeedMonitor):
+        if isinstance(watch, ProposedMonitor):
             for k in range(count):
                 watch.timings[name].append(0.045 + k * 1e-9)
         else:
@@ -119,8 +124,8 @@ def _filled(watch: Any, count: int) -> Any:
 
 
 def _statistics(settings: Settings) -> list[Row]:
-    full = {OURS: _filled(PerformanceMonitor(), _FULL), SEED: _filled(SeedMonitor(), _FULL)}
-    long = {OURS: _filled(PerformanceMonitor(), _LONG), SEED: _filled(SeedMonitor(), _LONG)}
+    full = {OURS: _filled(PerformanceMonitor(), _FULL), PROPOSED: _filled(ProposedMonitor(), _FULL)}
+    long = {OURS: _filled(PerformanceMonitor(), _LONG), PROPOSED: _filled(ProposedMonitor(), _LONG)}
     rounds = max(2, settings.rounds // 2)
 
     def compare(what: str, kept: dict[str, Any], ask: Callable[[Any], object]) -> list[Row]:
@@ -150,7 +155,7 @@ def _memory() -> list[Row]:
     """Count what a monitor holds after few and many timings; allocations, not resident pages."""
     rows = []
     for count in (_FULL, _LONG):
-        for who, make in ((OURS, PerformanceMonitor), (SEED, SeedMonitor)):
+        for who, make in ((OURS, PerformanceMonitor), (PROPOSED, ProposedMonitor)):
             tracemalloc.start()
             try:
                 kept = _filled(make(), count)

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import importlib.util
+import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from itertools import pairwise
+from time import process_time
 from typing import Any
 
 import numpy as np
+import torch
 from tensordict import TensorDict
 from torchrl._utils import logger
 from torchrl.data import LazyTensorStorage, TensorDictReplayBuffer
@@ -15,7 +19,7 @@ from torchrl.data.replay_buffers.samplers import SliceSampler
 from torchrl.data.replay_buffers.storages import CompressedListStorage
 
 from benchmarks import Case, Extra, Row, Settings
-from benchmarks.experience import SeedBuffer, transitions
+from benchmarks.experience import ProposedBuffer, transitions
 from benchmarks.measure import Timing, burst, clock, interleave, judge_peers, time_rows
 from benchmarks.replay.modes import measure_index, measure_modes
 from penstock.replay.episodes.buffer import DictReplayBuffer
@@ -23,6 +27,7 @@ from penstock.replay.priority import SumTree
 from penstock.replay.torchrl.storage import CompressedStorage
 
 OURS = "penstock"
+SB3 = "sb3-extra-buffers, zstd-3"
 _BATCH, _LENGTH = 256, 500
 _BURST = 20  # calls per turn: one call is shorter than the noise of the clock
 
@@ -35,6 +40,7 @@ def run(settings: Settings) -> list[Row]:
         rounds = settings.rounds
         return [
             *_random(data, rounds),
+            *_with_next(data, rounds),
             *_sizes(data, noisy),
             *_slices(data, rounds),
             *_small_keys(data, rounds),
@@ -77,6 +83,53 @@ def _random(data: TensorDict, rounds: int) -> list[Row]:
     bars = {"LazyTensorStorage": 1.3, "CompressedListStorage": 20.0}
     what = f"random batch of {_BATCH} depth pictures and 5 small keys"
     return _judged(what, interleave(turns, rounds, "random batches"), bars)
+
+
+def _with_next(data: TensorDict, rounds: int) -> list[Row]:
+    """Pictures and the next ones of a batch: what SB3's buffers hand out."""
+    if not _has_sb3():
+        return []
+    from gymnasium.spaces import Box, Discrete
+    from sb3_extra_buffers.compressed import CompressedReplayBuffer
+
+    only = data.select("pixels")
+    count = len(only)
+    pictures = only["pixels"].numpy().reshape(count, 1, 84, 84)
+    space = Box(0, 255, pictures.shape[1:], np.uint8)
+    theirs = CompressedReplayBuffer(
+        *(count, space, Discrete(2), "cpu"),
+        optimize_memory_usage=True,
+        handle_timeout_termination=False,
+        compression_method="zstd-3",  # its documents recommend it
+        dtypes={"elem_type": np.uint8, "runs_type": np.uint16},
+    )
+    zeros = np.zeros(1)
+    begin_s = process_time()
+    for now, following in pairwise(pictures):
+        theirs.add(now[None], following[None], zeros[None], zeros, zeros, [{}])
+    added_s = process_time() - begin_s
+    CompressedStorage(64).set(torch.arange(64), only[:64])  # compiles
+    ours = CompressedStorage(count)
+    begin_s = process_time()
+    for part in only.split(32):
+        ours.set(torch.arange(len(ours), len(ours) + len(part)), part)
+    extended_s = process_time() - begin_s
+    generator = torch.Generator().manual_seed(0)
+
+    def pair() -> None:
+        first = torch.randint(count - 1, (_BATCH,), generator=generator)
+        ours.get(first), ours.get(first + 1)
+
+    turns = {OURS: burst(pair, _BURST), SB3: burst(lambda: theirs.sample(_BATCH), 2)}
+    held = sum(map(sys.getsizeof, filter(None, theirs.observations.flat)))
+    size, cost = "memory per depth picture, beside SB3", "CPU per depth picture written"
+    return [
+        *_judged(f"pictures of {_BATCH} transitions", interleave(turns, rounds, SB3), {SB3: 1.0}),
+        Row(size, OURS, ours.nbytes / count, "B", count),
+        Row(size, SB3, held / count, "B", count),
+        Row(cost, OURS, 1e6 * extended_s / count, "us", count),
+        Row(cost, SB3, 1e6 * added_s / count, "us", count),
+    ]
 
 
 def _sizes(data: TensorDict, noisy: TensorDict) -> list[Row]:
@@ -149,7 +202,7 @@ def _small_keys(data: TensorDict, rounds: int) -> list[Row]:
 
 def _seed(data: TensorDict, rounds: int) -> list[Row]:
     pictures = data["pixels"].numpy().reshape(-1, _LENGTH, 84, 84)
-    theirs = SeedBuffer((84, 84), np.uint8)
+    theirs = ProposedBuffer((84, 84), np.uint8)
     ours = DictReplayBuffer(len(data), ["pixels"], img_compressed=True, seed=0)
     for episode in pictures:
         theirs.add(episode)
@@ -157,22 +210,30 @@ def _seed(data: TensorDict, rounds: int) -> list[Row]:
     rng = np.random.default_rng(0)
     turns = {
         OURS: burst(lambda: ours.sample(_BATCH), _BURST),
-        "seed, per episode": lambda: clock(
+        "proposal, per episode": lambda: clock(
             lambda: theirs.sample(rng.integers(0, len(data), _BATCH))
         ),
     }
     what = f"DictReplayBuffer, batch of {_BATCH} depth pictures"
     timings = interleave(turns, rounds, "the proposal's buffer")
-    rows = _judged(what, timings, {"seed, per episode": 500.0})
+    rows = _judged(what, timings, {"proposal, per episode": 500.0})
     size = "memory per depth picture, DictReplayBuffer"
     count = len(data)
     rows.append(Row(size, OURS, ours.nbytes / count, "B", count, ratio=1.0))
     rows.append(
         Row(
-            size, "seed, per episode", theirs.nbytes / count, "B", ratio=theirs.nbytes / ours.nbytes
+            size,
+            "proposal, per episode",
+            theirs.nbytes / count,
+            "B",
+            ratio=theirs.nbytes / ours.nbytes,
         )
     )
     return rows
+
+
+def _has_sb3() -> bool:
+    return importlib.util.find_spec("sb3_extra_buffers") is not None
 
 
 def _has_cpprb() -> bool:
@@ -212,10 +273,14 @@ CASE = Case(
         "TorchRL LazyTensorStorage",
         "TorchRL CompressedListStorage",
         "per-episode LZ4-9 in a thread pool (proposal)",
+        "sb3-extra-buffers",
         "cpprb",
     ),
     data=f"{{episodes}} episodes of {_LENGTH} depth pictures, 84 x 84 bytes, with 5 small keys; "
     f"batches of {_BATCH}, {{rounds}} rounds",
     run=run,
-    extras=(Extra("cpprb", "pip install penstock[bench]", _has_cpprb),),
+    extras=(
+        Extra("sb3-extra-buffers", "pip install penstock[bench]", _has_sb3),
+        Extra("cpprb", "pip install penstock[bench]", _has_cpprb),
+    ),
 )

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from tensordict import TensorDict
 
 from benchmarks import Row, Settings
-from benchmarks.experience import SeedBuffer
+from benchmarks.experience import ProposedBuffer
 from benchmarks.lz4_levels import measure_lz4
 from benchmarks.measure import burst, clock, interleave, time_rows
 from penstock.replay.episodes.index import PrefixSum
@@ -23,7 +23,7 @@ from penstock.replay.images import compress_image
 from penstock.replay.torchrl.storage import CompressedStorage
 
 OURS = "penstock"
-EPISODE, FRAME = "seed, per episode", "seed, per frame"
+EPISODE, FRAME = "proposal, per episode", "proposal, per frame"
 _BATCHES = (256, 64, 32)  # the usual one, and the limits that the proposal gives for threads
 _FRAMES = 500  # compressed one by one, for the size
 _MANY = 1_000_000
@@ -69,7 +69,7 @@ def measure_modes(
     """Measure batches and sizes of both modes, with and without threads."""
     pictures = data["pixels"].numpy()
     rng = np.random.default_rng(0)
-    episodes = SeedBuffer(pictures.shape[1:], np.uint8)
+    episodes = ProposedBuffer(pictures.shape[1:], np.uint8)
     for episode in pictures.reshape(-1, length, *pictures.shape[1:])[:4]:
         episodes.add(episode)
     count = min(4 * length, len(pictures))
@@ -82,7 +82,7 @@ def measure_modes(
                 who = f"{name}, {'threads' if threads else 'one thread'}"
                 turns[who] = _turn(one, rng, count, batch, threads)
         timings = interleave(turns, 2, f"the proposal's modes, {batch}")
-        rows += time_rows(f"seed's buffer, batch of {batch}", timings, f"{FRAME}, one thread")
+        rows += time_rows(f"proposal's buffer, batch of {batch}", timings, f"{FRAME}, one thread")
         slower = timings[f"{EPISODE}, threads"].median / timings[f"{FRAME}, one thread"].median
         rows.append(Row(f"per episode against per frame, batch of {batch}", "time", slower, "x"))
         for name in (EPISODE, FRAME):
@@ -106,7 +106,7 @@ def _turn(
 
 
 def _sizes(name: str, pictures: Pictures, length: int) -> list[Row]:
-    whole = SeedBuffer(pictures.shape[1:], np.uint8)
+    whole = ProposedBuffer(pictures.shape[1:], np.uint8)
     whole.add(pictures[:length])
     few = pictures[:_FRAMES]
     storage = CompressedStorage(len(few))
@@ -133,7 +133,7 @@ def _sizes(name: str, pictures: Pictures, length: int) -> list[Row]:
 # ---------------------------------------------------------------------- the index of episodes
 
 
-class SeedPrefixSum:
+class ProposedPrefixSum:
     """The proposal's index, as it is written there, of episodes that are added already."""
 
     def __init__(self, prefix_sum: NDArray[np.int32]) -> None:
@@ -148,18 +148,18 @@ def measure_index(settings: Settings) -> list[Row]:
     """Measure look-ups among few and many episodes, and make the proposal's example."""
     rng = np.random.default_rng(0)
     rows = []
-    found: dict[str, list[float]] = {OURS: [], "seed": []}
+    found: dict[str, list[float]] = {OURS: [], "proposal": []}
     for episodes in _EPISODES:
         ours = PrefixSum(episodes * 10)
         for _ in range(episodes):
             ours.add(10)
-        theirs = SeedPrefixSum(np.arange(episodes + 1, dtype=np.int32) * 10)
+        theirs = ProposedPrefixSum(np.arange(episodes + 1, dtype=np.int32) * 10)
         wanted = rng.integers(0, episodes * 10, 256)
         numbers = wanted.tolist()
         timings = interleave(
             {
                 OURS: burst(lambda: ours.get_range_idx(wanted), 50),  # noqa: B023  used at once
-                "seed": burst(
+                "proposal": burst(
                     lambda: [theirs.get_range_idx(number) for number in numbers],  # noqa: B023
                     2,
                 ),

@@ -20,12 +20,12 @@ from benchmarks.rollout.claims import (
     saving_share,
     scale_sizes,
 )
-from benchmarks.rollout.seed import SeedRollouts
+from benchmarks.rollout.proposal import ProposedRollouts
 from penstock.rollouts.compressed import CompressedDataCollector
 from penstock.rollouts.storage import RolloutStorage
 
 OURS = "penstock"
-SEED = "pickle + LZ4-9 (proposal)"
+PROPOSED = "pickle + LZ4-9 (proposal)"
 _KEY = ("agents", "observation", "state")
 _EPOCHS, _MINIBATCHES = 4, 16
 _UPDATE_S = (0.05, 0.1)  # what the proposal says that training on such a batch takes
@@ -40,11 +40,13 @@ def run(settings: Settings) -> list[Row]:
         data = flights(settings.envs, noise_m=noise_m)
         rows += _on_disk(name, data, settings)
         rows += measure_keys(name, data, settings)
-        ratios = {who: find_row(rows, f"size, {name}", who).value for who in (OURS, SEED)}
+        ratios = {who: find_row(rows, f"size, {name}", who).value for who in (OURS, PROPOSED)}
         rows += scale_sizes(name, data, ratios)
     data = flights(settings.envs)
     in_memory = _in_memory(data, settings)
-    save_s = {who: find_row(rows, "durable save, clean", who).value / 1e3 for who in (OURS, SEED)}
+    save_s = {
+        who: find_row(rows, "durable save, clean", who).value / 1e3 for who in (OURS, PROPOSED)
+    }
     return [
         *rows,
         *in_memory,
@@ -62,11 +64,11 @@ def _on_disk(name: str, data: TensorDict, settings: Settings) -> list[Row]:
     flat = {key.rpartition("/")[2]: array for key, array in arrays.items()}
     np.savez(folder / "arrays.npz", **flat)
     raw = sum(array.nbytes for array in flat.values())
-    with SeedRollouts(folder / "arrays.npz", folder / "seed.lz4") as seed:
+    with ProposedRollouts(folder / "arrays.npz", folder / "proposal.lz4") as proposed:
         save = interleave(
             {
                 OURS: lambda: clock(lambda: storage.save(data, 1)),
-                SEED: lambda: seed.ask("save"),
+                PROPOSED: lambda: proposed.ask("save"),
             },
             settings.repeats,
             f"save, {name}",
@@ -80,7 +82,7 @@ def _on_disk(name: str, data: TensorDict, settings: Settings) -> list[Row]:
             what: interleave(
                 {
                     OURS: lambda action=ours: clock(action),  # type: ignore[misc]
-                    SEED: lambda word=theirs: seed.ask(word),  # type: ignore[misc]
+                    PROPOSED: lambda word=theirs: proposed.ask(word),  # type: ignore[misc]
                 },
                 settings.repeats * 3,
                 f"{what}, {name}",
@@ -88,13 +90,13 @@ def _on_disk(name: str, data: TensorDict, settings: Settings) -> list[Row]:
             for what, (ours, theirs, _) in turns.items()
         }
     stored = storage.path(1).stat().st_size
-    rows = judge_peers(time_rows(f"durable save, {name}", save, OURS), {SEED: 14.0})
+    rows = judge_peers(time_rows(f"durable save, {name}", save, OURS), {PROPOSED: 14.0})
     whole = loads["load"][OURS].median
     for what, timings in loads.items():
         bar = turns[what][2]
         found = time_rows(f"{what}, {name}", timings, OURS)
         if bar is not None:
-            found = judge_peers(found, {SEED: bar})
+            found = judge_peers(found, {PROPOSED: bar})
         else:
             share = timings[OURS].median / whole
             found[0] = replace(
@@ -103,9 +105,9 @@ def _on_disk(name: str, data: TensorDict, settings: Settings) -> list[Row]:
         rows += found
     ratio, least = raw / stored, _LEAST[name]
     size = f"size, {name}"
-    theirs = raw / seed.path.stat().st_size
+    theirs = raw / proposed.path.stat().st_size
     rows.append(Row(size, OURS, ratio, "x smaller", bar=f">= {least}", met=ratio >= least))
-    rows.append(Row(size, SEED, theirs, "x smaller", ratio=theirs / ratio))
+    rows.append(Row(size, PROPOSED, theirs, "x smaller", ratio=theirs / ratio))
     return rows
 
 
@@ -165,7 +167,7 @@ CASE = Case(
     name="rollout",
     claim="the original proposal: lidar gets 3-5x smaller, everything 2.5-4x (70 % of the "
     "disk); compressing training batches costs more than it brings",
-    peers=("pickle + LZ4-9 (seed), not fsynced, in a process of its own",),
+    peers=("pickle + LZ4-9 (proposal), not fsynced, in a process of its own",),
     data="{envs} environments x 32 steps of flights among 350 columns and 80 moving obstacles; "
     f"noisy: {_NOISE_M * 100:.0f} cm on every ray that hits",
     run=run,

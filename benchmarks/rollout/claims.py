@@ -19,8 +19,8 @@ from penstock.rollouts.compressed import CompressedDataCollector
 from penstock.rollouts.storage import RolloutStorage
 
 OURS = "penstock"
-SEED = "seed, LZ4-9"
-SEED_FAST = "seed, LZ4-1"
+PROPOSED = "proposal, LZ4-9"
+PROPOSED_FAST = "proposal, LZ4-1"
 ENVS, STEPS, EPOCHS, MINIBATCHES = 1024, 32, 4, 16
 _SEEN = ("agents", "observation")
 _LIDAR = (*_SEEN, "lidar")
@@ -72,7 +72,7 @@ def measure_keys(name: str, data: TensorDict, settings: Settings) -> list[Row]:
         packed = len(lz4.frame.compress(values.numpy().tobytes(), compression_level=9))
         what = f"size, {name}, {key}"
         rows.append(Row(what, OURS, values.nbytes / stored, "x smaller"))
-        rows.append(Row(what, SEED, values.nbytes / packed, "x smaller"))
+        rows.append(Row(what, PROPOSED, values.nbytes / packed, "x smaller"))
     lidar = data[_LIDAR]
     same = lidar[:, 1:] == lidar[:, :-1]
     still = 100 * float(same.float().mean())
@@ -120,8 +120,8 @@ def measure_costs(data: TensorDict, settings: Settings) -> list[Row]:
     rounds = max(2, settings.repeats // 2)
     there = interleave(
         {
-            SEED: lambda: clock(lambda: lz4.frame.compress(plain, compression_level=9)),
-            SEED_FAST: lambda: clock(lambda: lz4.frame.compress(plain, compression_level=1)),
+            PROPOSED: lambda: clock(lambda: lz4.frame.compress(plain, compression_level=9)),
+            PROPOSED_FAST: lambda: clock(lambda: lz4.frame.compress(plain, compression_level=1)),
             OURS: lambda: clock(lambda: collector.compress(data)),
             "copy in memory": lambda: clock(copy),
         },
@@ -131,14 +131,14 @@ def measure_costs(data: TensorDict, settings: Settings) -> list[Row]:
     )
     back = interleave(
         {
-            SEED: lambda: clock(lambda: lz4.frame.decompress(packed[9])),
-            SEED_FAST: lambda: clock(lambda: lz4.frame.decompress(packed[1])),
+            PROPOSED: lambda: clock(lambda: lz4.frame.decompress(packed[9])),
+            PROPOSED_FAST: lambda: clock(lambda: lz4.frame.decompress(packed[1])),
             OURS: lambda: clock(batch.decompress),
         },
         rounds,
         "decompress a batch",
     )
-    ratios = {SEED: len(plain) / len(packed[9]), SEED_FAST: len(plain) / len(packed[1])}
+    ratios = {PROPOSED: len(plain) / len(packed[9]), PROPOSED_FAST: len(plain) / len(packed[1])}
     ratios[OURS] = batch.ratio
     rows = [
         *_scaled("compress a batch", there, scale),
@@ -196,18 +196,18 @@ def measure_training(data: TensorDict, ours_s: float, settings: Settings) -> lis
             for part in epoch.chunk(MINIBATCHES):
                 flat[part]
 
-    def seed() -> None:
+    def lossless() -> None:
         packed = [lz4.frame.compress(env.numpy().tobytes(), compression_level=1) for env in lidar]
         for epoch in order:
             for part in epoch.chunk(MINIBATCHES):
                 _minibatch(packed, part, lidar.shape[1:])
 
-    turns = {"as it is": lambda: clock(plain), SEED_FAST: lambda: clock(seed)}
+    turns = {"as it is": lambda: clock(plain), PROPOSED_FAST: lambda: clock(lossless)}
     timings = interleave(turns, 2, "the proposal's PPO batch", warm_up=False)
-    lost_s = (timings[SEED_FAST].median - timings["as it is"].median) * scale
+    lost_s = (timings[PROPOSED_FAST].median - timings["as it is"].median) * scale
     what = "time lost to compressing a PPO batch, its lidar"
-    rows = [Row(what, SEED_FAST, lost_s * 1e3, "ms", n=2)]
-    for who, seconds in ((SEED_FAST, lost_s), (OURS, ours_s * scale)):
+    rows = [Row(what, PROPOSED_FAST, lost_s * 1e3, "ms", n=2)]
+    for who, seconds in ((PROPOSED_FAST, lost_s), (OURS, ours_s * scale)):
         share = 100 * seconds / (_ITERATION_S + seconds)
         what = "training speed lost to compressing batches, at 10,000 frames/s (computed)"
         rows.append(Row(what, who, share, "%"))

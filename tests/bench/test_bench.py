@@ -100,7 +100,7 @@ TINY = {"rounds": 2, "repeats": 2, "episodes": 2, "entries": 4096, "envs": 64, "
 @pytest.mark.parametrize(
     ("name", "wanted"),
     [
-        ("replay", {"LazyTensorStorage", "CompressedListStorage", "seed, per episode"}),
+        ("replay", {"LazyTensorStorage", "CompressedListStorage", "proposal, per episode"}),
         ("rollout", {"pickle + LZ4-9 (proposal)", "as it is"}),
         ("pipeline", {"one after the other"}),
         ("monitor", {"lists (proposal)", "perf_counter twice"}),

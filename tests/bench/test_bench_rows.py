@@ -12,14 +12,14 @@ import torch
 
 from benchmarks import Row, Settings
 from benchmarks.checkpoint import claims as checkpoint_claims
-from benchmarks.checkpoint.durable import DELTA, FULL, SEED, TORCH
+from benchmarks.checkpoint.durable import DELTA, FULL, PROPOSED, TORCH
 from benchmarks.convert import memory as convert_memory
 from benchmarks.experience import depth_pictures, flights
 from benchmarks.lz4_levels import measure_lz4, measure_top_levels
 from benchmarks.measure import Timing, burst
-from benchmarks.monitor.case import SeedMonitor
+from benchmarks.monitor.case import ProposedMonitor
 from benchmarks.pipeline import collecting
-from benchmarks.replay.modes import FrameBuffer, SeedPrefixSum
+from benchmarks.replay.modes import FrameBuffer, ProposedPrefixSum
 from benchmarks.rollout import claims as rollout_claims
 from penstock.replay.episodes.index import PrefixSum
 from penstock.ui.monitor import PerformanceMonitor
@@ -64,8 +64,8 @@ def test_sizes_of_a_batch_do_not_depend_on_what_was_measured():
 
 
 def test_scaled_sizes():
-    found = by(rollout_claims.scale_sizes("x", flights(8), {"penstock": 4.0, "seed": 2.0}))
-    assert found["a batch stored, x", "seed"] == pytest.approx(
+    found = by(rollout_claims.scale_sizes("x", flights(8), {"penstock": 4.0, "proposal": 2.0}))
+    assert found["a batch stored, x", "proposal"] == pytest.approx(
         2 * found["a batch stored, x", "penstock"]
     )
     assert found["disk saved, x", "penstock"] == 75
@@ -79,7 +79,7 @@ def test_the_break_even_link_is_where_both_ways_take_equally_long():
     assert 100 / megabytes_s == pytest.approx(25 / megabytes_s + 0.05)
 
 
-def test_the_seeds_minibatch_is_the_batch():
+def test_the_proposals_minibatch_is_the_batch():
     lidar = flights(8)["agents", "observation", "lidar"]
     packed = [lz4.frame.compress(env.numpy().tobytes()) for env in lidar]
     chosen = torch.tensor([0, 33, 255, 33])
@@ -104,7 +104,7 @@ def test_both_indices_agree():
     for length in lengths.tolist():
         ours.add(length)
     starts = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32)
-    theirs = SeedPrefixSum(starts)
+    theirs = ProposedPrefixSum(starts)
     for frame in range(int(lengths.sum())):
         assert ours.get_range_idx(frame) == theirs.get_range_idx(frame)
 
@@ -126,7 +126,7 @@ def test_batches_alive_are_few():
     assert 2 <= found["batches alive, 2 ahead", "penstock"] <= 4
 
 
-def test_sums_of_the_seed():
+def test_sums_of_the_proposal():
     found = by(collecting.compute_gains())
     assert found["1,000,000 frames at 10,000 frames/s (computed)", "training"] == pytest.approx(
         100 / 60
@@ -139,7 +139,7 @@ def test_sums_of_the_seed():
 
 
 def test_both_monitors_say_the_same():
-    ours, theirs = PerformanceMonitor(), SeedMonitor()
+    ours, theirs = PerformanceMonitor(), ProposedMonitor()
     with theirs.timer("a"):
         pass
     assert len(theirs.timings["a"]) == 1
@@ -165,21 +165,21 @@ def test_conclusions_follow_from_the_rows():
         Row(what, "torch.save", 1000.0, "ms"),
         Row(what, "deepcopy + queue (proposal)", 100.0, "ms"),
         Row(what, "penstock", 0.5, "ms"),
-        Row("extra peak memory", "seed, queue of 3", 4.0, "x state"),
+        Row("extra peak memory", "proposal, queue of 3", 4.0, "x state"),
     ]
     for dtype in ("float32", "bfloat16"):
-        for who, saved in ((TORCH, 0.0), (SEED, 5.0), (FULL, 20.0), (DELTA, 60.0)):
+        for who, saved in ((TORCH, 0.0), (PROPOSED, 5.0), (FULL, 20.0), (DELTA, 60.0)):
             rows.append(Row(f"size saved, {dtype}, 200.0 MB", who, saved, "%"))
             rows.append(Row(f"speed to durable disk, {dtype}", who, 50.0, "MB/s"))
     found = by(checkpoint_claims.conclude(rows, 200_000_000, Settings(Path("."))))
     assert found["blocked time saved against torch.save (computed)", "penstock"] == 99.95
-    assert found["one checkpoint", SEED] == pytest.approx(190)
+    assert found["one checkpoint", PROPOSED] == pytest.approx(190)
     assert found["1,000 checkpoints (computed)", TORCH] == pytest.approx(200)
     assert found["size, float32", FULL] == pytest.approx(1.25)
     difference = "saved by a difference, against a full checkpoint, float32"
     assert found[difference, DELTA] == pytest.approx(50)
-    assert found["extra memory of a queue of 3", "seed, queue of 3"] == pytest.approx(800)
-    assert found["writing 3 pending saves (computed)", SEED] == pytest.approx(12)
+    assert found["extra memory of a queue of 3", "proposal, queue of 3"] == pytest.approx(800)
+    assert found["writing 3 pending saves (computed)", PROPOSED] == pytest.approx(12)
 
 
 def test_levels_of_a_state():

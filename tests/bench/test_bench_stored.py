@@ -100,8 +100,9 @@ def test_missing_peers_are_named(cases, capsys):
 
 
 def test_optional_peers_are_known():
-    names = {e.name for name in ("replay", "convert") for e in bench.find_case(name).extras}
-    assert names == {"cpprb", "lerobot 0.4.4"}
+    cases = map(bench.find_case, ("checkpoint", "replay", "convert"))
+    names = {extra.name for case in cases for extra in case.extras}
+    assert names == {"ZipNN", "sb3-extra-buffers", "cpprb", "lerobot 0.4.4 and 0.6.1"}
 
 
 # ---------------------------------------------------------------------- files

@@ -35,7 +35,7 @@ for line in sys.stdin:
 """
 
 
-class SeedRollouts:
+class ProposedRollouts:
     """Saves and loads when asked, and says how long it took.
 
     Args:
