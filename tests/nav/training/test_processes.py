@@ -99,13 +99,14 @@ def test_a_signal_saves_the_state_and_the_run_goes_on(tmp_path, processes, numbe
         children = psutil.Process(process.pid).children(recursive=True)
         # Ctrl-C reaches all processes of the terminal, kill only the one.
         (os.killpg if number == signal.SIGINT else os.kill)(process.pid, number)
-        sent_s = time.monotonic()
-        _, error = process.communicate(timeout=60)
-        assert time.monotonic() - sent_s < 10
+        seen = len(metrics.read_text().splitlines())
+        _, error = process.communicate(timeout=100)
     finally:
         process.kill()
     assert process.returncode == 128 + number, error
     assert error.strip() == "penstock: stopped, the state is saved: penstock train --resume x"
+    # It stopped after the iteration that was under way, or, once the others knew, the next.
+    assert len(metrics.read_text().splitlines()) <= seen + 2
     psutil.wait_procs(children, timeout=5)
     assert not [child for child in children if child.is_running()]
     state = load_checkpoint("x/checkpoints")
