@@ -57,6 +57,11 @@ def check_storable(path: str, tensor: torch.Tensor) -> None:
     raise UnsupportedValue(f"{path} is {problem}, which cannot be stored; convert it first")
 
 
+def settled(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a tensor contiguous on the CPU, with conjugates and signs that torch put off in it."""
+    return tensor.detach().cpu().resolve_conj().resolve_neg().contiguous()
+
+
 def flat_words(tensor: torch.Tensor) -> NDArray[Any]:
     """View a contiguous CPU tensor as a flat numpy array of its pack words."""
     name = DTYPE_NAMES[tensor.dtype]

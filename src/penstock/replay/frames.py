@@ -44,18 +44,6 @@ Bytes = NDArray[np.uint8]
 Longs = NDArray[np.int64]
 Addresses = NDArray[np.uint64]
 
-CODEC_NAMES = (
-    "auto",
-    "raw",
-    "lz4",
-    "lz4hc",
-    "bits",
-    "mixed",
-    "gradient",
-    "sparse",
-    "narrow",
-    "zstd",
-)
 LARGEST_FRAME_BYTES = 0x7E000000  # what LZ4 takes
 _LEAST_RATIO = 1.1
 _LEAST_FRAME_BYTES = 256
@@ -117,6 +105,18 @@ class _PictureFrames(FrameCodec):
     row: int = 0
     _method: ClassVar[int]
 
+    def _encode(
+        self, frames: Bytes, tag: int, level: int = 0, step: int = 1
+    ) -> tuple[Bytes, Longs]:
+        lengths, groups = np.empty(len(frames), np.int64), -(-self.size // _GROUP)
+        # Frames that do not shrink are kept as they are: only the last one needs the worst case.
+        out = BLOCKS.array((frames.size + groups * (_GROUP + 1) + 64,), np.uint8)
+        scratch = BLOCKS.array((groups * _GROUP,), np.uint8)
+        state = BLOCKS.array((-(-LZ4_HARD_BYTES // 8) if level else 0,), np.uint64)
+        settings = self._method, self.row, level, step, tag
+        used = kernels.encode_pictures(frames, *settings, scratch, state, out, lengths)
+        return out[:used], lengths
+
     def _decode(self, addresses: Addresses, lengths: Longs, out: Bytes) -> int:
         words = 0 if self._method == kernels.LZ4 else -(-self.size // _GROUP) * _GROUP // 8
         scratch, method = BLOCKS.array((words,), np.uint64), self._method
@@ -138,16 +138,7 @@ class Lz4Frames(_PictureFrames):
 
     def encode(self, frames: Bytes, tag: int = -1) -> tuple[Bytes, Longs]:
         """Compress; a tag is a byte before each frame."""
-        lengths = np.empty(len(frames), np.int64)
-        # Frames that do not shrink are kept as they are: only the last one needs LZ4's worst case.
-        out = BLOCKS.array((frames.size + self.size // 255 + 64,), np.uint8)
-        scratch = BLOCKS.array((self.size,), np.uint8)
-        words = -(-LZ4_HARD_BYTES // 8) if self.level else 0
-        state = BLOCKS.array((words,), np.uint64)
-        used = kernels.lz4_encode(
-            frames, self.row, self.level, self.step, tag, scratch, state, out, lengths
-        )
-        return out[:used], lengths
+        return self._encode(frames, tag, self.level, self.step)
 
 
 @dataclass(frozen=True)
@@ -159,12 +150,7 @@ class BitFrames(_PictureFrames):
 
     def encode(self, frames: Bytes, tag: int = -1) -> tuple[Bytes, Longs]:
         """Pack; a tag is a byte before each frame."""
-        lengths = np.empty(len(frames), np.int64)
-        groups = -(-self.size // _GROUP)
-        out = BLOCKS.array((frames.size + groups * (_GROUP + 1) + 1,), np.uint8)
-        scratch = BLOCKS.array((groups * _GROUP,), np.uint8)
-        used = kernels.bits_encode(frames, self.row, tag, scratch, out, lengths)
-        return out[:used], lengths
+        return self._encode(frames, tag)
 
 
 @dataclass(frozen=True)
@@ -338,10 +324,11 @@ class ZstdFrames(FrameCodec):
         return -1
 
 
-_PICTURES = (Lz4Frames, BitFrames, MixedFrames, NarrowFrames)
+_PICTURES = (Lz4Frames, BitFrames, MixedFrames, GradientFrames, NarrowFrames)
 _KINDS: dict[str, type[FrameCodec]] = {
-    kind.id: kind for kind in (RawFrames, *_PICTURES, GradientFrames, SparseFrames, ZstdFrames)
+    kind.id: kind for kind in (RawFrames, *_PICTURES, SparseFrames, ZstdFrames)
 }
+CODEC_NAMES = ("auto", "lz4hc", *_KINDS)
 
 
 def frame_codec(config: Mapping[str, Any]) -> FrameCodec:

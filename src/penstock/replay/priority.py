@@ -126,13 +126,20 @@ def whole_numbers(what: str, values: Any) -> Ints:
     return array.astype(np.int64, copy=False)
 
 
-def checked_priorities(priorities: ArrayLike) -> Floats:
-    """Return priorities as an array, and refuse what is negative or not finite."""
-    values = np.asarray(priorities, np.float64)
+def as_floats(values: Any) -> Floats:
+    """Return numbers, or a tensor of any type, as an array."""
+    if hasattr(values, "double"):
+        values = values.detach().cpu().double()  # numpy has no bfloat16
+    return np.asarray(values, np.float64)
+
+
+def checked_priorities(priorities: Any) -> Floats:
+    """Return priorities as a flat array, and refuse what is negative or not finite."""
+    values = as_floats(priorities).reshape(-1)
     good = (values >= 0) & np.isfinite(values)
     if not good.all():
         raise UsageError(
-            f"priority {values[~good].flat[0]} is not a number from 0; give its absolute value"
+            f"priority {values[~good][0]} is not a number from 0; give its absolute value"
         )
     return values
 

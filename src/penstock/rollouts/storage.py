@@ -182,7 +182,7 @@ class RolloutStorage:
         return len(self.iterations())
 
     def __contains__(self, iteration: object) -> bool:
-        return isinstance(iteration, int) and iteration >= 0 and self.path(iteration).exists()
+        return iteration in self.iterations()
 
     def wait(self, timeout: float | None = None) -> bool:
         """Return True when all saves are durable, False after `timeout` seconds.

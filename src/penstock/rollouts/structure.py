@@ -20,7 +20,14 @@ from penstock.core.extras import installed
 from penstock.core.pack import DTYPES
 from penstock.core.tree import Json
 from penstock.errors import CorruptFile, MissingExtra, UnsupportedValue, UsageError
-from penstock.tensors import DTYPE_NAMES, check_storable, flat_words, tensor_bytes, tensor_over
+from penstock.tensors import (
+    DTYPE_NAMES,
+    check_storable,
+    flat_words,
+    settled,
+    tensor_bytes,
+    tensor_over,
+)
 from penstock.ui.suggestions import did_you_mean
 
 if TYPE_CHECKING:
@@ -92,8 +99,7 @@ class Leaf:
     def words(self) -> NDArray[Any]:
         """View or copy it as an array of pack words, in its own shape, on the CPU."""
         if isinstance(self.value, torch.Tensor):
-            tensor = self.value.detach().cpu().resolve_conj().resolve_neg().contiguous()
-            return flat_words(tensor).reshape(self.shape)
+            return flat_words(settled(self.value)).reshape(self.shape)
         return self.value
 
 

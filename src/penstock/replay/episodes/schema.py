@@ -16,7 +16,7 @@ from penstock.core.memory import parse_bytes, whole_number
 from penstock.core.pack import DTYPES
 from penstock.errors import CorruptFile, UnsupportedValue, UsageError
 from penstock.replay.keys import Codecs, Field, Key, KeyPath, as_paths, codecs_of, known, show
-from penstock.tensors import DTYPE_NAMES, check_storable, flat_words
+from penstock.tensors import DTYPE_NAMES, check_storable, flat_words, settled
 from penstock.ui.suggestions import did_you_mean
 
 _DEFAULT_ALPHA = 0.6
@@ -173,9 +173,8 @@ def _field(path: KeyPath, value: Any) -> tuple[Field, NDArray[Any]]:
         value = _stacked(path, value)
     if isinstance(value, torch.Tensor):
         check_storable(show(path), value)
-        tensor = value.detach().cpu().contiguous()
-        dtype, shape = DTYPE_NAMES[tensor.dtype], tuple(tensor.shape)
-        array = flat_words(tensor).reshape(shape)
+        dtype, shape = DTYPE_NAMES[value.dtype], tuple(value.shape)
+        array = flat_words(settled(value)).reshape(shape)
     else:
         try:
             array = np.asarray(value)

@@ -32,7 +32,7 @@ from penstock.replay.episodes.index import EpisodeIndex
 from penstock.replay.episodes.schema import Settings
 from penstock.replay.frames import FrameCodec, Lz4Frames, RawFrames, choose_codec, frame_codec
 from penstock.replay.keys import Field, show
-from penstock.replay.priority import SumTree, checked_priorities
+from penstock.replay.priority import SumTree
 from penstock.replay.segments import Block, LogReader, Place, Saved, need, taking_in
 
 Bytes = NDArray[np.uint8]
@@ -240,10 +240,9 @@ class FramePriorities:
         self.tree.set(np.arange(offset, offset + length), 0.0)
 
     def update(self, ids: Ints, priorities: Floats) -> None:
-        """Set the priorities of frames; those that are gone are passed over, if they make sense."""
-        raised = (checked_priorities(priorities) + _EPSILON) ** self.alpha
+        """Set the priorities of frames; those that are gone are passed over."""
         rows, steps, alive = self._index.locate(ids)
-        raised = raised[alive]
+        raised = (priorities[alive] + _EPSILON) ** self.alpha
         self.tree.set(self.offsets[rows[alive]] + steps[alive], raised)
         self.largest = float(raised.max(initial=self.largest))
 

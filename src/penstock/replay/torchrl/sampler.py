@@ -25,7 +25,12 @@ with needs_torchrl("PrioritySampler"):
     from torchrl.data.replay_buffers.samplers import PrioritizedSampler, PrioritizedSliceSampler
     from torchrl.data.replay_buffers.storages import Storage
 
-from penstock.replay.priority import SumTree, checked_priorities, importance_weights
+from penstock.replay.priority import (
+    SumTree,
+    as_floats,
+    checked_priorities,
+    importance_weights,
+)
 from penstock.replay.segments import taking_in
 
 KIND = "replay-sampler"
@@ -148,7 +153,7 @@ class PrioritySampler(PrioritizedSampler):  # type: ignore[misc]
             slots = np.full(len(coordinates), -1, np.int64)
             slots[known] = np.ravel_multi_index(tuple(coordinates[known].T), shape)
         slots = slots.reshape(-1)
-        values = checked_priorities(_doubles(priority)).reshape(-1)
+        values = checked_priorities(priority)
         if values.size not in (1, slots.size):
             raise UsageError(f"{values.size} priorities for {slots.size} slots; give one for each")
         known = slots >= 0
@@ -176,7 +181,7 @@ class PrioritySampler(PrioritizedSampler):  # type: ignore[misc]
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Take over what `state_dict` returned, or raise and change nothing."""
         with taking_in("this state"):
-            priorities = _doubles(state_dict["priorities"])
+            priorities = as_floats(state_dict["priorities"])
         if priorities.shape != (self._max_capacity,):
             raise UsageError(
                 f"it was saved with {priorities.size} slots, this sampler has {self._max_capacity}"
@@ -269,7 +274,7 @@ class SegmentTree:
 
     def __setitem__(self, index: Any, value: Any) -> None:
         slots = np.asarray(index, np.int64).reshape(-1)
-        self._tree.set(slots, np.broadcast_to(_doubles(value).reshape(-1), slots.shape))
+        self._tree.set(slots, np.broadcast_to(as_floats(value).reshape(-1), slots.shape))
 
     def query(self, start: int, stop: int) -> float:
         """Answer for all entries; those that were never set do not count."""
@@ -278,7 +283,7 @@ class SegmentTree:
 
     def scan_lower_bound(self, sums: Any) -> torch.Tensor:
         """Find entries by their running sums."""
-        return torch.from_numpy(self._tree.find(_doubles(sums).reshape(-1)))
+        return torch.from_numpy(self._tree.find(as_floats(sums).reshape(-1)))
 
 
 def _checked(*settings: float) -> list[float]:
@@ -292,10 +297,3 @@ def _weight_dtype(dtype: torch.dtype) -> torch.dtype:
     if dtype not in (torch.float32, torch.float64):
         raise UsageError(f"dtype is {dtype}; use torch.float32 or torch.float64")
     return dtype
-
-
-def _doubles(values: Any) -> NDArray[np.float64]:
-    # Not torch.as_tensor: it makes a float32 of a number.
-    if isinstance(values, torch.Tensor):
-        return values.detach().to("cpu", torch.float64).numpy()
-    return np.asarray(values, np.float64)

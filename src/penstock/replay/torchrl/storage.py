@@ -180,7 +180,7 @@ class CompressedStorage(LazyTensorStorage):  # type: ignore[misc]
             encoded: dict[int, Encoded] = {}
             for k in tree.big:
                 if (leaf := leaves.get(tree.keys[k].path)) is not None:
-                    encoded[k] = columns.codecs[k].encode(as_rows(leaf.cpu(), lead))
+                    encoded[k] = columns.codecs[k].encode(as_rows(leaf, lead))
             plain = data.exclude(*(tree.keys[k].path for k in tree.big)) if tree.big else data
             with signals_postponed():  # an interrupt must not leave half of a record
                 columns.store(flat, encoded)
@@ -344,7 +344,7 @@ class CompressedStorage(LazyTensorStorage):  # type: ignore[misc]
         wanted = codecs_of(self._codecs, list(leaves), "auto")
         codecs: dict[int, FrameCodec] = {}
         for k, (key, tensor) in enumerate(zip(keys, leaves.values(), strict=True)):
-            items = key.words(as_rows(tensor.cpu(), slots.ndim))
+            items = key.words(as_rows(tensor, slots.ndim))
             codec = choose_codec(items, wanted[k], key.name)
             worth = codec.id != "raw" or self._spill["spill_dir"] is not None
             if (worth and key.size >= _PLAIN_BYTES) or tensor.dtype in _NOT_INDEXED:
