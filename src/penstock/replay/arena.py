@@ -156,9 +156,6 @@ class Arena:
         table: Longs = locations.copy()
         table[moved] = self.put_many(self.gather(locations[moved], lengths[moved]), lengths[moved])
         self.free(locations[moved], lengths[moved])
-        for number in dead:
-            if number in self._chunks and self._chunks[number].live == 0:
-                self._drop(number)
         return table
 
     def _room_for(self, size: int) -> tuple[int, _Chunk]:
@@ -197,10 +194,8 @@ class Arena:
 
     def _spill(self, coming: int) -> None:
         """Move the oldest chunks to disk until there is room for what is coming."""
-        if self._memory_bytes is None:
-            return
         for number, chunk in self._chunks.items():
-            if self.nbytes + coming <= self._memory_bytes:
+            if self._memory_bytes is None or self.nbytes + coming <= self._memory_bytes:
                 return
             if chunk.map is None:
                 self._to_disk(number, chunk)
@@ -279,8 +274,7 @@ class CompressedColumns:
             freed = sizes[slots][alive].astype(np.int64)
             places[slots] = locations
             sizes[slots] = encoded[column][1]
-            if freed.size:
-                self.arena.free(old[alive], freed)
+            self.arena.free(old[alive], freed)
         self._compact()
 
     def decode(self, column: int, slots: Longs, out: Bytes) -> None:

@@ -84,10 +84,9 @@ class SumTree:
         """
         where = np.ascontiguousarray(whole_numbers("an entry", indices)).reshape(-1)
         values = np.ascontiguousarray(priorities, np.float64).reshape(-1)
-        if values.size != where.size:
-            if values.size != 1:
-                raise UsageError(f"{values.size} priorities for {where.size} entries")
-            values = np.full(where.size, values[0])
+        if values.size not in (1, where.size):
+            raise UsageError(f"{values.size} priorities for {where.size} entries")
+        values = np.ascontiguousarray(np.broadcast_to(values, where.shape))
         # Written so that NaN, which compares false with everything, is refused as well.
         good = (where >= 0) & (where < self.capacity) & (values >= 0) & (values <= _LARGEST)
         if not good.all():

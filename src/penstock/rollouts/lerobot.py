@@ -55,7 +55,7 @@ _MOST_DIMENSIONS = 5
 _MODES = ("create", "resume", "overwrite")
 _BLOCK_BYTES = 16 << 20
 _ROWS_OF_A_BLOCK = 128  # environments that lie together in a file
-_RANK = re.compile(r"rank_(\d+)")
+_RANK = re.compile(r"rank_(\d+)$")
 
 
 def export(
@@ -344,16 +344,18 @@ def find_rollouts(path: Path, iterations: Iterable[int] | None) -> list[Found]:
     else:
         folder = path / "rollouts" if (path / "rollouts").is_dir() else path
         try:
-            ranks = ((_RANK.fullmatch(below.name), below) for below in sorted(folder.iterdir()))
-            folders = [
-                (0, folder),
-                *((int(m[1]), each) for m, each in ranks if m and each.is_dir()),
+            ranks = [
+                (int(m[1]), each) for each in folder.iterdir() if (m := _RANK.match(each.name))
             ]
-            files = ((file, rank) for rank, each in folders for file in each.iterdir())
-            named = ((file, NAME.fullmatch(file.name), rank) for file, rank in files)
-            found = [Found(file, int(match[1]), rank) for file, match, rank in named if match]
+            files = [
+                (file, rank)
+                for rank, each in [(0, folder), *ranks]
+                if each.is_dir()
+                for file in each.iterdir()
+            ]
         except OSError as error:
             raise storage_error("read", folder, error) from error
+        found = [Found(f, int(m[1]), rank) for f, rank in files if (m := NAME.fullmatch(f.name))]
     if not found:
         raise UsageError(f"there is no rollout in {path}; give a folder with rollout_*.pack files")
     numbers = sorted({each.iteration for each in found})

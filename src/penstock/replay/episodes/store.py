@@ -411,8 +411,7 @@ class EpisodeStore:
     def gather(self, column: int, records: Addresses, steps: Ints) -> Bytes:
         """Return frames [n, size] of one key, in memory that is used again."""
         out = self._memory.array((len(steps), self.columns[column].field.size), np.uint8)
-        if len(steps):
-            self.columns[column].gather(records, steps, out)
+        self.columns[column].gather(records, steps, out)
         return out
 
     def blocks(self, some: Sequence[int] | None = None) -> dict[int, Block]:

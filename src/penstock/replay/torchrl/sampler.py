@@ -273,8 +273,7 @@ class SegmentTree:
         return values.item() if isinstance(index, int) else values
 
     def __setitem__(self, index: Any, value: Any) -> None:
-        slots = np.asarray(index, np.int64).reshape(-1)
-        self._tree.set(slots, np.broadcast_to(as_floats(value).reshape(-1), slots.shape))
+        self._tree.set(np.asarray(index, np.int64), as_floats(value))
 
     def query(self, start: int, stop: int) -> float:
         """Answer for all entries; those that were never set do not count."""

@@ -267,7 +267,11 @@ class CompressedStorage(LazyTensorStorage):  # type: ignore[misc]
 
     def decoded(self, path: KeyPath, slots: Slots) -> torch.Tensor:
         """Return a compressed key of slots, as it is now."""
-        return self._decode(self._tree.number[path], slots)
+        assert self._columns is not None
+        k = self._tree.number[path]
+        rows = self._memory.array((slots.size, self._tree.keys[k].size), np.uint8)
+        self._columns.decode(k, slots.reshape(-1), rows)
+        return self._tree.keys[k].tensor(rows, slots.shape).to(device=self._storage.device)
 
     @property
     def clock(self) -> int:
@@ -448,14 +452,8 @@ class CompressedStorage(LazyTensorStorage):  # type: ignore[misc]
             else:
                 tensors[k] = leaf.index_select(0, index)
         for k in big:
-            tensors[k] = self._decode(k, slots)
+            tensors[k] = self.decoded(self._tree.keys[k].path, slots)
         return self._tree.assemble(tensors, (count,), device, self._names)
-
-    def _decode(self, k: int, slots: Slots) -> torch.Tensor:
-        assert self._columns is not None
-        rows = self._memory.array((slots.size, self._tree.keys[k].size), np.uint8)
-        self._columns.decode(k, slots.reshape(-1), rows)
-        return self._tree.keys[k].tensor(rows, slots.shape).to(device=self._storage.device)
 
     def _get_any(self, index: Any, big: list[int]) -> Any:
         """Let a TensorDict of slot numbers say what an index means, however odd it is."""
@@ -468,10 +466,11 @@ class CompressedStorage(LazyTensorStorage):  # type: ignore[misc]
         if big:
             tensors = {k: content.get(self._tree.keys[k].path) for k in self._tree.plain}
             for k in big:
-                tensors[k] = whole = self._decode(k, slots)
+                path = self._tree.keys[k].path
+                tensors[k] = whole = self.decoded(path, slots)
                 if view:
-                    decoded = Decoded(self, self._tree.keys[k].path, slots, whole, self.clock)
-                    tensors[k] = TensorSlice.over(whole, decoded)
+                    part = Decoded(self, path, slots, whole, self.clock)
+                    tensors[k] = TensorSlice.over(whole, part)
             names = content.names if self._names is not None else None
             content = self._tree.assemble(tensors, slots.shape, content.device, names)
         return StorageSlice.over(content, self, slots) if view else content
