@@ -351,16 +351,14 @@ class EpisodeStore:
         sizes = [record.size for record in records]
         for gone in self.index.ids[self._victims(length, sum(sizes))].tolist():
             self.remove(self.index.row_of(gone))
-        offset = self.priorities.add(length) if self.priorities else 0
         locations: list[int] = []
         try:
             for record in records:
                 locations.append(self.arena.put(record.take(), record.size))
-        except BaseException:  # a full disk
+            offset = self.priorities.add(length) if self.priorities else 0
+        except BaseException:  # a full disk, or no memory
             freed = np.array(sizes[: len(locations)], np.int64)
             self.arena.free(np.array(locations, np.int64), freed)
-            if self.priorities is not None:
-                self.priorities.remove(offset, length)
             raise
         self.clock += 1
         episode_id = self.index.append(length, [self.clock, offset, *locations, *sizes])

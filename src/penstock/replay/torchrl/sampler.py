@@ -17,9 +17,9 @@ import torch
 from numpy.typing import NDArray
 
 from penstock.core.extras import needs_torchrl
-from penstock.core.files import make_folder, storage_error
-from penstock.core.pack import Item, PackReader, PackWriter
-from penstock.errors import PenstockWarning, UnknownFormat, UsageError
+from penstock.core.files import make_folder
+from penstock.core.pack import Item, PackWriter
+from penstock.errors import PenstockWarning, UsageError
 
 with needs_torchrl("PrioritySampler"):
     from torchrl.data.replay_buffers.samplers import PrioritizedSampler, PrioritizedSliceSampler
@@ -31,7 +31,7 @@ from penstock.replay.priority import (
     checked_priorities,
     importance_weights,
 )
-from penstock.replay.segments import taking_in
+from penstock.replay.segments import open_pack, taking_in
 
 KIND = "replay-sampler"
 _FILE = "sampler.pack"
@@ -208,17 +208,10 @@ class PrioritySampler(PrioritizedSampler):  # type: ignore[misc]
 
     def loads(self, path: str | PathLike[str]) -> None:
         """Load what `dumps` saved, or raise and change nothing."""
-        file = Path(path) / _FILE
-        try:
-            pack = PackReader(file)
-        except FileNotFoundError:
-            raise UnknownFormat(f"{path} holds no saved sampler: there is no {_FILE}") from None
-        except OSError as error:
-            raise storage_error("read", file, error) from error
-        with pack:
-            if pack.index.kind != KIND or pack.names != ["priorities"]:
-                raise UnknownFormat(f"{file} is not a saved sampler")
-            self.load_state_dict({**pack.index.meta, "priorities": pack.read("priorities")})
+        with open_pack(Path(path) / _FILE, KIND, "saved sampler") as pack:
+            with taking_in(pack.path, UsageError):
+                priorities = pack.read("priorities")
+            self.load_state_dict({**pack.index.meta, "priorities": priorities})
 
     def _priorities(self) -> NDArray[np.float64]:
         return self._tree.get(np.arange(self._max_capacity))
