@@ -40,6 +40,12 @@ def tensor_bytes(tensor: torch.Tensor) -> int:
     return tensor.numel() * tensor.element_size()
 
 
+def unmapped(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a tensor that tensordict keeps in a file as a plain one, over the same memory."""
+    mapped = getattr(sys.modules.get("tensordict"), "MemoryMappedTensor", ())
+    return tensor.as_subclass(torch.Tensor) if isinstance(tensor, mapped) else tensor
+
+
 def check_storable(path: str, tensor: torch.Tensor) -> None:
     """Refuse, by its path, a tensor whose bytes alone do not say what it is."""
     if type(tensor) not in PLAIN_CLASSES and not getattr(tensor, "stored_as_plain", False):

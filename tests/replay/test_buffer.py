@@ -91,6 +91,13 @@ def test_views_that_torch_works_out_later() -> None:
     assert got["imaginary"].tolist() == [-1, -3, -5, -7, -9, -11]
 
 
+def test_memory_mapped_episodes(tmp_path: Path) -> None:
+    data = TensorDict({"x": torch.randn(5, 100), "y": torch.arange(5)}, [5])
+    buffer = DictReplayBuffer(10, ["x", "y"])
+    buffer.add(data.memmap(str(tmp_path)))
+    assert torch.equal(buffer.get(np.arange(5))["x"], data["x"])
+
+
 def test_ids_of_any_shape() -> None:
     buffer = DictReplayBuffer(10, ["x", "y"], next_keys=["x"])
     buffer.add({"x": np.arange(6), "y": np.ones((6, 2), np.float32)})

@@ -175,6 +175,17 @@ def test_views_that_torch_works_out_later():
             assert torch.equal(ours[:][key], theirs[:][key])
 
 
+def test_memory_mapped_data(tmp_path):
+    data = items(6)
+    mapped = TensorDict.load_memmap(data.memmap(tmp_path).saved_path)
+    buffer = ReplayBuffer(storage=CompressedStorage(20))
+    buffer.extend(mapped)
+    buffer.extend(mapped[2:4])
+    buffer[0] = mapped[5]
+    assert (buffer[:] == data[[5, 1, 2, 3, 4, 5, 2, 3]]).all()
+    assert type(buffer[torch.tensor([1])]["action"]) is torch.Tensor
+
+
 @pytest.mark.parametrize("index", [[], np.zeros(0), torch.zeros(0, dtype=torch.int64), range(0)])
 def test_writing_nothing(index):
     buffer = ReplayBuffer(storage=CompressedStorage(10))

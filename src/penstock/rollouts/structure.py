@@ -27,11 +27,11 @@ from penstock.tensors import (
     settled,
     tensor_bytes,
     tensor_over,
+    unmapped,
 )
 from penstock.ui.suggestions import did_you_mean
 
 if TYPE_CHECKING:
-    from tensordict import MemoryMappedTensor as MemoryMappedTensor
     from tensordict import NonTensorData as NonTensorData
     from tensordict import NonTensorStack as NonTensorStack
     from tensordict import TensorDict as TensorDict
@@ -53,7 +53,6 @@ else:
 
         from_list = classmethod(lambda cls, _: cls())  # as a NonTensorStack is made
 
-    MemoryMappedTensor = getattr(tensordict, "MemoryMappedTensor", _Absent)
     NonTensorData = getattr(tensordict, "NonTensorData", _Absent)
     NonTensorStack = getattr(tensordict, "NonTensorStack", _Absent)
     TensorDict = getattr(tensordict, "TensorDict", _Absent)
@@ -79,8 +78,7 @@ class Leaf:
     @classmethod
     def of(cls, key: Key, tensor: torch.Tensor, item: str = "") -> Leaf:
         """Return a tensor as a leaf; refuse one that cannot be stored."""
-        if isinstance(tensor, MemoryMappedTensor):
-            tensor = tensor.as_subclass(torch.Tensor)
+        tensor = unmapped(tensor)
         check_storable(_dotted(key), tensor)
         return cls(item, key, DTYPE_NAMES[tensor.dtype], tensor)
 

@@ -37,8 +37,6 @@ KIND = "replay-sampler"
 _FILE = "sampler.pack"
 _REDUCTIONS = ("max", "min", "median", "mean")
 
-Ints = NDArray[np.int64]
-
 
 class EmptyStorage(UsageError, RuntimeError):
     """There is nothing to sample; TorchRL's samplers raise a RuntimeError."""

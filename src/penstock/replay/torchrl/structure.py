@@ -29,7 +29,7 @@ from penstock.core import tree
 from penstock.core.tree import Json
 from penstock.errors import CorruptFile, UnsupportedValue, UsageError
 from penstock.replay.keys import Field, KeyPath
-from penstock.tensors import DTYPE_NAMES, check_storable, settled
+from penstock.tensors import DTYPE_NAMES, check_storable, settled, unmapped
 
 if TYPE_CHECKING:
     from penstock.replay.torchrl.storage import CompressedStorage
@@ -205,6 +205,7 @@ def leaves_of(data: TensorDictBase, path: KeyPath = ()) -> Iterator[tuple[KeyPat
         if is_tensor_collection(value):
             yield from leaves_of(value, here)
         else:
+            value = unmapped(value)
             check_storable(".".join(here), value)
             yield here, value
 
