@@ -55,7 +55,7 @@ _MOST_DIMENSIONS = 5
 _MODES = ("create", "resume", "overwrite")
 _BLOCK_BYTES = 16 << 20
 _ROWS_OF_A_BLOCK = 128  # environments that lie together in a file
-_RANK = re.compile(r"rank_(\d+)$")
+_RANK = re.compile(r"rank_(\d+)")
 
 
 def export(
@@ -344,15 +344,9 @@ def find_rollouts(path: Path, iterations: Iterable[int] | None) -> list[Found]:
     else:
         folder = path / "rollouts" if (path / "rollouts").is_dir() else path
         try:
-            ranks = [
-                (int(m[1]), each) for each in folder.iterdir() if (m := _RANK.match(each.name))
-            ]
-            files = [
-                (file, rank)
-                for rank, each in [(0, folder), *ranks]
-                if each.is_dir()
-                for file in each.iterdir()
-            ]
+            ranks = [(int(m[1]), f) for f in folder.iterdir() if (m := _RANK.fullmatch(f.name))]
+            folders = [(0, folder), *((rank, f) for rank, f in ranks if f.is_dir())]
+            files = [(file, rank) for rank, f in folders for file in f.iterdir()]
         except OSError as error:
             raise storage_error("read", folder, error) from error
         found = [Found(f, int(m[1]), rank) for f, rank in files if (m := NAME.fullmatch(f.name))]
