@@ -40,6 +40,12 @@ def tensor_bytes(tensor: torch.Tensor) -> int:
     return tensor.numel() * tensor.element_size()
 
 
+def unmapped(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a tensor that tensordict keeps in a file as a plain one, over the same memory."""
+    mapped = getattr(sys.modules.get("tensordict"), "MemoryMappedTensor", ())
+    return tensor.as_subclass(torch.Tensor) if isinstance(tensor, mapped) else tensor
+
+
 def check_storable(path: str, tensor: torch.Tensor) -> None:
     """Refuse, by its path, a tensor whose bytes alone do not say what it is."""
     if type(tensor) not in PLAIN_CLASSES and not getattr(tensor, "stored_as_plain", False):
@@ -55,6 +61,11 @@ def check_storable(path: str, tensor: torch.Tensor) -> None:
     else:
         return
     raise UnsupportedValue(f"{path} is {problem}, which cannot be stored; convert it first")
+
+
+def settled(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a tensor contiguous on the CPU, with conjugates and signs that torch put off in it."""
+    return tensor.detach().cpu().resolve_conj().resolve_neg().contiguous()
 
 
 def flat_words(tensor: torch.Tensor) -> NDArray[Any]:

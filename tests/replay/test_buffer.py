@@ -82,6 +82,22 @@ def test_foreign_byte_order_and_strides() -> None:
     assert np.array_equal(buffer.get(np.arange(5))["x"].numpy(), values)
 
 
+def test_views_that_torch_works_out_later() -> None:
+    values = torch.view_as_complex(torch.arange(12.0).reshape(6, 2))
+    buffer = DictReplayBuffer(10, ["conjugate", "imaginary"])
+    buffer.add({"conjugate": values.conj(), "imaginary": values.conj().imag})
+    got = buffer.get(np.arange(6))
+    assert torch.equal(got["conjugate"], values.conj())
+    assert got["imaginary"].tolist() == [-1, -3, -5, -7, -9, -11]
+
+
+def test_memory_mapped_episodes(tmp_path: Path) -> None:
+    data = TensorDict({"x": torch.randn(5, 100), "y": torch.arange(5)}, [5])
+    buffer = DictReplayBuffer(10, ["x", "y"])
+    buffer.add(data.memmap(str(tmp_path)))
+    assert torch.equal(buffer.get(np.arange(5))["x"], data["x"])
+
+
 def test_ids_of_any_shape() -> None:
     buffer = DictReplayBuffer(10, ["x", "y"], next_keys=["x"])
     buffer.add({"x": np.arange(6), "y": np.ones((6, 2), np.float32)})

@@ -98,6 +98,14 @@ def test_a_bad_priority_changes_nothing(bad: float) -> None:
     assert buffer._store.priorities.tree.total == before
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64, torch.int32])
+def test_priorities_of_any_type(dtype: torch.dtype) -> None:
+    buffer = DictReplayBuffer(10, ["x"], priority=1.0, seed=0)
+    buffer.add({"x": np.arange(4)})
+    buffer.update_priority(torch.arange(4), torch.tensor([0, 0, 8, 0], dtype=dtype))
+    assert (buffer.sample(100)["x"] == 2).all()
+
+
 def test_windows_are_drawn_from_long_episodes_only() -> None:
     buffer = filled([3, 30, 2, 10])
     wanted = np.full(45, 1e-3)

@@ -57,6 +57,14 @@ def pictures(draw: st.DrawFn) -> np.ndarray[Any, Any]:
     return np.frombuffer(raw, dtype).reshape(shape)
 
 
+def test_views_that_torch_works_out_later():
+    numbers = torch.tensor([1 + 2j, 3 - 4j])
+    got = decompress_image(compress_image(numbers.conj()), (2,), np.complex64)
+    assert got.tolist() == [1 - 2j, 3 + 4j]
+    with pytest.raises(UnsupportedValue, match="bfloat16"):
+        compress_image(torch.zeros(3, dtype=torch.bfloat16))
+
+
 @settings(max_examples=150, deadline=None)
 @given(pictures(), st.integers(0, 16))
 def test_round_trip(picture: np.ndarray[Any, Any], level: int) -> None:

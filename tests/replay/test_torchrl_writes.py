@@ -5,6 +5,7 @@ import pickle
 import signal
 import threading
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -150,6 +151,57 @@ def test_the_same_tensordict_twice():
     assert len(buffer) == 15
     assert torch.equal(buffer[:5]["pixels"], buffer[5:10]["pixels"])
     assert "index" in buffer.sample()
+
+
+def test_views_that_torch_works_out_later():
+    def made(count):
+        values = torch.randn(count, 60, dtype=torch.complex64)
+        conjugates = {"large": values.conj(), "small": values[:, :2].conj()}
+        return TensorDict({**conjugates, "negated": values.conj().imag}, [count])
+
+    theirs, ours = (
+        ReplayBuffer(storage=kind(8)) for kind in (LazyTensorStorage, CompressedStorage)
+    )
+    for write in (
+        lambda buffer, data: buffer.extend(data),
+        lambda buffer, data: buffer.__setitem__(slice(1, 4), data[:3]),
+        lambda buffer, data: buffer.__setitem__(0, data[0]),
+        lambda buffer, data: buffer[:].set_at_("large", data["large"][:2], [2, 4]),
+    ):
+        data = made(5)
+        for buffer in (theirs, ours):
+            write(buffer, data)
+        for key in ("large", "small", "negated"):
+            assert torch.equal(ours[:][key], theirs[:][key])
+
+
+def test_memory_mapped_data(tmp_path):
+    data = items(6)
+    mapped = TensorDict.load_memmap(data.memmap(tmp_path).saved_path)
+    buffer = ReplayBuffer(storage=CompressedStorage(20))
+    buffer.extend(mapped)
+    buffer.extend(mapped[2:4])
+    buffer[0] = mapped[5]
+    assert (buffer[:] == data[[5, 1, 2, 3, 4, 5, 2, 3]]).all()
+    assert type(buffer[torch.tensor([1])]["action"]) is torch.Tensor
+
+
+@pytest.mark.parametrize("index", [[], np.zeros(0), torch.zeros(0, dtype=torch.int64), range(0)])
+def test_writing_nothing(index):
+    buffer = ReplayBuffer(storage=CompressedStorage(10))
+    buffer.extend(items(4))
+    before = buffer[:].clone()
+    buffer[index] = items(0)
+    assert (buffer[:] == before).all()
+
+
+@pytest.mark.parametrize("index", [10, -11, [3, 12], [-13, 1]])
+def test_a_slot_that_there_is_not_is_named(index):
+    buffer = ReplayBuffer(storage=CompressedStorage(10))
+    buffer.extend(items(4))
+    wrong = index if isinstance(index, int) else max(index, key=abs)
+    with pytest.raises(errors.UsageError, match=f"slot {wrong} "):
+        buffer[index] = items(1)[0] if isinstance(index, int) else items(2)
 
 
 def test_one_by_one_and_as_a_list():

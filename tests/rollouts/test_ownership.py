@@ -5,7 +5,7 @@ import weakref
 
 import pytest
 import torch
-from tensordict import TensorDict
+from tensordict import TensorDict, lazy_stack
 
 from penstock.rollouts.collect import PipelinedDataCollector
 
@@ -132,3 +132,14 @@ def test_a_torchrl_collector(return_same_td):
     for batch, truth in zip(kept, expected, strict=True):
         assert torch.equal(batch["next", "observation"], truth)
     assert base.closed
+
+
+def test_stacks_of_unequal_shapes():
+    stack = lazy_stack([TensorDict({"a": torch.full((n,), n)}) for n in (1, 2000)])
+    nested = TensorDict({"inner": stack.clone(), "b": torch.zeros(2)}, [2])
+    with PipelinedDataCollector([stack, nested], max_bytes=1) as collector:
+        first, second = collector
+        assert collector.stats()["peak_bytes"] > 16_000
+    stack[1]["a"].zero_()
+    for got in (first, second["inner"]):
+        assert [part["a"].tolist() for part in got.unbind(0)] == [[1], [2000] * 2000]

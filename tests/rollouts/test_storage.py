@@ -227,6 +227,15 @@ def test_the_folder(tmp_path, batch):
         list(storage.iterate(keys=["cnt"]))
 
 
+def test_an_iteration_may_be_a_number_of_numpy(tmp_path, batch):
+    storage = RolloutStorage(tmp_path)
+    storage.save(batch, np.int64(3))
+    assert np.int64(3) in storage
+    assert 3 in storage
+    assert np.int64(4) not in storage
+    assert not any(other in storage for other in (-1, "3", None, 3.5))
+
+
 def test_the_same_iteration_is_replaced(tmp_path, batch):
     storage = RolloutStorage(tmp_path)
     storage.save(batch, 1)

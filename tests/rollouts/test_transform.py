@@ -79,6 +79,27 @@ def test_rows_of_time_in_a_replay_buffer():
         same(sample[LIDAR], batch[sample["count"][:, 0] // 16][LIDAR])
 
 
+@pytest.mark.parametrize("out_keys", [None, ["packed"]])
+def test_agents_have_a_batch_axis_of_their_own(out_keys):
+    key, states = ("agents", "lidar"), torch.arange(36.0).reshape(12, 3)
+    agents = TensorDict({"lidar": torch.randn(12, 3, 36), "state": states}, [12, 3])
+    batch = TensorDict({"agents": agents, "count": torch.arange(12)}, [12])
+    transform = CompressedLidarTransform([key], out_keys)
+    back = transform.decompress(transform.compress(batch))
+    assert back["agents"].batch_size == (12, 3)
+    same(back[key], batch[key])
+    buffer = ReplayBuffer(storage=ListStorage(20), batch_size=5, transform=transform)
+    buffer.extend(batch)
+    for _ in range(5):
+        sample = buffer.sample()
+        same(sample[key], batch[key][sample["count"]])
+
+
+def test_an_empty_batch_is_refused(batch):
+    with pytest.raises(errors.UsageError, match="is empty"):
+        CompressedLidarTransform([LIDAR]).compress(batch[:0])
+
+
 def test_equal_items():
     """TorchRL merges equal items of a stack into one: they come apart again."""
     batch = TensorDict({"x": torch.zeros(5, 40)}, batch_size=[5])

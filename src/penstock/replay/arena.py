@@ -20,11 +20,9 @@ from numpy.typing import NDArray
 
 from penstock.core.files import make_folder, storage_error, write_all
 from penstock.errors import UsageError
-from penstock.replay.frames import FrameCodec
+from penstock.replay.frames import Bytes, FrameCodec, Ints
 
-Bytes = NDArray[np.uint8]
-Longs = NDArray[np.int64]
-Encoded = tuple[Bytes, Longs]  # frames as bytes, one behind the other, and the length of each
+Encoded = tuple[Bytes, Ints]  # frames as bytes, one behind the other, and the length of each
 
 _OFFSET_BITS = 40
 _OFFSET_MASK = (1 << _OFFSET_BITS) - 1
@@ -80,7 +78,7 @@ class Arena:
         self.live_bytes += size
         return location
 
-    def put_many(self, data: Bytes, lengths: Longs) -> Longs:
+    def put_many(self, data: Bytes, lengths: Ints) -> Ints:
         """Copy consecutive pieces in and return their locations."""
         locations = np.empty(lengths.size, np.int64)
         ends = np.cumsum(lengths)
@@ -105,7 +103,7 @@ class Arena:
             first = last
         return locations
 
-    def free(self, locations: Longs, lengths: Longs) -> None:
+    def free(self, locations: Ints, lengths: Ints) -> None:
         """Give pieces back; chunks in which nothing lives any more are dropped."""
         if not locations.size:
             return
@@ -117,7 +115,7 @@ class Arena:
             if chunk.live == 0 and number != self._open:
                 self._drop(number)
 
-    def addresses(self, locations: Longs) -> NDArray[np.uint64]:
+    def addresses(self, locations: Ints) -> NDArray[np.uint64]:
         """Return where pieces lie in memory; valid until the next put, free or compact."""
         found: NDArray[np.uint64] = self._bases[locations >> _OFFSET_BITS]
         found += (locations & _OFFSET_MASK).view(np.uint64)
@@ -128,7 +126,7 @@ class Arena:
         start = location & _OFFSET_MASK
         return self._chunks[location >> _OFFSET_BITS].content[start : start + nbytes]
 
-    def gather(self, locations: Longs, lengths: Longs) -> Bytes:
+    def gather(self, locations: Ints, lengths: Ints) -> Bytes:
         """Copy pieces out, one behind the other."""
         ends = np.cumsum(lengths)
         data = np.empty(int(ends[-1]) if ends.size else 0, np.uint8)
@@ -141,7 +139,7 @@ class Arena:
                 data[first : first + size] = self.read(int(locations[begin]), size)
         return data
 
-    def compact(self, locations: Longs, lengths: Longs) -> Longs | None:
+    def compact(self, locations: Ints, lengths: Ints) -> Ints | None:
         """Move what still lives in mostly dead chunks; return the new table, None for the same."""
         dead = {
             number: chunk.used - chunk.live
@@ -153,12 +151,9 @@ class Arena:
         if not dead or waste < (self.live_bytes + waste) // 4:
             return None
         moved = np.flatnonzero(np.isin(locations >> _OFFSET_BITS, list(dead)))
-        table: Longs = locations.copy()
+        table: Ints = locations.copy()
         table[moved] = self.put_many(self.gather(locations[moved], lengths[moved]), lengths[moved])
         self.free(locations[moved], lengths[moved])
-        for number in dead:
-            if number in self._chunks and self._chunks[number].live == 0:
-                self._drop(number)
         return table
 
     def _room_for(self, size: int) -> tuple[int, _Chunk]:
@@ -197,10 +192,8 @@ class Arena:
 
     def _spill(self, coming: int) -> None:
         """Move the oldest chunks to disk until there is room for what is coming."""
-        if self._memory_bytes is None:
-            return
         for number, chunk in self._chunks.items():
-            if self.nbytes + coming <= self._memory_bytes:
+            if self._memory_bytes is None or self.nbytes + coming <= self._memory_bytes:
                 return
             if chunk.map is None:
                 self._to_disk(number, chunk)
@@ -257,13 +250,13 @@ class CompressedColumns:
         """Memory held: frames, alive or not yet given back, and tables."""
         return int(self.arena.nbytes + self._locations.nbytes + self._lengths.nbytes)
 
-    def slot_bytes(self) -> Longs:
+    def slot_bytes(self) -> Ints:
         """Return the compressed bytes of each slot."""
         return np.asarray(self._lengths.sum(axis=0, dtype=np.int64))
 
-    def store(self, slots: Longs, encoded: Mapping[int, Encoded]) -> None:
+    def store(self, slots: Ints, encoded: Mapping[int, Encoded]) -> None:
         """Put frames into slots, each of them named once; what was there is given back."""
-        fresh: dict[int, Longs] = {}
+        fresh: dict[int, Ints] = {}
         try:
             for column, (data, lengths) in encoded.items():
                 fresh[column] = self.arena.put_many(data, lengths)
@@ -279,11 +272,10 @@ class CompressedColumns:
             freed = sizes[slots][alive].astype(np.int64)
             places[slots] = locations
             sizes[slots] = encoded[column][1]
-            if freed.size:
-                self.arena.free(old[alive], freed)
+            self.arena.free(old[alive], freed)
         self._compact()
 
-    def decode(self, column: int, slots: Longs, out: Bytes) -> None:
+    def decode(self, column: int, slots: Ints, out: Bytes) -> None:
         """Decode the frames of slots into `out` of shape [n, size]."""
         row = self._row[column]
         locations = self._locations[row][slots]
@@ -294,7 +286,7 @@ class CompressedColumns:
         lengths = self._lengths[row][slots].astype(np.int64)
         self.codecs[column].decode(addresses, lengths, out)
 
-    def gather(self, column: int, slots: Longs) -> Encoded:
+    def gather(self, column: int, slots: Ints) -> Encoded:
         """Copy the compressed frames of slots out; the slots must be written."""
         row = self._row[column]
         lengths = self._lengths[row][slots].astype(np.int64)

@@ -41,21 +41,9 @@ except ModuleNotFoundError as error:
     raise MissingExtra("numba", "rl") from error
 
 Bytes = NDArray[np.uint8]
-Longs = NDArray[np.int64]
+Ints = NDArray[np.int64]
 Addresses = NDArray[np.uint64]
 
-CODEC_NAMES = (
-    "auto",
-    "raw",
-    "lz4",
-    "lz4hc",
-    "bits",
-    "mixed",
-    "gradient",
-    "sparse",
-    "narrow",
-    "zstd",
-)
 LARGEST_FRAME_BYTES = 0x7E000000  # what LZ4 takes
 _LEAST_RATIO = 1.1
 _LEAST_FRAME_BYTES = 256
@@ -75,14 +63,14 @@ class FrameCodec(ABC):
     size: int
 
     @abstractmethod
-    def encode(self, frames: Bytes) -> tuple[Bytes, Longs]:
+    def encode(self, frames: Bytes) -> tuple[Bytes, Ints]:
         """Encode frames [n, size]; return all bytes, one behind the other, and their lengths."""
 
     @abstractmethod
-    def _decode(self, addresses: Addresses, lengths: Longs, out: Bytes) -> int:
+    def _decode(self, addresses: Addresses, lengths: Ints, out: Bytes) -> int:
         """Fill the rows of `out`; return the first that makes no sense, or -1."""
 
-    def decode(self, addresses: Addresses, lengths: Longs, out: Bytes) -> None:
+    def decode(self, addresses: Addresses, lengths: Ints, out: Bytes) -> None:
         """Decode the frames at these addresses into the rows of `out` [n, size]."""
         bad = self._decode(addresses, lengths, out)
         if bad >= 0:
@@ -101,11 +89,11 @@ class RawFrames(FrameCodec):
 
     id = "raw"
 
-    def encode(self, frames: Bytes) -> tuple[Bytes, Longs]:
+    def encode(self, frames: Bytes) -> tuple[Bytes, Ints]:
         """Return the bytes as they are."""
         return frames.reshape(-1), np.full(len(frames), self.size, np.int64)
 
-    def _decode(self, addresses: Addresses, lengths: Longs, out: Bytes) -> int:
+    def _decode(self, addresses: Addresses, lengths: Ints, out: Bytes) -> int:
         nothing = np.empty(0, np.uint64)
         return int(kernels.decode_pictures(addresses, lengths, kernels.RAW, 0, nothing, out))
 
@@ -117,7 +105,17 @@ class _PictureFrames(FrameCodec):
     row: int = 0
     _method: ClassVar[int]
 
-    def _decode(self, addresses: Addresses, lengths: Longs, out: Bytes) -> int:
+    def _encode(self, frames: Bytes, tag: int, level: int = 0, step: int = 1) -> tuple[Bytes, Ints]:
+        lengths, groups = np.empty(len(frames), np.int64), -(-self.size // _GROUP)
+        # Frames that do not shrink are kept as they are: only the last one needs the worst case.
+        out = BLOCKS.array((frames.size + groups * (_GROUP + 1) + 64,), np.uint8)
+        scratch = BLOCKS.array((groups * _GROUP,), np.uint8)
+        state = BLOCKS.array((-(-LZ4_HARD_BYTES // 8) if level else 0,), np.uint64)
+        settings = self._method, self.row, level, step, tag
+        used = kernels.encode_pictures(frames, *settings, scratch, state, out, lengths)
+        return out[:used], lengths
+
+    def _decode(self, addresses: Addresses, lengths: Ints, out: Bytes) -> int:
         words = 0 if self._method == kernels.LZ4 else -(-self.size // _GROUP) * _GROUP // 8
         scratch, method = BLOCKS.array((words,), np.uint64), self._method
         return int(kernels.decode_pictures(addresses, lengths, method, self.row, scratch, out))
@@ -136,18 +134,9 @@ class Lz4Frames(_PictureFrames):
     level: int = 0  # above 0 it is one of LZ4's slow mode
     step: int = 1
 
-    def encode(self, frames: Bytes, tag: int = -1) -> tuple[Bytes, Longs]:
+    def encode(self, frames: Bytes, tag: int = -1) -> tuple[Bytes, Ints]:
         """Compress; a tag is a byte before each frame."""
-        lengths = np.empty(len(frames), np.int64)
-        # Frames that do not shrink are kept as they are: only the last one needs LZ4's worst case.
-        out = BLOCKS.array((frames.size + self.size // 255 + 64,), np.uint8)
-        scratch = BLOCKS.array((self.size,), np.uint8)
-        words = -(-LZ4_HARD_BYTES // 8) if self.level else 0
-        state = BLOCKS.array((words,), np.uint64)
-        used = kernels.lz4_encode(
-            frames, self.row, self.level, self.step, tag, scratch, state, out, lengths
-        )
-        return out[:used], lengths
+        return self._encode(frames, tag, self.level, self.step)
 
 
 @dataclass(frozen=True)
@@ -157,14 +146,9 @@ class BitFrames(_PictureFrames):
     id = "bits"
     _method = kernels.BITS
 
-    def encode(self, frames: Bytes, tag: int = -1) -> tuple[Bytes, Longs]:
+    def encode(self, frames: Bytes, tag: int = -1) -> tuple[Bytes, Ints]:
         """Pack; a tag is a byte before each frame."""
-        lengths = np.empty(len(frames), np.int64)
-        groups = -(-self.size // _GROUP)
-        out = BLOCKS.array((frames.size + groups * (_GROUP + 1) + 1,), np.uint8)
-        scratch = BLOCKS.array((groups * _GROUP,), np.uint8)
-        used = kernels.bits_encode(frames, self.row, tag, scratch, out, lengths)
-        return out[:used], lengths
+        return self._encode(frames, tag)
 
 
 @dataclass(frozen=True)
@@ -177,7 +161,7 @@ class MixedFrames(_PictureFrames):
     id = "mixed"
     _method = kernels.TAGGED
 
-    def encode(self, frames: Bytes) -> tuple[Bytes, Longs]:
+    def encode(self, frames: Bytes) -> tuple[Bytes, Ints]:
         """Compress by what suits these frames best."""
         row = self.row
         ways: dict[int, Lz4Frames | BitFrames] = {
@@ -202,14 +186,14 @@ class SparseFrames(FrameCodec):
         if self.size % 4:
             raise UsageError(f"sparse: frames of {self.size} bytes are no whole 32-bit words")
 
-    def encode(self, frames: Bytes) -> tuple[Bytes, Longs]:
+    def encode(self, frames: Bytes) -> tuple[Bytes, Ints]:
         """Take out the zeros."""
         lengths = np.empty(len(frames), np.int64)
         out = BLOCKS.array((frames.size + self.size // 32 + 8,), np.uint8)
         used = kernels.sparse_encode(frames.view(np.uint32), out, lengths)
         return out[:used], lengths
 
-    def _decode(self, addresses: Addresses, lengths: Longs, out: Bytes) -> int:
+    def _decode(self, addresses: Addresses, lengths: Ints, out: Bytes) -> int:
         return int(kernels.sparse_decode(addresses, lengths, out.view(np.uint32)))
 
 
@@ -224,7 +208,7 @@ class GradientFrames(FrameCodec):
         if self.size % 4 or not 1 <= self.row <= self.size:
             raise UsageError(f"gradient: frames of {self.size} bytes, rows of {self.row} words")
 
-    def encode(self, frames: Bytes) -> tuple[Bytes, Longs]:
+    def encode(self, frames: Bytes) -> tuple[Bytes, Ints]:
         """Pack."""
         lengths = np.empty(len(frames), np.int64)
         words, scratch, planes = frames.view(np.uint32), *self._scratch
@@ -232,7 +216,7 @@ class GradientFrames(FrameCodec):
         used = kernels.gradient_encode(words, self.row, scratch, planes, out, lengths)
         return out[:used], lengths
 
-    def _decode(self, addresses: Addresses, lengths: Longs, out: Bytes) -> int:
+    def _decode(self, addresses: Addresses, lengths: Ints, out: Bytes) -> int:
         words, room = out.view(np.uint32), BLOCKS.array((self.size + 32,), np.uint8)
         bad = kernels.gradient_decode(addresses, lengths, self.row, *self._scratch, room, words)
         return int(bad)
@@ -264,7 +248,7 @@ class NarrowFrames(FrameCodec):
     def _inner(self) -> FrameCodec:
         return (BitFrames if self.bits else Lz4Frames)(self.size // 4, self.row)
 
-    def encode(self, frames: Bytes) -> tuple[Bytes, Longs]:
+    def encode(self, frames: Bytes) -> tuple[Bytes, Ints]:
         """Narrow, then compress."""
         small, exact = self.narrowed(frames)
         data, lengths = self._inner.encode(small)
@@ -288,7 +272,7 @@ class NarrowFrames(FrameCodec):
         head = (np.float32(1 / self.scale).view(np.uint32) >> 8 << 8).view(np.float32)
         return head, np.float32(1 / self.scale - float(head))
 
-    def _decode(self, addresses: Addresses, lengths: Longs, out: Bytes) -> int:
+    def _decode(self, addresses: Addresses, lengths: Ints, out: Bytes) -> int:
         exact = lengths != self.size
         if not exact.all():
             for some, decode in ((exact, self._decode), (~exact, RawFrames(self.size)._decode)):
@@ -312,7 +296,7 @@ class ZstdFrames(FrameCodec):
     id = "zstd"
     level: int = 3
 
-    def encode(self, frames: Bytes) -> tuple[Bytes, Longs]:
+    def encode(self, frames: Bytes) -> tuple[Bytes, Ints]:
         """Compress."""
         packed = [zstd.compress(frame.data, self.level) for frame in frames]
         kept = [
@@ -322,7 +306,7 @@ class ZstdFrames(FrameCodec):
         lengths = np.array([len(data) for data in kept], np.int64)
         return np.frombuffer(b"".join(kept), np.uint8), lengths
 
-    def _decode(self, addresses: Addresses, lengths: Longs, out: Bytes) -> int:
+    def _decode(self, addresses: Addresses, lengths: Ints, out: Bytes) -> int:
         for i, (address, length) in enumerate(
             zip(addresses.tolist(), lengths.tolist(), strict=True)
         ):
@@ -338,10 +322,11 @@ class ZstdFrames(FrameCodec):
         return -1
 
 
-_PICTURES = (Lz4Frames, BitFrames, MixedFrames, NarrowFrames)
+_PICTURES = (Lz4Frames, BitFrames, MixedFrames, GradientFrames, NarrowFrames)
 _KINDS: dict[str, type[FrameCodec]] = {
-    kind.id: kind for kind in (RawFrames, *_PICTURES, GradientFrames, SparseFrames, ZstdFrames)
+    kind.id: kind for kind in (RawFrames, *_PICTURES, SparseFrames, ZstdFrames)
 }
+CODEC_NAMES = ("auto", "lz4hc", *_KINDS)
 
 
 def frame_codec(config: Mapping[str, Any]) -> FrameCodec:

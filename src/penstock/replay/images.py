@@ -66,7 +66,10 @@ def decompress_image_seq(
 
 def _numbers(what: str, value: Any) -> NDArray[Any]:
     if hasattr(value, "detach"):  # a torch tensor, without importing torch for it
-        value = value.detach().cpu().numpy()
+        try:
+            value = value.detach().cpu().resolve_conj().resolve_neg().numpy()
+        except TypeError as error:
+            raise UnsupportedValue(f"{what} is {value.dtype}, which numpy has not") from error
     array = np.asarray(value)
     if array.dtype.kind not in "biufc":
         raise UnsupportedValue(f"{what} is an array of {array.dtype}; use numbers")

@@ -52,40 +52,43 @@ def _add_rows(frame, row):
 
 
 @compiled
-def lz4_encode(frames, row, level, step, tag, scratch, state, out, lengths):
+def encode_pictures(frames, method, row, level, step, tag, scratch, state, out, lengths):
     """Compress frames [n, size] into `out`, note the bytes of each; return those of all.
 
-    Level 0 is LZ4's fast mode, above it its slow, smaller one, which needs `LZ4_HARD_BYTES` as
-    state. A tag is a byte before each frame that is not stored as it is; below 0 there is none.
-    `scratch` is one frame, `out` n of them and LZ4's worst case of one.
+    `method` is `LZ4` or `BITS`. Level 0 is LZ4's fast mode, above it its slow, smaller one, which
+    needs `LZ4_HARD_BYTES` as state. A tag is a byte before each frame that is not stored as it is;
+    below 0 there is none. `scratch` is a frame in whole groups of 64 bytes, `out` is n frames and
+    what the worst of one takes.
     """
     count, size = frames.shape
     head = 1 if tag >= 0 else 0
-    at = 0
-    used = 0
+    at = used = 0
     for i in range(count):
         source = frames[i]
         if row:
             _subtract_rows(source, scratch, row)
-            source = scratch
-        start = at
+            source = scratch[:size]
         if head:
-            out[start] = tag
-        at += head
-        room = out.size - at
-        if level:
-            work, begin, end = address_of(state), address_of(source), address_of(out[at:])
+            out[at] = tag
+        target = out[at + head :]
+        if method == BITS:
+            if not row:
+                scratch[:size] = source
+            scratch[size:] = 0
+            used = _pack_bits(scratch, target)
+        elif level:
+            work, begin, end = address_of(state), address_of(source), address_of(target)
             if used > 0:
-                used = lz4_pack_hard_again(work, begin, end, size, room, level)
+                used = lz4_pack_hard_again(work, begin, end, size, target.size, level)
             else:
-                used = lz4_pack_hard(work, begin, end, size, room, level)
+                used = lz4_pack_hard(work, begin, end, size, target.size, level)
         else:
-            used = lz4_pack_fast(address_of(source), address_of(out[at:]), size, room, step)
+            used = lz4_pack_fast(address_of(source), address_of(target), size, target.size, step)
         lengths[i] = used + head
         if used <= 0 or used + head >= size:
-            copy_bytes(address_of(out[start:]), address_of(frames[i]), size)
+            copy_bytes(address_of(out[at:]), address_of(frames[i]), size)
             lengths[i] = size
-        at = start + lengths[i]
+        at += lengths[i]
     return at
 
 
@@ -205,46 +208,28 @@ def _width(largest):
 
 
 @compiled
-def bits_encode(frames, row, tag, scratch, out, lengths):
+def _pack_bits(scratch, out):
     """Pack bytes into as few bits as each group of 64 needs: for pictures with noise.
 
-    Each byte becomes its difference to the one above (`row` bytes back), the sign in the lowest
-    bit. A group is written as planes of 4, 2 and 1 bits, each plane only if the width has it. See
-    `lz4_encode`; `scratch` is whole groups of 64, `out` at least n * (size + size / 32 + 128).
+    The sign goes to the lowest bit. A group is written as planes of 4, 2 and 1 bits, each plane
+    only if the width has it. Returns how many bytes that takes.
     """
-    count, size = frames.shape
-    groups = (size + GROUP - 1) // GROUP
     words, begins = scratch.view(np.uint64), address_of(out)
     low7, low1, sign = np.uint64(_LOW7), np.uint64(_LOW1), np.uint64(255)
-    at = 0
-    for i in range(count):
-        begin = at
-        if tag >= 0:
-            out[at] = tag
-            at += 1
-        scratch[size:] = 0
-        if row:
-            _subtract_rows(frames[i], scratch, row)
-        else:
-            scratch[:size] = frames[i]
-        start = at
-        at += groups
-        for g in range(groups):
-            largest = np.uint64(0)
-            for k in range(8 * g, 8 * g + 8):
-                word = words[k]
-                code = (word & low7) << np.uint64(1) ^ ((word >> np.uint64(7)) & low1) * sign
-                words[k] = code
-                largest |= code
-            width = _width(largest)
-            out[start + g] = width
-            packed = carray(pointer(begins + np.uint64(at)), width, np.uint64)
-            _pack_group(words, 8 * g, width, packed)
-            at += 8 * width
-        if at - begin >= size:
-            at = begin + size
-            out[begin:at] = frames[i]
-        lengths[i] = at - begin
+    groups = scratch.size // GROUP
+    at = groups
+    for g in range(groups):
+        largest = np.uint64(0)
+        for k in range(8 * g, 8 * g + 8):
+            word = words[k]
+            code = (word & low7) << np.uint64(1) ^ ((word >> np.uint64(7)) & low1) * sign
+            words[k] = code
+            largest |= code
+        width = _width(largest)
+        out[g] = width
+        packed = carray(pointer(begins + np.uint64(at)), width, np.uint64)
+        _pack_group(words, 8 * g, width, packed)
+        at += 8 * width
     return at
 
 
@@ -275,7 +260,7 @@ def _pack_group(words, start, width, out):
 
 @compiled
 def _unpack_bits(address, length, scratch, out):
-    """Undo `bits_encode` for one frame, but for the rows; return whether it makes sense."""
+    """Undo `_pack_bits`; return whether it makes sense."""
     groups = (out.size + GROUP - 1) // GROUP
     if length < groups:
         return False
@@ -318,7 +303,7 @@ def _unpack_group(packed, width, out, start):
 
 @compiled
 def decode_pictures(addresses, lengths, method, row, scratch, out):
-    """Undo `lz4_encode` and `bits_encode`, straight into the rows of `out`.
+    """Undo `encode_pictures`, straight into the rows of `out`.
 
     `method` is `LZ4` or `BITS`, as differences of rows or `PLAIN`; of `TAGGED` the first byte says.
     Of `RAW` all frames are as long as they are.

@@ -84,10 +84,9 @@ class SumTree:
         """
         where = np.ascontiguousarray(whole_numbers("an entry", indices)).reshape(-1)
         values = np.ascontiguousarray(priorities, np.float64).reshape(-1)
-        if values.size != where.size:
-            if values.size != 1:
-                raise UsageError(f"{values.size} priorities for {where.size} entries")
-            values = np.full(where.size, values[0])
+        if values.size not in (1, where.size):
+            raise UsageError(f"{values.size} priorities for {where.size} entries")
+        values = np.ascontiguousarray(np.broadcast_to(values, where.shape))
         # Written so that NaN, which compares false with everything, is refused as well.
         good = (where >= 0) & (where < self.capacity) & (values >= 0) & (values <= _LARGEST)
         if not good.all():
@@ -126,13 +125,20 @@ def whole_numbers(what: str, values: Any) -> Ints:
     return array.astype(np.int64, copy=False)
 
 
-def checked_priorities(priorities: ArrayLike) -> Floats:
-    """Return priorities as an array, and refuse what is negative or not finite."""
-    values = np.asarray(priorities, np.float64)
+def as_floats(values: Any) -> Floats:
+    """Return numbers, or a tensor of any type, as an array."""
+    if hasattr(values, "double"):
+        values = values.detach().cpu().double()  # numpy has no bfloat16
+    return np.asarray(values, np.float64)
+
+
+def checked_priorities(priorities: Any) -> Floats:
+    """Return priorities as a flat array, and refuse what is negative or not finite."""
+    values = as_floats(priorities).reshape(-1)
     good = (values >= 0) & np.isfinite(values)
     if not good.all():
         raise UsageError(
-            f"priority {values[~good].flat[0]} is not a number from 0; give its absolute value"
+            f"priority {values[~good][0]} is not a number from 0; give its absolute value"
         )
     return values
 

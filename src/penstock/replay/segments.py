@@ -54,6 +54,21 @@ def taking_in(what: object, *nonsense: type[Exception]) -> Iterator[None]:
         raise CorruptFile(f"{what} cannot be loaded: it makes no sense ({error!r})") from error
 
 
+def open_pack(path: Path, kind: str, what: str) -> PackReader:
+    """Open a pack of some kind; close it yourself. `what` it is stands in messages."""
+    try:
+        pack = PackReader(path)
+    except (FileNotFoundError, NotADirectoryError):
+        problem = f"{path.parent} holds no {what}: there is no {path.name}"
+        raise UnknownFormat(problem) from None
+    except OSError as error:
+        raise storage_error("read", path, error) from error
+    if pack.index.kind != kind:
+        pack.close()
+        raise UnknownFormat(f"{path} is a {pack.index.kind!r}, not a {what}")
+    return pack
+
+
 class LogReader(ExitStack):
     """What was committed last, for reading. Nothing it returns was not verified.
 
@@ -69,19 +84,11 @@ class LogReader(ExitStack):
         super().__init__()
         self.folder = Path(folder)
         path = self.folder / MANIFEST
+        self._pack = self.enter_context(open_pack(path, KIND, "saved replay"))
+        self.digest, self.names = self._pack.index.digest, self._pack.names
         try:
-            self._pack = self.enter_context(PackReader(path))
-        except (FileNotFoundError, NotADirectoryError):
-            raise UnknownFormat(f"{folder} holds no saved replay: there is no {MANIFEST}") from None
-        except OSError as error:
-            raise storage_error("read", path, error) from error
-        index = self._pack.index
-        self.digest, self.names = index.digest, self._pack.names
-        try:
-            if index.kind != KIND:
-                raise UnknownFormat(f"{path} is a {index.kind!r}, not a saved replay")
             with taking_in(path):
-                self._read(index.meta)
+                self._read(self._pack.index.meta)
             if holder not in (None, self.holder):
                 raise UnknownFormat(
                     f"{folder} was saved by {self.holder!r}, not by {holder!r}; load it with what "

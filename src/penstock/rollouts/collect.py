@@ -377,8 +377,7 @@ def _cloned(value: Any, device: torch.device | None) -> tuple[Any, int]:
     if isinstance(value, torch.Tensor) or is_tensor_collection(value):
         # What is on the device already is not copied by `to`; a copy there costs little.
         copy = (value if device is None else value.to(device)).clone()
-        tensors = [copy] if isinstance(copy, torch.Tensor) else copy.values(True, True)
-        return copy, sum(tensor_bytes(t) for t in tensors if isinstance(t, torch.Tensor))
+        return copy, _bytes_of(copy)
     if isinstance(value, dict):
         pairs = {key: _cloned(child, device) for key, child in value.items()}
         return {key: copy for key, (copy, _) in pairs.items()}, sum(n for _, n in pairs.values())
@@ -386,3 +385,12 @@ def _cloned(value: Any, device: torch.device | None) -> tuple[Any, int]:
         parts = [_cloned(child, device) for child in value]
         return type(value)(copy for copy, _ in parts), sum(n for _, n in parts)
     return value, 0
+
+
+def _bytes_of(value: Any) -> int:
+    """Count the bytes of the tensors in one, in stacks of unequal shapes, too."""
+    if isinstance(value, torch.Tensor):
+        return tensor_bytes(value)
+    stacked = getattr(value, "tensordicts", None)
+    children = value.values() if stacked is None and is_tensor_collection(value) else stacked
+    return sum(map(_bytes_of, children or ()))

@@ -5,8 +5,9 @@ from __future__ import annotations
 import os
 import re
 import threading
-from collections.abc import Iterable, Iterator
-from contextlib import ExitStack, contextmanager
+import weakref
+from collections.abc import Iterable
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -122,6 +123,7 @@ class RolloutFile(ExitStack):
             raise
         except OSError as error:
             raise storage_error("read", path, error) from error
+        weakref.finalize(self, self._pack.close)
         self._memory = memory
         self.digest = self._pack.index.digest
         self.identity = identity(os.fstat(self._pack.fileno()))
@@ -232,36 +234,29 @@ class RolloutFile(ExitStack):
 
 
 class OpenRollouts:
-    """The rollouts that were read last, kept open: a header takes as long as an environment."""
+    """The rollouts that were read last, kept open: a header takes as long as an environment.
+
+    A file is closed when it is no longer here, and nobody reads it any more.
+    """
 
     def __init__(self, memory: ReusedMemory, most: int = 4) -> None:
         self._memory = memory
         self._most = most
         self._lock = threading.Lock()
-        self._idle: dict[Path, RolloutFile] = {}
+        self._files: dict[Path, RolloutFile] = {}
 
-    @contextmanager
-    def open(self, path: Path) -> Iterator[RolloutFile]:
-        """Open a rollout, or take the one that is open if the file is still the same."""
+    def open(self, path: Path) -> RolloutFile:
+        """Open a rollout, or return the one that is open if the file is still the same."""
         with self._lock:
-            file = self._idle.pop(path, None)  # nobody else reads it meanwhile, or closes it
-        if file is not None and file.identity != identity(os.stat(path)):
-            file.close()
-            file = None
-        file = file or RolloutFile(path, self._memory)
-        try:
-            yield file
-        finally:
-            with self._lock:
-                spare = [self._idle.pop(path, None)]  # another thread may have read the same
-                self._idle[path] = file
-                spare += [self._idle.pop(old) for old in list(self._idle)[: -self._most]]
-            for other in filter(None, spare):
-                other.close()
+            file = self._files.pop(path, None)
+            if file is None or file.identity != identity(os.stat(path)):
+                file = RolloutFile(path, self._memory)
+            self._files[path] = file
+            for old in list(self._files)[: -self._most]:
+                del self._files[old]
+            return file
 
     def close(self) -> None:
         """Close what is open."""
         with self._lock:
-            files, self._idle = list(self._idle.values()), {}
-        for file in files:
-            file.close()
+            self._files.clear()

@@ -344,16 +344,12 @@ def find_rollouts(path: Path, iterations: Iterable[int] | None) -> list[Found]:
     else:
         folder = path / "rollouts" if (path / "rollouts").is_dir() else path
         try:
-            ranks = ((_RANK.fullmatch(below.name), below) for below in sorted(folder.iterdir()))
-            folders = [
-                (0, folder),
-                *((int(m[1]), each) for m, each in ranks if m and each.is_dir()),
-            ]
-            files = ((file, rank) for rank, each in folders for file in each.iterdir())
-            named = ((file, NAME.fullmatch(file.name), rank) for file, rank in files)
-            found = [Found(file, int(match[1]), rank) for file, match, rank in named if match]
+            ranks = [(int(m[1]), f) for f in folder.iterdir() if (m := _RANK.fullmatch(f.name))]
+            folders = [(0, folder), *((rank, f) for rank, f in ranks if f.is_dir())]
+            files = [(file, rank) for rank, f in folders for file in f.iterdir()]
         except OSError as error:
             raise storage_error("read", folder, error) from error
+        found = [Found(f, int(m[1]), rank) for f, rank in files if (m := NAME.fullmatch(f.name))]
     if not found:
         raise UsageError(f"there is no rollout in {path}; give a folder with rollout_*.pack files")
     numbers = sorted({each.iteration for each in found})

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import sys
 import time
-import weakref
 from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from pathlib import Path
@@ -74,7 +73,6 @@ class RolloutStorage:
         self._swept = False
         self._memory = ReusedMemory()
         self._open = OpenRollouts(self._memory)
-        weakref.finalize(self, self._open.close)
         self._queue: WriteQueue | None = None
         if background:
             name, what = "penstock-rollouts", "rollout(s)"
@@ -139,8 +137,7 @@ class RolloutStorage:
             poll(lambda: not queue.pending(path), None)
         target = _device(device)
         try:
-            with self._open.open(path) as file:
-                return file.read(target, keys, envs, steps)
+            return self._open.open(path).read(target, keys, envs, steps)
         except FileNotFoundError:
             raise self._missing(number) from None
 
@@ -182,7 +179,7 @@ class RolloutStorage:
         return len(self.iterations())
 
     def __contains__(self, iteration: object) -> bool:
-        return isinstance(iteration, int) and iteration >= 0 and self.path(iteration).exists()
+        return iteration in self.iterations()
 
     def wait(self, timeout: float | None = None) -> bool:
         """Return True when all saves are durable, False after `timeout` seconds.

@@ -20,11 +20,18 @@ from penstock.core.extras import installed
 from penstock.core.pack import DTYPES
 from penstock.core.tree import Json
 from penstock.errors import CorruptFile, MissingExtra, UnsupportedValue, UsageError
-from penstock.tensors import DTYPE_NAMES, check_storable, flat_words, tensor_bytes, tensor_over
+from penstock.tensors import (
+    DTYPE_NAMES,
+    check_storable,
+    flat_words,
+    settled,
+    tensor_bytes,
+    tensor_over,
+    unmapped,
+)
 from penstock.ui.suggestions import did_you_mean
 
 if TYPE_CHECKING:
-    from tensordict import MemoryMappedTensor as MemoryMappedTensor
     from tensordict import NonTensorData as NonTensorData
     from tensordict import NonTensorStack as NonTensorStack
     from tensordict import TensorDict as TensorDict
@@ -46,7 +53,6 @@ else:
 
         from_list = classmethod(lambda cls, _: cls())  # as a NonTensorStack is made
 
-    MemoryMappedTensor = getattr(tensordict, "MemoryMappedTensor", _Absent)
     NonTensorData = getattr(tensordict, "NonTensorData", _Absent)
     NonTensorStack = getattr(tensordict, "NonTensorStack", _Absent)
     TensorDict = getattr(tensordict, "TensorDict", _Absent)
@@ -72,8 +78,7 @@ class Leaf:
     @classmethod
     def of(cls, key: Key, tensor: torch.Tensor, item: str = "") -> Leaf:
         """Return a tensor as a leaf; refuse one that cannot be stored."""
-        if isinstance(tensor, MemoryMappedTensor):
-            tensor = tensor.as_subclass(torch.Tensor)
+        tensor = unmapped(tensor)
         check_storable(_dotted(key), tensor)
         return cls(item, key, DTYPE_NAMES[tensor.dtype], tensor)
 
@@ -92,8 +97,7 @@ class Leaf:
     def words(self) -> NDArray[Any]:
         """View or copy it as an array of pack words, in its own shape, on the CPU."""
         if isinstance(self.value, torch.Tensor):
-            tensor = self.value.detach().cpu().resolve_conj().resolve_neg().contiguous()
-            return flat_words(tensor).reshape(self.shape)
+            return flat_words(settled(self.value)).reshape(self.shape)
         return self.value
 
 

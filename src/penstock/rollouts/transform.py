@@ -12,7 +12,7 @@ import torch
 from isal import isal_zlib
 from numpy.typing import NDArray
 
-from penstock.core.codecs import Codec, Quantize
+from penstock.core.codecs import Codec, Quantize, Raw
 from penstock.core.extras import needs_torchrl
 from penstock.core.pack import DTYPES
 from penstock.errors import CorruptFile, UnsupportedValue, UsageError
@@ -97,19 +97,21 @@ class CompressedLidarTransform(Transform):  # type: ignore[misc]
                 raise UsageError(
                     f"{packed!r} holds no compressed data; fill the buffer through the transform"
                 )
-            tensor = self._decompressed(value, tuple(result.batch_size), packed)
+            tensor = self._decompressed(value, _batch_of(result, packed), packed)
             result = result.exclude(packed)
             result.set(raw, tensor if result.device is None else tensor.to(result.device))
         return result
 
     def _inv_call(self, tensordict: TensorDictBase) -> TensorDictBase:
         values = []
-        for raw in self.in_keys:
-            value = tensordict.get(raw, None)
+        for raw, packed in zip(self.in_keys, self.out_keys, strict=True):
+            value, batch = tensordict.get(raw, None), _batch_of(tensordict, packed)
             if not isinstance(value, torch.Tensor):
                 known = sorted(map(str, tensordict.keys(True, True)))
                 raise UsageError(f"no tensor {raw!r} to compress; there are {', '.join(known)}")
-            values.append(self._compressed(value, tuple(tensordict.batch_size), raw))
+            if batch[:1] == (0,):
+                raise UsageError(f"{raw!r} is empty: there is nothing to compress")
+            values.append(self._compressed(value, batch, raw))
         tensordict = tensordict.exclude(*self.in_keys)
         for packed, value in zip(self.out_keys, values, strict=True):
             tensordict.set(packed, value)
@@ -170,12 +172,8 @@ class CompressedLidarTransform(Transform):  # type: ignore[misc]
         shape = blob.shape
         stored = np.empty((*shape[1:], *shape[:1]) if blob.inner else shape, out.dtype)
         flat = stored.reshape(-1)
-        if blob.kind == _RAW:
-            if len(blob.body) != flat.nbytes:
-                raise CorruptFile("a compressed item has the wrong length")
-            flat.view(np.uint8)[:] = np.frombuffer(blob.body, np.uint8)
-        else:
-            self._codec(flat, "a compressed item").decode(blob.body, flat)
+        codec = Raw() if blob.kind == _RAW else self._codec(flat, "a compressed item")
+        codec.decode(blob.body, flat)
         if isal_zlib.crc32(flat.view(np.uint8)) != blob.crc:
             raise CorruptFile("a compressed item is damaged, or was made with other settings")
         np.copyto(out.reshape(shape), np.moveaxis(stored, -1, 0) if blob.inner else stored)
@@ -188,9 +186,6 @@ class CompressedLidarTransform(Transform):  # type: ignore[misc]
 
     def transform_observation_spec(self, observation_spec: Any) -> Any:
         """Refuse: a blob has no spec."""
-        _refuse_environment()
-
-    def _call(self, next_tensordict: TensorDictBase) -> TensorDictBase:
         _refuse_environment()
 
 
@@ -213,10 +208,15 @@ class _Blob:
         self.body = memoryview(data)[end + _CRC.size :]
 
 
+def _batch_of(data: TensorDictBase, key: Name) -> tuple[int, ...]:
+    """Return the batch size of what holds a key; agents may have an axis of their own."""
+    path = as_path(key)
+    holder = data.get(path[:-1], data) if path[1:] else data
+    return tuple(holder.batch_size)
+
+
 def _first(value: Any) -> Any:
-    while isinstance(value, NonTensorStack):
-        if not len(value.tensordicts):
-            return None
+    while isinstance(value, NonTensorStack) and len(value.tensordicts):
         value = value.tensordicts[0]
     return value.data
 

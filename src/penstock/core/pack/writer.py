@@ -189,7 +189,8 @@ class PackWriter(NewFile):
             name="encode",
             helpers=0 if small else self._workers,
             size=lambda group: 2 * sum(values.nbytes for _, values, _ in group),
-            limit_bytes=4 * self._workers * DEFAULT_BLOCK_BYTES,
+            # Of less the only helper waits while the caller, who encodes as well, is at its block.
+            limit_bytes=4 * max(2, self._workers) * DEFAULT_BLOCK_BYTES,
             nice=self._nice,
             patient=self._patient,
         )

@@ -27,7 +27,7 @@ from penstock.replay.episodes.store import (
     load,
 )
 from penstock.replay.keys import Codecs, Key, KeyPath, as_key, as_path, known
-from penstock.replay.priority import importance_weights, whole_numbers
+from penstock.replay.priority import checked_priorities, importance_weights, whole_numbers
 from penstock.replay.segments import Saved, save_blocks
 
 if TYPE_CHECKING:
@@ -313,9 +313,7 @@ class DictReplayBuffer:
         """
         if self._store.priorities is None:
             raise UsageError("this buffer has no priorities; make it with priority=0.6")
-        ids = whole_numbers("a frame", index).reshape(-1)
-        given = priority.detach().cpu() if isinstance(priority, torch.Tensor) else priority
-        values = np.asarray(given, np.float64).reshape(-1)
+        ids, values = whole_numbers("a frame", index).reshape(-1), checked_priorities(priority)
         if values.size not in (1, ids.size):
             raise UsageError(f"{values.size} priorities for {ids.size} frames")
         with self._lock, signals_postponed():

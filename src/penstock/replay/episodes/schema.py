@@ -16,7 +16,7 @@ from penstock.core.memory import parse_bytes, whole_number
 from penstock.core.pack import DTYPES
 from penstock.errors import CorruptFile, UnsupportedValue, UsageError
 from penstock.replay.keys import Codecs, Field, Key, KeyPath, as_paths, codecs_of, known, show
-from penstock.tensors import DTYPE_NAMES, check_storable, flat_words
+from penstock.tensors import DTYPE_NAMES, check_storable, flat_words, settled, unmapped
 from penstock.ui.suggestions import did_you_mean
 
 _DEFAULT_ALPHA = 0.6
@@ -172,10 +172,10 @@ def _field(path: KeyPath, value: Any) -> tuple[Field, NDArray[Any]]:
     if isinstance(value, list | tuple):
         value = _stacked(path, value)
     if isinstance(value, torch.Tensor):
+        value = unmapped(value)
         check_storable(show(path), value)
-        tensor = value.detach().cpu().contiguous()
-        dtype, shape = DTYPE_NAMES[tensor.dtype], tuple(tensor.shape)
-        array = flat_words(tensor).reshape(shape)
+        dtype, shape = DTYPE_NAMES[value.dtype], tuple(value.shape)
+        array = flat_words(settled(value)).reshape(shape)
     else:
         try:
             array = np.asarray(value)

@@ -32,7 +32,7 @@ from penstock.replay.episodes.index import EpisodeIndex
 from penstock.replay.episodes.schema import Settings
 from penstock.replay.frames import FrameCodec, Lz4Frames, RawFrames, choose_codec, frame_codec
 from penstock.replay.keys import Field, show
-from penstock.replay.priority import SumTree, checked_priorities
+from penstock.replay.priority import SumTree
 from penstock.replay.segments import Block, LogReader, Place, Saved, need, taking_in
 
 Bytes = NDArray[np.uint8]
@@ -240,10 +240,9 @@ class FramePriorities:
         self.tree.set(np.arange(offset, offset + length), 0.0)
 
     def update(self, ids: Ints, priorities: Floats) -> None:
-        """Set the priorities of frames; those that are gone are passed over, if they make sense."""
-        raised = (checked_priorities(priorities) + _EPSILON) ** self.alpha
+        """Set the priorities of frames; those that are gone are passed over."""
         rows, steps, alive = self._index.locate(ids)
-        raised = raised[alive]
+        raised = (priorities[alive] + _EPSILON) ** self.alpha
         self.tree.set(self.offsets[rows[alive]] + steps[alive], raised)
         self.largest = float(raised.max(initial=self.largest))
 
@@ -352,16 +351,14 @@ class EpisodeStore:
         sizes = [record.size for record in records]
         for gone in self.index.ids[self._victims(length, sum(sizes))].tolist():
             self.remove(self.index.row_of(gone))
-        offset = self.priorities.add(length) if self.priorities else 0
         locations: list[int] = []
         try:
             for record in records:
                 locations.append(self.arena.put(record.take(), record.size))
-        except BaseException:  # a full disk
+            offset = self.priorities.add(length) if self.priorities else 0
+        except BaseException:  # a full disk, or no memory
             freed = np.array(sizes[: len(locations)], np.int64)
             self.arena.free(np.array(locations, np.int64), freed)
-            if self.priorities is not None:
-                self.priorities.remove(offset, length)
             raise
         self.clock += 1
         episode_id = self.index.append(length, [self.clock, offset, *locations, *sizes])
@@ -412,8 +409,7 @@ class EpisodeStore:
     def gather(self, column: int, records: Addresses, steps: Ints) -> Bytes:
         """Return frames [n, size] of one key, in memory that is used again."""
         out = self._memory.array((len(steps), self.columns[column].field.size), np.uint8)
-        if len(steps):
-            self.columns[column].gather(records, steps, out)
+        self.columns[column].gather(records, steps, out)
         return out
 
     def blocks(self, some: Sequence[int] | None = None) -> dict[int, Block]:

@@ -17,22 +17,25 @@ import torch
 from numpy.typing import NDArray
 
 from penstock.core.extras import needs_torchrl
-from penstock.core.files import make_folder, storage_error
-from penstock.core.pack import Item, PackReader, PackWriter
-from penstock.errors import PenstockWarning, UnknownFormat, UsageError
+from penstock.core.files import make_folder
+from penstock.core.pack import Item, PackWriter
+from penstock.errors import PenstockWarning, UsageError
 
 with needs_torchrl("PrioritySampler"):
     from torchrl.data.replay_buffers.samplers import PrioritizedSampler, PrioritizedSliceSampler
     from torchrl.data.replay_buffers.storages import Storage
 
-from penstock.replay.priority import SumTree, checked_priorities, importance_weights
-from penstock.replay.segments import taking_in
+from penstock.replay.priority import (
+    SumTree,
+    as_floats,
+    checked_priorities,
+    importance_weights,
+)
+from penstock.replay.segments import open_pack, taking_in
 
 KIND = "replay-sampler"
 _FILE = "sampler.pack"
 _REDUCTIONS = ("max", "min", "median", "mean")
-
-Ints = NDArray[np.int64]
 
 
 class EmptyStorage(UsageError, RuntimeError):
@@ -148,7 +151,7 @@ class PrioritySampler(PrioritizedSampler):  # type: ignore[misc]
             slots = np.full(len(coordinates), -1, np.int64)
             slots[known] = np.ravel_multi_index(tuple(coordinates[known].T), shape)
         slots = slots.reshape(-1)
-        values = checked_priorities(_doubles(priority)).reshape(-1)
+        values = checked_priorities(priority)
         if values.size not in (1, slots.size):
             raise UsageError(f"{values.size} priorities for {slots.size} slots; give one for each")
         known = slots >= 0
@@ -176,7 +179,7 @@ class PrioritySampler(PrioritizedSampler):  # type: ignore[misc]
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Take over what `state_dict` returned, or raise and change nothing."""
         with taking_in("this state"):
-            priorities = _doubles(state_dict["priorities"])
+            priorities = as_floats(state_dict["priorities"])
         if priorities.shape != (self._max_capacity,):
             raise UsageError(
                 f"it was saved with {priorities.size} slots, this sampler has {self._max_capacity}"
@@ -203,17 +206,10 @@ class PrioritySampler(PrioritizedSampler):  # type: ignore[misc]
 
     def loads(self, path: str | PathLike[str]) -> None:
         """Load what `dumps` saved, or raise and change nothing."""
-        file = Path(path) / _FILE
-        try:
-            pack = PackReader(file)
-        except FileNotFoundError:
-            raise UnknownFormat(f"{path} holds no saved sampler: there is no {_FILE}") from None
-        except OSError as error:
-            raise storage_error("read", file, error) from error
-        with pack:
-            if pack.index.kind != KIND or pack.names != ["priorities"]:
-                raise UnknownFormat(f"{file} is not a saved sampler")
-            self.load_state_dict({**pack.index.meta, "priorities": pack.read("priorities")})
+        with open_pack(Path(path) / _FILE, KIND, "saved sampler") as pack:
+            with taking_in(pack.path, UsageError):
+                priorities = pack.read("priorities")
+            self.load_state_dict({**pack.index.meta, "priorities": priorities})
 
     def _priorities(self) -> NDArray[np.float64]:
         return self._tree.get(np.arange(self._max_capacity))
@@ -268,8 +264,7 @@ class SegmentTree:
         return values.item() if isinstance(index, int) else values
 
     def __setitem__(self, index: Any, value: Any) -> None:
-        slots = np.asarray(index, np.int64).reshape(-1)
-        self._tree.set(slots, np.broadcast_to(_doubles(value).reshape(-1), slots.shape))
+        self._tree.set(np.asarray(index, np.int64), as_floats(value))
 
     def query(self, start: int, stop: int) -> float:
         """Answer for all entries; those that were never set do not count."""
@@ -278,7 +273,7 @@ class SegmentTree:
 
     def scan_lower_bound(self, sums: Any) -> torch.Tensor:
         """Find entries by their running sums."""
-        return torch.from_numpy(self._tree.find(_doubles(sums).reshape(-1)))
+        return torch.from_numpy(self._tree.find(as_floats(sums).reshape(-1)))
 
 
 def _checked(*settings: float) -> list[float]:
@@ -292,10 +287,3 @@ def _weight_dtype(dtype: torch.dtype) -> torch.dtype:
     if dtype not in (torch.float32, torch.float64):
         raise UsageError(f"dtype is {dtype}; use torch.float32 or torch.float64")
     return dtype
-
-
-def _doubles(values: Any) -> NDArray[np.float64]:
-    # Not torch.as_tensor: it makes a float32 of a number.
-    if isinstance(values, torch.Tensor):
-        return values.detach().to("cpu", torch.float64).numpy()
-    return np.asarray(values, np.float64)

@@ -124,7 +124,7 @@ class _Content:
         storage = self._storage
         tracker, columns = storage._tracker, storage._columns
         assert columns is not None
-        plain = [as_rows(leaf.cpu(), 1) for _, leaf, _ in storage._flat]
+        plain = [as_rows(leaf, 1) for _, leaf, _ in storage._flat]
         slot_bytes = columns.slot_bytes() + sum(rows.shape[1] for rows in plain)
         found: dict[int, Block] = {}
         written = np.unique(np.flatnonzero(tracker.written) // BLOCK)
@@ -250,7 +250,7 @@ def _items_of(storage: CompressedStorage, slots: Ints) -> list[Item]:
     items = [Item("slots", slots)]
     for k, leaf, _ in storage._flat:
         key = storage._tree.keys[k]
-        items.append(Item(f"plain.{k}", key.words(as_rows(leaf.cpu(), 1)[slots]), key.dtype))
+        items.append(Item(f"plain.{k}", key.words(as_rows(leaf, 1)[slots]), key.dtype))
     for k in storage._tree.big:
         assert storage._columns is not None
         data, lengths = storage._columns.gather(k, slots)

@@ -180,7 +180,7 @@ class CompressedStorage(LazyTensorStorage):  # type: ignore[misc]
             encoded: dict[int, Encoded] = {}
             for k in tree.big:
                 if (leaf := leaves.get(tree.keys[k].path)) is not None:
-                    encoded[k] = columns.codecs[k].encode(as_rows(leaf.cpu(), lead))
+                    encoded[k] = columns.codecs[k].encode(as_rows(leaf, lead))
             plain = data.exclude(*(tree.keys[k].path for k in tree.big)) if tree.big else data
             with signals_postponed():  # an interrupt must not leave half of a record
                 columns.store(flat, encoded)
@@ -267,7 +267,11 @@ class CompressedStorage(LazyTensorStorage):  # type: ignore[misc]
 
     def decoded(self, path: KeyPath, slots: Slots) -> torch.Tensor:
         """Return a compressed key of slots, as it is now."""
-        return self._decode(self._tree.number[path], slots)
+        assert self._columns is not None
+        k = self._tree.number[path]
+        rows = self._memory.array((slots.size, self._tree.keys[k].size), np.uint8)
+        self._columns.decode(k, slots.reshape(-1), rows)
+        return self._tree.keys[k].tensor(rows, slots.shape).to(device=self._storage.device)
 
     @property
     def clock(self) -> int:
@@ -344,7 +348,7 @@ class CompressedStorage(LazyTensorStorage):  # type: ignore[misc]
         wanted = codecs_of(self._codecs, list(leaves), "auto")
         codecs: dict[int, FrameCodec] = {}
         for k, (key, tensor) in enumerate(zip(keys, leaves.values(), strict=True)):
-            items = key.words(as_rows(tensor.cpu(), slots.ndim))
+            items = key.words(as_rows(tensor, slots.ndim))
             codec = choose_codec(items, wanted[k], key.name)
             worth = codec.id != "raw" or self._spill["spill_dir"] is not None
             if (worth and key.size >= _PLAIN_BYTES) or tensor.dtype in _NOT_INDEXED:
@@ -448,14 +452,8 @@ class CompressedStorage(LazyTensorStorage):  # type: ignore[misc]
             else:
                 tensors[k] = leaf.index_select(0, index)
         for k in big:
-            tensors[k] = self._decode(k, slots)
+            tensors[k] = self.decoded(self._tree.keys[k].path, slots)
         return self._tree.assemble(tensors, (count,), device, self._names)
-
-    def _decode(self, k: int, slots: Slots) -> torch.Tensor:
-        assert self._columns is not None
-        rows = self._memory.array((slots.size, self._tree.keys[k].size), np.uint8)
-        self._columns.decode(k, slots.reshape(-1), rows)
-        return self._tree.keys[k].tensor(rows, slots.shape).to(device=self._storage.device)
 
     def _get_any(self, index: Any, big: list[int]) -> Any:
         """Let a TensorDict of slot numbers say what an index means, however odd it is."""
@@ -468,10 +466,11 @@ class CompressedStorage(LazyTensorStorage):  # type: ignore[misc]
         if big:
             tensors = {k: content.get(self._tree.keys[k].path) for k in self._tree.plain}
             for k in big:
-                tensors[k] = whole = self._decode(k, slots)
+                path = self._tree.keys[k].path
+                tensors[k] = whole = self.decoded(path, slots)
                 if view:
-                    decoded = Decoded(self, self._tree.keys[k].path, slots, whole, self.clock)
-                    tensors[k] = TensorSlice.over(whole, decoded)
+                    part = Decoded(self, path, slots, whole, self.clock)
+                    tensors[k] = TensorSlice.over(whole, part)
             names = content.names if self._names is not None else None
             content = self._tree.assemble(tensors, slots.shape, content.device, names)
         return StorageSlice.over(content, self, slots) if view else content

@@ -29,7 +29,7 @@ from penstock.core import tree
 from penstock.core.tree import Json
 from penstock.errors import CorruptFile, UnsupportedValue, UsageError
 from penstock.replay.keys import Field, KeyPath
-from penstock.tensors import DTYPE_NAMES, check_storable
+from penstock.tensors import DTYPE_NAMES, check_storable, settled, unmapped
 
 if TYPE_CHECKING:
     from penstock.replay.torchrl.storage import CompressedStorage
@@ -205,6 +205,7 @@ def leaves_of(data: TensorDictBase, path: KeyPath = ()) -> Iterator[tuple[KeyPat
         if is_tensor_collection(value):
             yield from leaves_of(value, here)
         else:
+            value = unmapped(value)
             check_storable(".".join(here), value)
             yield here, value
 
@@ -226,9 +227,9 @@ def field_of(path: KeyPath, tensor: torch.Tensor, lead: int) -> Field:
 
 
 def as_rows(tensor: torch.Tensor, lead: int) -> NDArray[np.uint8]:
-    """View a CPU tensor as bytes, one row per slot; copies only if it is not contiguous."""
+    """View a tensor as bytes, one row per slot; copies only what has no such view."""
     count, row_bytes = tensor.shape[:lead].numel(), tensor.shape[lead:].numel() * tensor.itemsize
-    flat = tensor.detach().contiguous()
+    flat = settled(tensor)
     # A dimension of one element may have any stride, which torch then does not view as bytes.
     flat = flat.as_strided((flat.numel(),), (1,), flat.storage_offset())
     rows: NDArray[np.uint8] = flat.view(torch.uint8).numpy().reshape(count, row_bytes)
@@ -269,7 +270,7 @@ def place(
     """
     single = isinstance(cursor, int | np.integer)
     if isinstance(cursor, range | list | np.ndarray):
-        cursor = torch.as_tensor(np.asarray(cursor))
+        cursor = torch.as_tensor(np.asarray(cursor, None if np.size(cursor) else np.int64))
     rest = tuple(data.batch_size[1 - single : ndim - single])
     dims = dims or (-(-max_size // max(1, int(np.prod(rest)))), *rest)
     several = isinstance(cursor, torch.Tensor) and cursor.dtype in _INTEGERS and cursor.ndim == 1
@@ -279,15 +280,15 @@ def place(
             raise UsageError("an index names a slot twice; which value should it get?")
     else:
         rows = np.array(cursor if single else cursor.cpu().numpy(), np.int64)
+        bad = rows[(rows < -dims[0]) | (rows >= dims[0])]
+        if bad.size:
+            raise UsageError(f"slot {int(bad.flat[0])} is not one of {dims[0]}")
         rows += dims[0] * (rows < 0)
         if several and not (np.diff(rows) > 0).all() and len(data) == rows.size:
             _, at = np.unique(rows[::-1], return_index=True)  # of those named twice, the last
             kept = np.sort(rows.size - 1 - at)
             rows, data = rows[kept], data[torch.from_numpy(kept)]
         cursor = torch.from_numpy(rows) if several else cursor
-        bad = rows[(rows < 0) | (rows >= dims[0])]
-        if bad.size:
-            raise UsageError(f"slot {int(bad.flat[0])} is not one of {dims[0]}")
         inner = np.arange(int(np.prod(dims[1:])), dtype=np.int64).reshape(dims[1:])
         outer = rows.reshape((*rows.shape, *[1] * inner.ndim))
         slots = np.asarray(outer * inner.size + inner)
