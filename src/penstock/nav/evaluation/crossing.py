@@ -20,8 +20,9 @@ from torch import Tensor
 from penstock.errors import UsageError
 from penstock.nav.networks import Policy
 from penstock.nav.shield import Shield
+from penstock.nav.simulation.kernels import POSITION, Z
 from penstock.nav.simulation.simulator import Info, Observation, Simulator
-from penstock.nav.simulation.task import POSITION, Settings, State, Z
+from penstock.nav.simulation.task import Settings, State
 from penstock.ui.progress import Progress
 
 Pilot = Callable[[Observation], Tensor]
