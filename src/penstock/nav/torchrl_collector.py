@@ -156,9 +156,6 @@ class TorchRLCollector:
         seed: Of the environment, and of the actions.
         action_limit: Largest speed per axis, m/s.
 
-    Raises:
-        UsageError: The environment cannot feed the learner, or an argument makes no sense.
-
     Example:
         with TorchRLCollector(env, policy, steps=32) as collector:
             ppo.update(collector.collect(), generator)
@@ -185,20 +182,11 @@ class TorchRLCollector:
 
     @classmethod
     def from_config(cls, config: Config, policy: Policy, seed: int) -> Self:
-        """Make the environment that the settings name. A class that asks for a `cfg` gets all.
-
-        Raises:
-            UsageError: As for the class and `make_plugin`.
-        """
+        """Make the environment that the settings name. A class that asks for a `cfg` gets all."""
         assert config.plugin is not None
         env = make_plugin(config.plugin, config.plugin_arguments, as_omegaconf(config))
         made = cls(env, policy, config.steps, seed, config.settings.action_limit)
-        rows = config.steps * made.plugin.num_envs
-        if rows % config.ppo.minibatches:
-            raise UsageError(
-                f"algo.minibatches={config.ppo.minibatches} does not divide the {rows} frames of "
-                f"{type(env).__name__} ({config.steps} steps x {made.plugin.num_envs} environments)"
-            )
+        config.ppo.check_rows(config.steps, made.plugin.num_envs)
         return made
 
     @torch.no_grad()
@@ -215,12 +203,11 @@ class TorchRLCollector:
             self.env.set_seed(self._seed + self._collected)
             self._now = self.env.reset()
         count, device = self.plugin.num_envs, self.policy.device
-        everyone = slice(0, count)
         rollout = Rollout(SHAPES, self.steps, count)
         finals: list[dict[str, Tensor]] = []
         stats: dict[str, list[Tensor]] = {name: [] for name in self.plugin.stats}
         for step in range(self.steps):
-            rollout.keep(self._act(self._now, rollout, step), step, everyone)
+            rollout.keep(self._act(self._now, rollout, step), step, slice(0, count))
             stepped, self._now = self.env.step_and_maybe_reset(self._now)
             after = stepped["next"]
             terminated = after["terminated"].reshape(count)
@@ -239,9 +226,9 @@ class TorchRLCollector:
         if number := float(ended.sum()):
             self._facts = {"stats/episodes": number}
             for name, values in stats.items():
-                self._facts[f"stats/{name}"] = float(torch.cat(values).double().mean())
-            if "stats/reach_goal" in self._facts:
-                self._facts["train/success"] = self._facts["stats/reach_goal"]
+                self._facts[f"stats/{name}"] = mean = float(torch.cat(values).double().mean())
+                if name == "reach_goal":
+                    self._facts["train/success"] = mean
         if finals:
             together = {part: torch.cat([each[part] for each in finals]) for part in SHAPES}
             rollout.final_value[rollout.truncated] = self.policy.value(together).cpu()
