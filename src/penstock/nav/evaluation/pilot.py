@@ -68,9 +68,6 @@ class Navigator(PolicyNavigator):
         return cls(_policy(file, state), settings, guard, file, metadata)
 
 
-# ---------------------------------------------------------------------- reading
-
-
 def run_folder(path: str | os.PathLike[str]) -> Path:
     """Return the run that a path belongs to: itself, or the folder around its checkpoints."""
     where = Path(path).absolute()
