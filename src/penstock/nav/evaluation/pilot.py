@@ -86,8 +86,7 @@ def _read(path: Path, checkpoint: str) -> tuple[Path, Any, dict[str, Any]]:
         return _read_file(resolve(path))
     folder = path / CHECKPOINTS if (path / CHECKPOINTS).is_dir() else path
     if checkpoint == "best":
-        best = [folder / BEST, folder / f"{BEST}.lz4"]
-        checkpoint = BEST if any(file.is_file() for file in best) else "latest"
+        checkpoint = BEST if (folder / BEST).is_file() else "latest"
     if checkpoint == "latest":
         found: tuple[Path, Any, dict[str, Any]] = from_newest(folder, _read_file)
         return found

@@ -34,7 +34,7 @@ LATE_S = 2.0
 COLLISION_COST = 10.0
 DEVIATION_COST = 0.3
 DEPTH_COST = 20.0
-_LOOKED_AT = 16  # candidates at a time: mostly one of the first is safe
+_LOOKED_AT = 8  # candidates at a time: mostly one of the first is safe
 
 
 @dataclass(frozen=True)
@@ -300,9 +300,12 @@ def _depth(
     near = points[(np.abs(points[:, :2]) < reach).all(1)]
     if len(near):
         x, y, z = (at[..., axis, None] - near[:, axis] for axis in range(3))
-        above = np.maximum(z, 0.0)  # boxes stand on the ground: below a hit there is no way
-        away = np.sqrt((x * x + y * y + above * above).min(-1))
-        inside = np.maximum(keep - away, 0.0)
+        np.maximum(z, 0.0, out=z)  # boxes stand on the ground: below a hit there is no way
+        for each in (x, y, z):
+            each *= each
+        x += y
+        x += z
+        inside = np.maximum(keep - np.sqrt(x.min(-1)), 0.0)
     if len(moving):
         keep = rules.keep_dynamic
         there = moving[:, :3] + rules.times[:, None, None] * moving[:, 3:6]  # [S, M, 3]
