@@ -334,20 +334,15 @@ def _angle(y: float, x: float) -> float:
 
 
 @compiled
-def scan(drone: Any, world: int, scene: Scene, task: Task, rays: Any, ends: Any) -> None:
+def scan(drone: Any, boxes: Any, members: Any, span: Any, task: Task, rays: Any, ends: Any) -> None:
     """Find the horizontal distance at which each beam ends: its reach if nothing is hit.
 
-    The drone is its position, and cosine and sine of its yaw. Of each box that may be in reach the
-    interval of azimuths is computed, and only those beams are tested. Written is `ends`,
-    [around x high]; `rays` is room, [4, around].
+    The drone is its position, and cosine and sine of its yaw; the span of members are the boxes
+    that may be in reach. Of each of them the interval of azimuths is computed, and only those beams
+    are tested. Written is `ends`, [around x high]; `rays` is room, [4, around].
     """
     px, py, pz, hc, hs = drone
-    boxes = scene.boxes
-    begin = end = 0
-    column, line = px + GROUND_M, py + GROUND_M
-    if 0.0 <= column < CELLS and 0.0 <= line < CELLS:  # not NaN, too
-        cell = (world * CELLS + int(column)) * CELLS + int(line)
-        begin, end = scene.starts[cell], scene.starts[cell + 1]
+    begin, end = span
     around, high = task.cosine.size, task.inverse_slope.size
     for i in range(around):
         x = hc * task.cosine[i] - hs * task.sine[i]
@@ -365,7 +360,7 @@ def scan(drone: Any, world: int, scene: Scene, task: Task, rays: Any, ends: Any)
                     ends[i * high + k] = t
     per_radian = around / (2 * math.pi)
     for entry in range(begin, end):
-        number = scene.members[entry]
+        number = members[entry]
         x0, x1 = boxes[number, 0] - px, boxes[number, 1] - px
         y0, y1 = boxes[number, 2] - py, boxes[number, 3] - py
         nx, ny = max(x0, -x1, 0.0), max(y0, -y1, 0.0)
@@ -626,8 +621,12 @@ def observe(
             drift_x, drift_y = drones.own[e, DRIFT_X], drones.own[e, DRIFT_Y]
         look(rows, e, drift_x, drift_y, seen.state, seen.direction)
         px, py, pz = np.float64(rows[e, X]), np.float64(rows[e, Y]), np.float64(rows[e, Z])
+        column, line, span = px + GROUND_M, py + GROUND_M, (0, 0)
+        if 0.0 <= column < CELLS and 0.0 <= line < CELLS:  # not NaN, too
+            cell = (world * CELLS + int(column)) * CELLS + int(line)
+            span = (scene.starts[cell], scene.starts[cell + 1])
         drone = (px, py, pz, np.float64(rows[e, HEADING_X]), np.float64(rows[e, HEADING_Y]))
-        scan(drone, world, scene, task, rays, ends)
+        scan(drone, scene.boxes, scene.members, span, task, rays, ends)
         felt[e, STATIC_LOG], felt[e, NEAREST_M] = lidar(ends, task, shown, e)
         drone = (px, py, pz, np.float64(rows[e, AXIS_X]), np.float64(rows[e, AXIS_Y]))
         obstacles = seen.dynamic_obstacle
