@@ -63,7 +63,7 @@ class SimulatorCollector:
     Args:
         policy: Decides; its weights are those of the moment.
         settings: Of each shard.
-        numbers: Numbers of the shards, for their seeds.
+        numbers: Of the shards, for their seeds.
         seed: Of the whole training.
         steps: Decisions of each drone per rollout.
         stop: Asked before every step.
@@ -233,18 +233,15 @@ class PipelinedCollector:
         batch = ahead.result()
         self._waited_s += time.perf_counter() - asked_s
         self._ahead = self._begin(now)
-        batch.facts = {
-            **batch.facts,
-            "pipeline/staleness": float(staleness),
-            "pipeline/wait_s": self._waited_s,
-        }
+        own = {"pipeline/staleness": float(staleness), "pipeline/wait_s": self._waited_s}
+        batch.facts = {**batch.facts, **own}
         return batch
 
     def _begin(self, order: _Order) -> Future[Batch]:
         """Fly a batch in the background, and remember what it begins with."""
         self._flown.load_state_dict(order.flown)
-        own = {"flown": order.flown, "active": torch.tensor(order.active)}
-        own["disturbed"] = torch.tensor(order.disturbed, dtype=torch.float64)
+        share = torch.tensor(order.disturbed, dtype=torch.float64)
+        own = {"flown": order.flown, "active": order.active, "disturbed": share}
         self._begun = [state | own for state in self._inner.state_dict()]
         return self._thread.submit(self._inner.collect, order.active, order.disturbed)
 

@@ -146,16 +146,16 @@ def load_config(
         if former.pop("backend", "numba") != "numba":  # of runs before there was only one
             raise UsageError(f"{base}: backend=torch is gone; start a new run")
         config = _merged(config, former, str(base), foreign=True)
-    foreign = _is_foreign(config, user, pairs)
+    target = OmegaConf.select(user, "env._target_") or config.env._target_
+    foreign = bool(target) or any(key == "env._target_" for key, _ in pairs)
     config = _merged(config, user, str(file), foreign)
     for key, word in pairs:
         if key != "algo":
             config = _merged(config, _override(word), word, foreign)
     raw: Any = OmegaConf.to_container(config, resolve=True)
-    named = {key for key in (*_keys(user), *(key for key, _ in pairs)) if key.startswith("env.")}
-    arguments = {key: raw["env"][key] for key in raw["env"] if f"env.{key}" in named}
-    arguments.pop("_target_", None)
-    return _checked(raw, arguments if foreign else {})
+    named = {*_keys(user), *(key for key, _ in pairs)} - {"env._target_"}
+    arguments = {key: raw["env"][key] for key in raw["env"] if foreign and f"env.{key}" in named}
+    return _checked(raw, arguments)
 
 
 def as_omegaconf(config: Config) -> DictConfig:
@@ -276,11 +276,6 @@ def _values(config: Any) -> dict[str, Any]:
         if not isinstance(node, DictConfig)
     }
     return plain
-
-
-def _is_foreign(config: DictConfig, user: DictConfig, pairs: Sequence[tuple[str, str]]) -> bool:
-    given = any(key == "env._target_" for key, _ in pairs)
-    return given or bool(OmegaConf.select(user, "env._target_") or config.env._target_)
 
 
 def _first_line(error: Exception) -> str:

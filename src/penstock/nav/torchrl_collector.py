@@ -68,9 +68,8 @@ class Plugin:
 def check_plugin(env: EnvBase) -> Plugin:
     """Look at the specs of an environment; it is neither reset nor stepped.
 
-    Raises:
-        UsageError: It cannot feed the learner: a key is missing or of another shape, or it is not
-            a batch of environments.
+    One that cannot feed the learner is refused: a key is missing or of another shape, or it is not
+    a batch of environments.
     """
     if not isinstance(env, EnvBase):
         raise UsageError(f"a plug-in is a torchrl.envs.EnvBase, not a {type(env).__name__}")
@@ -92,27 +91,23 @@ def check_plugin(env: EnvBase) -> Plugin:
     for flag in ("done", "terminated", "truncated"):
         if flag in ends or flag != "truncated":
             _check(name, "flag", flag, ends, (count,))
-    stats = (part for part in STATS if ("stats", part) in seen)
+    actions, known = _leaves(env.full_action_spec), (_NORMALIZED, _VELOCITY)
+    strange = [f"the action {key!r}" for key in actions if key not in known]
+    if strange or not actions:
+        raise UsageError(
+            f"plug-in {name} asks for {(strange or ['no action'])[0]}; the policy gives "
+            f"{_NORMALIZED}, from 0 to 1, and {_VELOCITY}, in m/s"
+        )
+    for key in actions:
+        _check(name, "action", key, actions, (count, ACTIONS))
+    some = next(iter(actions.values()))
+    sized = (part for part in STATS if ("stats", part) in seen)
     return Plugin(
         num_envs=count,
-        actions=_check_actions(name, _leaves(env.full_action_spec), count),
+        actions={key: tuple(actions.get(key, some).shape) for key in known},
         reward=reward,
-        stats=tuple(part for part in stats if math.prod(seen["stats", part].shape) == count),
+        stats=tuple(part for part in sized if math.prod(seen["stats", part].shape) == count),
     )
-
-
-def _check_actions(name: str, wanted: Mapping[Key, Any], count: int) -> dict[Key, tuple[int, ...]]:
-    known: tuple[Key, ...] = (_NORMALIZED, _VELOCITY)
-    strange = [key for key in wanted if key not in known]
-    if strange or not wanted:
-        raise UsageError(
-            f"plug-in {name} asks for {f'the action {strange[0]!r}' if strange else 'no action'}; "
-            f"the policy gives {_NORMALIZED}, from 0 to 1, and {_VELOCITY}, in m/s"
-        )
-    for key in wanted:
-        _check(name, "action", key, wanted, (count, ACTIONS))
-    some = next(iter(wanted.values()))
-    return {key: tuple(wanted.get(key, some).shape) for key in known}
 
 
 def _leaves(spec: Any) -> dict[Key, Any]:
@@ -193,8 +188,7 @@ class TorchRLCollector:
     def collect(self, dynamic_active: int = 0, disturbed: float = 1.0) -> Batch:
         """Fly; the environment has its own obstacles and disturbances.
 
-        The batch's facts are the environment's statistics, of the last batch in which episodes
-        ended. What is not finite is a `DataError`.
+        The batch's facts are its statistics, of the last batch in which episodes ended.
         """
         del dynamic_active, disturbed
         if self._closed:
@@ -260,8 +254,8 @@ class TorchRLCollector:
 
     def state_dict(self) -> list[dict[str, Any]]:
         """Return the random numbers of the actions."""
-        state = {"generator": self._generator.get_state()}
-        return [state | {"batches": torch.tensor(self._collected)}]
+        batches = torch.tensor(self._collected)
+        return [{"generator": self._generator.get_state(), "batches": batches}]
 
     def load_state_dict(self, states: Sequence[Mapping[str, Any]]) -> None:
         """Go on with them."""

@@ -124,7 +124,7 @@ def train(
         ppo, collector = trainer.ppo, trainer.collector
         after = trainer.state()
         stopped = aborted = False
-        while not (stopped or trainer.done):
+        while not (stopped or trainer.why_done):
             before = _copied(after)
             try:
                 with timer("collect"):
@@ -242,24 +242,18 @@ class Trainer:
         return self.progress >= 1.0
 
     @property
-    def done(self) -> bool:
-        """Whether there is nothing more to do."""
-        most = self.config["max_iterations"]
-        return self.finished or (most is not None and self.iteration >= most)
-
-    @property
     def why_done(self) -> str | None:
         """What ended the training, and which setting goes on; None while there is more to do."""
-        config, iteration = self.config, self.iteration
-        if not self.done:
-            return None
-        if not self.finished:
-            limit, used = "max_iterations", f"{config['max_iterations']}"
-        elif config.max_seconds is not None:
+        config, most = self.config, self.config["max_iterations"]
+        if self.finished and config.max_seconds is not None:
             limit, used = "max_minutes", f"{config.max_seconds / 60:g}"
-        else:
+        elif self.finished:
             limit, used = "max_frame_num", f"{config.max_frames}"
-        return f"{limit}={used} is used up after iteration {iteration}; give a larger {limit}"
+        elif most is not None and self.iteration >= most:
+            limit, used = "max_iterations", f"{most}"
+        else:
+            return None
+        return f"{limit}={used} is used up after iteration {self.iteration}; give a larger {limit}"
 
     @property
     def dynamic_active(self) -> int:

@@ -109,31 +109,25 @@ class NavigationEnv(EnvBase):  # type: ignore[misc]
         result["agents", "reward"] = reward[:, None].clone()
         return result
 
-    def _observed(
-        self,
-        seen: Observation,
-        reached: Tensor,
-        crashed: Tensor,
-        terminated: Tensor,
-        truncated: Tensor,
-    ) -> TensorDictBase:
+    def _observed(self, seen: Observation, *ends: Tensor) -> TensorDictBase:
+        reached, crashed, terminated, truncated = (flag.view(-1, 1).clone() for flag in ends)
         rows, count = self.simulator.rows, self.simulator.num_envs
         parts = [rows[:, part] for part in (POSITION, QUATERNION, VELOCITY, RATES)]
         stats = {
             "return": rows[:, RETURN, None].clone(),
             "episode_len": self.simulator.progress[:, None].float(),
-            "reach_goal": reached.view(-1, 1).float(),
-            "collision": crashed.view(-1, 1).float(),
-            "truncated": truncated.view(-1, 1).float(),
+            "reach_goal": reached.float(),
+            "collision": crashed.float(),
+            "truncated": truncated.float(),
         }
         return TensorDict(
             {
                 "agents": {"observation": dict(seen)},
                 "info": {"drone_state": torch.cat(parts, 1)[:, None]},
                 "stats": stats,
-                "terminated": terminated.view(-1, 1).clone(),
-                "truncated": truncated.view(-1, 1).clone(),
-                "done": (terminated | truncated).view(-1, 1),
+                "terminated": terminated,
+                "truncated": truncated,
+                "done": terminated | truncated,
             },
             batch_size=[count],
             device=self.device,

@@ -342,10 +342,8 @@ def _advance(arrays: _Arrays, redraw_every: int, period_s: float) -> None:
 def pack_rng(rng: np.random.Generator) -> NDArray[np.int64]:
     """Return the state of a PCG64 generator as 6 words, which any file can hold."""
     state: Any = rng.bit_generator.state
-    words = []
-    for name in ("state", "inc"):
-        words += [state["state"][name] >> 64, state["state"][name] & (2**64 - 1)]
-    words += [state["has_uint32"], state["uinteger"]]
+    halves = [*divmod(state["state"]["state"], 2**64), *divmod(state["state"]["inc"], 2**64)]
+    words = [*halves, state["has_uint32"], state["uinteger"]]
     return np.array(words, np.uint64).view(np.int64)
 
 
