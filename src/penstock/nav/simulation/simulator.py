@@ -138,24 +138,23 @@ class Simulator:
 
     @property
     def dynamic_active(self) -> int:
-        """How many moving obstacles of each world are there, by eights; the others move unseen."""
+        """How many moving obstacles of each world are there; the others move unseen."""
         return self._active
 
     @dynamic_active.setter
     def dynamic_active(self, count: int) -> None:
+        """Let so many be there, rounded down to eights, at most all."""
         self._active = max(0, min(int(count), self.settings.dynamic_obstacles)) // 8 * 8
         self._scene = self._scene._replace(active=self._active)
 
     @property
     def disturbed(self) -> float:
-        """Which share of the disturbances there is, 0 to 1.
-
-        Setting it changes noise at once, wind and mass with the next episodes.
-        """
+        """Which share of the disturbances there is, 0 to 1."""
         return self._share
 
     @disturbed.setter
     def disturbed(self, share: float) -> None:
+        """Change noise at once, wind and mass with the next episodes."""
         self._share = min(max(float(share), 0.0), 1.0)
         given = self.settings.disturbances
         # Late or in time, there is nothing between: from half of the way on.
