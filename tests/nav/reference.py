@@ -17,41 +17,37 @@ from penstock.nav.simulation.env import to_goal_frame, to_world
 from penstock.nav.simulation.kernels import (
     ARM_M,
     ATTITUDE_GAIN,
-    DRAG_RATIO,
-    FAST_LAG_S,
-    GRAVITY,
-    INERTIA,
-    MASS_KG,
-    MAX_THRUST_N,
-    RATE_GAIN,
-    ROTOR_RESPONSE,
-    VELOCITY_GAIN,
-)
-from penstock.nav.simulation.simulator import Observation
-from penstock.nav.simulation.task import (
     AX,
     AXIS,
     AZ,
     DIRECTION_X,
+    DRAG_RATIO,
+    FAST_LAG_S,
+    GRAVITY,
     HEADING_X,
     HEADING_Y,
     HIGHEST,
+    INERTIA,
     LOWEST,
-    NEAREST,
-    PHYSICS_DT_S,
+    MASS_KG,
+    MAX_THRUST_N,
     POSITION,
     QUATERNION,
+    RATE_GAIN,
     RATES,
     RETURN,
     ROTOR,
+    ROTOR_RESPONSE,
     TARGET_X,
     TARGET_Z,
     VELOCITY,
-    Settings,
+    VELOCITY_GAIN,
 )
+from penstock.nav.simulation.simulator import Observation
+from penstock.nav.simulation.task import NEAREST, PHYSICS_DT_S, Settings
 from penstock.nav.simulation.world import CELLS, GROUND_M, Maps, Obstacles
 
-# Columns of a drone's row, besides those of task.py.
+# Columns of a drone's row, besides those of kernels.py.
 ACCELERATION = slice(AX, AZ + 1)  # of the fast drone
 THROTTLE = slice(ROTOR, ROTOR + 4)
 HEADING = slice(HEADING_X, HEADING_Y + 1)  # cosine and sine of the yaw

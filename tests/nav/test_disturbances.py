@@ -4,8 +4,9 @@ import pytest
 import torch
 
 from penstock.errors import UsageError
+from penstock.nav.simulation.kernels import VELOCITY
 from penstock.nav.simulation.simulator import Simulator
-from penstock.nav.simulation.task import STRESS, VELOCITY, Disturbances, Obstacle, Settings, State
+from penstock.nav.simulation.task import STRESS, Disturbances, Obstacle, Settings, State
 
 CALM = Settings(num_envs=256, maps=2, drone="fast", reward="shifted", crossing_share=1.0)
 FIELD = 0.6  # drones start at the edge: so much nearer there is something to see

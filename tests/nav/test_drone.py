@@ -4,18 +4,21 @@ import numpy as np
 import pytest
 import torch
 
-from penstock.nav.simulation.kernels import fly_fast, fly_hummingbird, start
-from penstock.nav.simulation.task import (
+from penstock.nav.simulation.kernels import (
     AXIS,
     POSITION,
     QUATERNION,
     ROW,
     VELOCITY,
+    fly_fast,
+    fly_hummingbird,
+    start,
 )
 
 from .reference import HEADING, THROTTLE, fly, rotation
 
 DRONES = ["hummingbird", "fast"]
+CALM = (0.0, 0.0, 0.0)
 
 
 def at_rest(targets):
@@ -114,8 +117,8 @@ def test_compiled_code_flies_the_same(drone, hold):
         mine = rows.clone().numpy()
         for n in range(20):
             if drone == "fast":
-                fly_fast(mine[n], *map(float, wish[n]), 3, 1.0, 0.0, 0.0)
+                fly_fast(mine[n], tuple(map(float, wish[n])), 3, 1.0, CALM)
             else:
-                fly_hummingbird(mine[n], *map(float, wish[n]), 3, hold, 1.0, 0.0, 0.0)
+                fly_hummingbird(mine[n], tuple(map(float, wish[n])), 3, 1.0, CALM, hold)
         fly(rows, wish, 3, drone, hold)
         np.testing.assert_allclose(mine, rows.numpy(), atol=2e-4)

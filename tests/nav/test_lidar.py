@@ -9,8 +9,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from penstock.nav.simulation.kernels import ROW
 from penstock.nav.simulation.simulator import Simulator
-from penstock.nav.simulation.task import ROW, Settings
+from penstock.nav.simulation.task import Settings
 from penstock.nav.simulation.world import GROUND_M, Maps, Obstacles, World
 
 from .reference import Reference

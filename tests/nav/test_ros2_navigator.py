@@ -13,8 +13,9 @@ from rosbags.typesys import Stores, get_typestore
 
 from penstock.nav import Navigator
 from penstock.nav.shield import Shield
+from penstock.nav.simulation.kernels import POSITION, TARGET_X, TARGET_Z, VELOCITY
 from penstock.nav.simulation.simulator import Simulator
-from penstock.nav.simulation.task import POSITION, TARGET_X, TARGET_Z, VELOCITY, Settings
+from penstock.nav.simulation.task import Settings
 
 FILE = Path(__file__).parents[2] / "examples/ros2_navigator.py"
 TYPES = get_typestore(Stores.ROS2_HUMBLE).types

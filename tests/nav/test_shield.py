@@ -113,6 +113,12 @@ def test_a_wall_ahead_is_not_flown_into(shield: Shield) -> None:
     assert (shield.decisions, shield.interventions) == (2, 1)
 
 
+def test_what_is_out_of_range_is_no_hit(shield: Shield) -> None:
+    obs = free()
+    obs["lidar"][0, 0, 0] = -0.05  # of a sensor that sees farther, and was not cut
+    assert not shield.filter(FORWARD, obs, torch.tensor([[8.0, 0.0, 0.0]]))[1].any()
+
+
 def test_one_steps_aside_for_a_cylinder_coming(shield: Shield) -> None:
     obs = free()
     obs["dynamic_obstacle"][0, 3] = obstacle([2.0, 0.0, 1.0], [-1.0, 0.0, 0.0])

@@ -23,13 +23,8 @@ from penstock.nav.ppo import Batch
 from penstock.nav.simulation.simulator import Info, Simulator
 from penstock.nav.simulation.task import Settings
 
-OUTCOMES: Final = (
-    "success",
-    "collision_static",
-    "collision_dynamic",
-    "collision_height",
-    "timeout",
-)
+_COLLISIONS = ("collision_static", "collision_dynamic", "collision_height")
+OUTCOMES: Final = ("success", *_COLLISIONS, "timeout")
 WINDOW: Final = 1000  # finished episodes that shares are over, at least
 _CUT, _RETURN, _LENGTH, _REWARD, _STEPS = range(len(OUTCOMES), len(OUTCOMES) + 5)
 SUMS: Final = _STEPS + 1
@@ -45,12 +40,8 @@ class Collector(Protocol):
     def collect(self, dynamic_active: int, disturbed: float) -> Batch:
         """Return the next batch; it is valid until the one after next is asked for.
 
-        Args:
-            dynamic_active: How many moving obstacles are to be there.
-            disturbed: Which share of the disturbances.
-
-        Raises:
-            Stopped: Somebody asked to.
+        So many moving obstacles are to be there, and such a share of the disturbances. `Stopped` is
+        raised if somebody asked to stop.
         """
 
     def state_dict(self) -> list[dict[str, Any]]:
@@ -72,7 +63,7 @@ class SimulatorCollector:
     Args:
         policy: Decides; its weights are those of the moment.
         settings: Of each shard.
-        numbers: Numbers of the shards, for their seeds.
+        numbers: Of the shards, for their seeds.
         seed: Of the whole training.
         steps: Decisions of each drone per rollout.
         stop: Asked before every step.
@@ -104,8 +95,8 @@ class SimulatorCollector:
         ]
         each = settings[0].num_envs
         self._parts = [slice(i * each, (i + 1) * each) for i in range(len(numbers))]
-        drones = each * len(numbers)
-        self._buffers = deque(Rollout(settings[0].shapes(), steps, drones) for _ in range(buffers))
+        shapes, drones = settings[0].shapes(), each * len(numbers)
+        self._buffers = deque(Rollout(shapes, steps, drones) for _ in range(buffers))
         self._fresh = True
 
     def collect(self, dynamic_active: int, disturbed: float = 1.0) -> Batch:
@@ -141,7 +132,9 @@ class SimulatorCollector:
                 sums.add(info, reward)
         seen = (rollout.observation(self.steps, part) for *_, part in shards)
         last = torch.cat([policy.value(_on(device, each)) for each in seen])
-        return rollout.batch(last, sums, device)
+        batch = rollout.batch(last, sums, device)
+        batch.facts = {"env/dynamic_active": float(self.simulators[0].dynamic_active)}
+        return batch
 
     def state_dict(self) -> list[dict[str, Any]]:
         """Return what the next rollout depends on besides the policy, per shard."""
@@ -240,18 +233,15 @@ class PipelinedCollector:
         batch = ahead.result()
         self._waited_s += time.perf_counter() - asked_s
         self._ahead = self._begin(now)
-        batch.facts = {
-            **batch.facts,
-            "pipeline/staleness": float(staleness),
-            "pipeline/wait_s": self._waited_s,
-        }
+        own = {"pipeline/staleness": float(staleness), "pipeline/wait_s": self._waited_s}
+        batch.facts = {**batch.facts, **own}
         return batch
 
     def _begin(self, order: _Order) -> Future[Batch]:
         """Fly a batch in the background, and remember what it begins with."""
         self._flown.load_state_dict(order.flown)
-        own = {"flown": order.flown, "active": torch.tensor(order.active)}
-        own["disturbed"] = torch.tensor(order.disturbed, dtype=torch.float64)
+        share = torch.tensor(order.disturbed, dtype=torch.float64)
+        own = {"flown": order.flown, "active": order.active, "disturbed": share}
         self._begun = [state | own for state in self._inner.state_dict()]
         return self._thread.submit(self._inner.collect, order.active, order.disturbed)
 
@@ -302,8 +292,8 @@ class EpisodeSums:
             return
         whole = ~info.cut[info.finished]
         ended = info.finished[whole]
-        kinds = (info.reach_goal, info.collision_static, info.collision_dynamic)
-        happened = torch.stack([kind[ended] for kind in (*kinds, info.collision_height)])
+        kinds = (info.reach_goal, *(getattr(info, name) for name in _COLLISIONS))
+        happened = torch.stack([kind[ended] for kind in kinds])
         rest = torch.ones_like(happened[:1])
         outcome = torch.cat((happened, rest)).int().argmax(0)  # the first that happened
         self.sums[:_CUT] += torch.bincount(outcome, minlength=len(OUTCOMES))
@@ -339,8 +329,8 @@ class EpisodeWindow:
         total: Tensor = sum(self._sums)  # type: ignore[assignment]
         ended = _finished(total)
         if ended:
-            shares = zip(OUTCOMES, (total[:_CUT] / ended).tolist(), strict=True)
-            metrics |= {f"train/{name}": share for name, share in shares}
+            shares = (total[:_CUT] / ended).tolist()
+            metrics |= {f"train/{k}": v for k, v in zip(OUTCOMES, shares, strict=True)}
             metrics["train/return"] = float(total[_RETURN]) / ended
             metrics["train/episode_length"] = float(total[_LENGTH]) / ended
             metrics["train/episodes"] = _finished(sums)
@@ -366,13 +356,17 @@ def _finished(sums: Tensor) -> float:
 
 def as_tensordict(batch: Batch) -> TensorDict:
     """Return a batch with NavRL's keys, [drones, steps]; nothing is copied."""
-    names = ("terminated", "truncated", "final_value")
     agents = {
         "observation": dict(batch.obs),
         "action_normalized": batch.action,
         "log_prob": batch.log_prob,
         "reward": batch.reward,
     }
-    parts = {"agents": agents, "state_value": batch.value}
-    parts |= {name: getattr(batch, name) for name in names}
+    parts = {
+        "agents": agents,
+        "state_value": batch.value,
+        "terminated": batch.terminated,
+        "truncated": batch.truncated,
+        "final_value": batch.final_value,
+    }
     return TensorDict(parts, batch_size=batch.reward.shape).transpose(0, 1)

@@ -20,7 +20,7 @@ import torch
 from penstock.core.files import publish_bytes, storage_error
 from penstock.errors import MissingExtra, UsageError
 from penstock.nav.networks import PRESETS
-from penstock.nav.ppo import PPO_HELP, PPOSettings
+from penstock.nav.ppo import PPOSettings
 from penstock.nav.simulation.task import (
     PHYSICS_DT_S,
     Disturbances,
@@ -58,7 +58,7 @@ _MOST: Final = {  # and the most
 }
 _FLAGS: Final = ("headless", "tensorboard", "compress_checkpoint", "env.hold_yaw")
 _OR_NULL: Final = ("max_iterations", "checkpoint_keep", "rollout_keep")
-_PPO: Final = {field.name for field in fields(PPOSettings)} - {"shards"}
+_PPO: Final = {item.name: item for item in fields(PPOSettings) if item.name != "shards"}
 
 
 @dataclass(frozen=True)
@@ -120,9 +120,6 @@ def load_config(
         words: key=value, as on the command line.
         file: A YAML file of the user's with some of the keys.
         base: The config.yaml of a run to go on with, instead of the defaults.
-
-    Raises:
-        UsageError: A key is unknown, or a value impossible.
     """
     pairs = [pair for pair in map(_split, words) if pair != ("backend", "backend=numba")]
     if any(key == "backend" for key, _ in pairs):
@@ -149,16 +146,16 @@ def load_config(
         if former.pop("backend", "numba") != "numba":  # of runs before there was only one
             raise UsageError(f"{base}: backend=torch is gone; start a new run")
         config = _merged(config, former, str(base), foreign=True)
-    foreign = _is_foreign(config, user, pairs)
+    target = OmegaConf.select(user, "env._target_") or config.env._target_
+    foreign = bool(target) or any(key == "env._target_" for key, _ in pairs)
     config = _merged(config, user, str(file), foreign)
     for key, word in pairs:
         if key != "algo":
             config = _merged(config, _override(word), word, foreign)
     raw: Any = OmegaConf.to_container(config, resolve=True)
-    named = {key for key in (*_keys(user), *(key for key, _ in pairs)) if key.startswith("env.")}
-    arguments = {key: raw["env"][key] for key in raw["env"] if f"env.{key}" in named}
-    arguments.pop("_target_", None)
-    return _checked(raw, arguments if foreign else {})
+    named = {*_keys(user), *(key for key, _ in pairs)} - {"env._target_"}
+    arguments = {key: raw["env"][key] for key in raw["env"] if foreign and f"env.{key}" in named}
+    return _checked(raw, arguments)
 
 
 def as_omegaconf(config: Config) -> DictConfig:
@@ -196,7 +193,8 @@ def _defaults(preset: str) -> DictConfig:
             "algo.lr=… and so on)"
         )
     config = _read_yaml(CONF)
-    config.algo.update({"name": preset, **_ppo_defaults(preset)})
+    settings = PPOSettings.preset(preset)
+    config.algo.update({"name": preset, **{key: getattr(settings, key) for key in _PPO}})
     config.reward.update({item.name: None for item in fields(Reward)})
     return config
 
@@ -207,20 +205,12 @@ def help_text() -> str:
     reward = "".join(f"  {item.name}: null\n" for item in fields(Reward))
     text = text.replace("  # (weights)\n", reward)
     algo = ""
-    for name, value in _ppo_defaults("fast").items():
+    settings = PPOSettings.preset("fast")
+    for name, item in _PPO.items():
+        value, comment = getattr(settings, name), item.metadata.get("help")
         line = f"{name}: {'null' if value is None else value}"
-        comment = PPO_HELP.get(name)
         algo += f"{line:<37}# {comment}\n" if comment else f"{line}\n"
     return text + textwrap.indent(algo, "  ")
-
-
-def _ppo_defaults(preset: str) -> dict[str, Any]:
-    settings = PPOSettings.preset(preset)
-    return {
-        field.name: getattr(settings, field.name)
-        for field in fields(settings)
-        if field.name in _PPO
-    }
 
 
 def _split(word: str) -> tuple[str, str]:
@@ -288,11 +278,6 @@ def _values(config: Any) -> dict[str, Any]:
     return plain
 
 
-def _is_foreign(config: DictConfig, user: DictConfig, pairs: Sequence[tuple[str, str]]) -> bool:
-    given = any(key == "env._target_" for key, _ in pairs)
-    return given or bool(OmegaConf.select(user, "env._target_") or config.env._target_)
-
-
 def _first_line(error: Exception) -> str:
     return str(error).strip().partition("\n")[0]
 
@@ -320,18 +305,14 @@ def _checked(raw: dict[str, Any], plugin_arguments: Mapping[str, Any]) -> Config
             place, key = _place(raw, name)
             if place[key] is not None or name not in _OR_NULL:
                 place[key] = _whole(name, place[key], least)
-    algo, envs = raw["algo"], raw["env"]["num_envs"]
-    processes, shards = _processes(raw, envs)
+    algo, envs, notes = raw["algo"], raw["env"]["num_envs"], list[str]()
+    processes, shards = _processes(raw, envs, notes)
     if algo["bf16"] not in (True, False, None):
         raise UsageError(f"algo.bf16={algo['bf16']!r}; give true, false or null")
     ppo = PPOSettings.preset(algo["name"], **{key: algo[key] for key in _PPO if key in algo})
     steps = algo["training_frame_num"]
-    rows = steps * envs // shards
-    if rows % ppo.minibatches:
-        raise UsageError(
-            f"algo.minibatches={ppo.minibatches} does not divide the {rows} frames of a shard "
-            f"({steps} steps x {envs // shards} drones); choose another number"
-        )
+    if not raw["env"]["_target_"]:  # another environment says itself how many it is
+        replace(ppo, shards=shards).check_rows(steps, envs)
     for group in ("env_dyn", "sim"):
         share = raw[group]["curriculum"]
         if not is_number(share) or not 0 <= share <= 1:
@@ -340,8 +321,12 @@ def _checked(raw: dict[str, Any], plugin_arguments: Mapping[str, Any]) -> Config
     if minutes is not None and not (is_number(minutes) and minutes > 0):
         raise UsageError(f"max_minutes={minutes!r}; give a number above 0, or null")
     settings = _settings(raw, shards)
+    kinds = "there are 8 kinds, equally many of each"
+    _adjust(raw["env_dyn"], "env_dyn.num_obstacles", settings.dynamic_obstacles, kinds, notes)
+    why = "a multiple of the shards, at most one per drone"
+    _adjust(raw["env"], "env.maps", settings.maps, why, notes)
     return Config(
-        notes=_adjusted(raw, settings),
+        notes=tuple(notes),
         raw=raw,
         settings=settings,
         ppo=ppo,
@@ -392,36 +377,30 @@ def _settings(raw: dict[str, Any], shards: int) -> Settings:
     )
 
 
-def _adjusted(raw: dict[str, Any], settings: Settings) -> tuple[str, ...]:
-    """Put the counts that are used in the place of those that were given; say which and why."""
-    notes = []
-    for group, name, used, why in (
-        (
-            "env_dyn",
-            "num_obstacles",
-            settings.dynamic_obstacles,
-            "there are 8 kinds, equally many of each",
-        ),
-        ("env", "maps", settings.maps, "a multiple of the shards, at most one per drone"),
-    ):
-        if raw[group][name] != used:
-            notes.append(f"{group}.{name}={raw[group][name]} becomes {used}: {why}")
-            raw[group][name] = used
-    return tuple(notes)
+def _adjust(group: dict[str, Any], name: str, used: int, why: str, notes: list[str]) -> None:
+    """Put the count that is used in the place of the one that was given; note it."""
+    key = name.rpartition(".")[2]
+    if group[key] not in (used, "auto"):
+        notes.append(f"{name}={group[key]} becomes {used}: {why}")
+    group[key] = used
 
 
-def _processes(raw: dict[str, Any], envs: int) -> tuple[int, int]:
+def _processes(raw: dict[str, Any], envs: int, notes: list[str]) -> tuple[int, int]:
     """How many processes train together, and in how many shards; under torchrun, its own."""
+    foreign = bool(raw["env"]["_target_"])
     if "WORLD_SIZE" in os.environ:
         processes = _whole("WORLD_SIZE", os.environ["WORLD_SIZE"], 1)
     elif raw["processes"] == "auto":
-        alone = raw["device"] != "cpu" or raw["env"]["_target_"]
+        alone = raw["device"] != "cpu" or foreign
         given = raw["shards"] if raw["shards"] != "auto" else envs
         most = 1 if alone else min(os.cpu_count() or 1, 8)
         processes = next(n for n in range(most, 0, -1) if envs % n == 0 and given % n == 0)
     else:
         processes = _whole("processes", raw["processes"], 1)
     shards = processes if raw["shards"] == "auto" else _whole("shards", raw["shards"], 1)
+    if foreign:
+        _adjust(raw, "shards", processes, "one per process of another environment", notes)
+        return processes, processes
     if shards % processes or envs % shards:
         raise UsageError(
             f"env.num_envs={envs} in {shards} shards on {processes} processes: each number must be "

@@ -38,11 +38,7 @@ _SIGNALS = (signal.SIGINT, signal.SIGTERM)
 class Group:
     """Exchange between processes.
 
-    Args:
-        rank: Number of this process.
-        size: How many there are.
-        init_method: Where they meet: a file:// or env:// address; None for one process.
-        device: Of the learner: "cuda" takes nccl besides gloo.
+    The processes meet at a file:// or env:// address; a learner on "cuda" takes nccl besides gloo.
     """
 
     def __init__(
@@ -141,19 +137,14 @@ def spawn_workers(
 ) -> Iterator[Group]:
     """Start the processes besides this one, and yield the group that all make.
 
-    The others do main(rank, address, *arguments); the arguments are sent.
-
-    Raises:
-        PenstockError: One of them died; it is named.
+    The others do main(rank, address, *arguments). If one dies, a `PenstockError` names it.
     """
     context = multiprocessing.get_context("spawn")
     meeting = Path(tempfile.gettempdir()) / f"penstock-{os.getpid()}-{secrets.token_hex(8)}"
     address = f"file://{meeting}"
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # they all are on this machine
     workers: list[BaseProcess] = [
-        context.Process(
-            target=main, args=(rank, address, *arguments), name=f"penstock-train-{rank}"
-        )
+        context.Process(None, main, f"penstock-train-{rank}", (rank, address, *arguments))
         for rank in range(1, size)
     ]
     try:
@@ -184,10 +175,7 @@ class Stop:
     """Whether somebody asked to stop, by SIGINT, SIGTERM or `ask`.
 
     As a context manager on the main thread it takes the signals: the first one only asks, so that
-    the state is saved; a second one takes its course.
-
-    Attributes:
-        signal: The signal that asked, or None.
+    the state is saved; a second one takes its course. `signal` is the one that asked, or None.
     """
 
     def __init__(self) -> None:

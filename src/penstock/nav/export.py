@@ -7,6 +7,7 @@ gave what torch gives.
 
 from __future__ import annotations
 
+import importlib.util
 import io
 import json
 import logging
@@ -37,19 +38,14 @@ Seen = dict[str, Any]
 
 @dataclass(frozen=True)
 class Exported:
-    """What was written.
-
-    Attributes:
-        path: The file.
-        bytes: Its size.
-        checkpoint: Where the policy came from.
-        difference: Largest difference of an action between the file and torch.
-    """
+    """What was written."""
 
     path: Path
     bytes: int
     checkpoint: Path
+    """Where the policy came from."""
     difference: float
+    """Largest difference of an action between the file and torch."""
 
     def to_json(self) -> dict[str, Any]:
         """Return it as JSON values."""
@@ -84,9 +80,9 @@ def export_policy(
     """Write the policy of a run as a file that runs without penstock.
 
     Args:
-        path: A run, its folder of checkpoints, or a checkpoint.
+        path: A run or a checkpoint: as for `Navigator.load`, as is the name of the checkpoint.
         out: The file: .onnx, or .pt2 for torch.export. One that exists is replaced.
-        checkpoint: As for `Navigator.load`.
+        checkpoint: Its name.
 
     Raises:
         UsageError: There is no such run, or the file has another ending.
@@ -141,10 +137,8 @@ def _example(settings: Settings) -> tuple[tuple[Tensor, ...], Any]:
 
 def _onnx(module: nn.Module, settings: Settings, notes: str) -> tuple[bytes, Callable[..., Any]]:
     for package in ("onnx", "onnxscript", "onnxruntime"):
-        try:
-            __import__(package)
-        except ModuleNotFoundError as error:
-            raise MissingExtra(package, "onnx") from error
+        if importlib.util.find_spec(package) is None:
+            raise MissingExtra(package, "onnx")
     inputs, axes = _example(settings)
     log = logging.getLogger("torch.onnx")
     level = log.level

@@ -48,12 +48,8 @@ class Navigator:
     Metres and seconds, in the goal frame: x from start to target, horizontal, z up. Tensors are
     taken, too, and answered with tensors.
 
-    Args:
-        decide: The policy.
-        settings: What it was trained with: speed limit, lidar.
-        shield: What filters; None for nothing.
-        path: The file that it came from, if any.
-        metadata: Of that file.
+    Made of the policy, the settings that it was trained with, the shield if any, and the file that
+    it came from with its metadata; see `load`.
 
     Example:
         navigator = Navigator.load("policy.onnx")
@@ -142,23 +138,16 @@ class Navigator:
     def velocity(self, obs: Mapping[str, Any], height: Any = None) -> Any:
         """Return velocities [n, 3] in m/s, in the frame of the world that `direction` is in.
 
-        Args:
-            obs: As for `action`, and direction.
-            height: As for `action`.
-
-        Raises:
-            UsageError: As for `action`.
+        Args and errors are those of `action`, and `direction` is looked at.
         """
         wanted = self._wanted(obs, height)
-        way = self._checked(obs, "direction").reshape(len(wanted), 3).astype(np.float64)
-        x, y = way[:, 0], way[:, 1]
-        length = np.hypot(x, y)
-        level = length < 1e-6  # straight up or down: the simulator takes x for ahead then
-        x, y = np.where(level, 1.0, x), np.where(level, 0.0, y)
-        length = np.where(level, 1.0, length)
+        way = self._checked(obs, "direction").reshape(len(wanted), 3)[:, :2].astype(np.float64)
+        length = np.hypot(way[:, 0], way[:, 1])
+        way[length < 1e-6] = 1.0, 0.0  # straight up or down: the simulator takes x for ahead then
+        x, y = way.T / np.where(length < 1e-6, 1.0, length)
         turned = np.array(wanted, np.float64)
-        turned[:, 0] = (x * wanted[:, 0] - y * wanted[:, 1]) / length
-        turned[:, 1] = (y * wanted[:, 0] + x * wanted[:, 1]) / length
+        turned[:, 0] = x * wanted[:, 0] - y * wanted[:, 1]
+        turned[:, 1] = y * wanted[:, 0] + x * wanted[:, 1]
         return _like(obs["state"], turned)
 
     def _wanted(self, obs: Mapping[str, Any], height: Any) -> Floats:
@@ -202,11 +191,7 @@ def _words(shape: tuple[int, ...]) -> str:
 
 
 def check_switch(shield: str) -> None:
-    """Refuse what is neither on nor off.
-
-    Raises:
-        UsageError: It is neither.
-    """
+    """Refuse what is neither on nor off."""
     if shield not in _SWITCH:
         raise UsageError(f"shield={shield!r} is unknown; {did_you_mean(shield, _SWITCH)}")
 
@@ -241,11 +226,7 @@ def runner(session: Any) -> Decide:
 
 
 def read_settings(path: Path, metadata: Any) -> Settings:
-    """Return the settings in the notes of a checkpoint or an exported policy.
-
-    Raises:
-        UnknownFormat: There are none, or of another version.
-    """
+    """Return the settings in the notes of a checkpoint or an exported policy."""
     if not (isinstance(metadata, dict) and isinstance(metadata.get("settings"), dict)):
         raise UnknownFormat(
             f"{path} does not say its navigation settings; give a checkpoint of penstock train, or "

@@ -205,10 +205,8 @@ class _Pool(torch.autograd.Function):
 def describe_obstacles(obstacles: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
     """Turn observed obstacles into places and motions relative to the drone.
 
-    Returns:
-        Rows [N, 5, 11]: position (3) and relative velocity (3) scaled to about 1, closeness, rate
-        of closing, time to the closest approach, width and height. And which are in sight,
-        [N, 5, 1].
+    Returned are rows [N, 5, 11], scaled to about 1: position (3), relative velocity (3), closeness,
+    rate of closing, time to the closest approach, width, height; and which are seen, [N, 5, 1].
     """
     toward = obstacles[..., Obstacle.TOWARD][..., :2]
     distance = obstacles[..., Obstacle.DISTANCE, None]
@@ -280,9 +278,6 @@ class Policy(nn.Module):
         bf16: Compute features in bfloat16. None chooses it where the processor has instructions
             for it; elsewhere it is many times slower than float32. Weights stay float32.
 
-    Raises:
-        UsageError: There is no such preset.
-
     Example:
         policy = Policy("fast", seed=0)
         action, log_prob, value = policy.act(obs, torch.Generator().manual_seed(0))
@@ -341,10 +336,7 @@ class Policy(nn.Module):
     def act(self, obs: Observation, generator: torch.Generator | None = None) -> Act:
         """Draw an action for every drone, without gradients.
 
-        Args:
-            obs: Observations [N, ...] by key.
-            generator: Where the randomness comes from, on the device of the policy. None for the
-                mean action instead: always the same, as one evaluates and flies.
+        Without a generator, on the device of the policy, it is the mean action: always the same.
         """
         return self.sample(self.encode(obs), generator)
 

@@ -50,16 +50,8 @@ class Panel:
     """Shows a training run: a panel on a terminal, a line every 10 s in a log, or nothing.
 
     Showing never fails the run, and no thread is started: the display moves with the calls. Values
-    that are missing or not finite are shown as "-".
-
-    Args:
-        total_frames: How many frames there will be.
-        title: Names the run.
-        mode: "rich", "plain" or "quiet"; None chooses as `penstock.ui.progress.Progress` does.
-        initial_frames: Frames of earlier runs that this one continues.
-
-    Raises:
-        UsageError: There is no such mode.
+    that are missing or not finite are shown as "-". The mode is as for
+    `penstock.ui.progress.Progress`; initial frames are those of runs that this one continues.
 
     Example:
         with Panel(total_frames=50_000_000, title="train") as panel:
@@ -75,8 +67,8 @@ class Panel:
         self.mode: Mode = choose_mode(mode)
         self.frames = self._first = initial_frames
         self._metrics: Mapping[str, Any] = {}
-        self._shares: Mapping[str, Any] = {}
-        self._stalls: Mapping[str, Any] = {}
+        self._shares: Mapping[str, Any] = {}  # of the time, by phase
+        self._stalls: Mapping[str, Any] = {}  # of checkpoints
         self._lock = threading.Lock()
         self._ended = ""
         self._start_s = self._shown_s = monotonic()
@@ -91,14 +83,7 @@ class Panel:
         shares: Mapping[str, float],
         stalls: Mapping[str, float],
     ) -> None:
-        """Say how things are.
-
-        Args:
-            frames: Frames in all, those of earlier runs included.
-            metrics: Values by name, such as "train/success"; any may be missing.
-            shares: Share of the time that each phase takes, 0 to 1.
-            stalls: Of checkpoints: "median_ms", "max_ms", "saved" and "pending".
-        """
+        """Say how things are; frames are in all, shares are of the time that each phase takes."""
         with self._lock:
             self.frames = frames
             # Copies: the caller may go on with its own.
@@ -117,11 +102,7 @@ class Panel:
                 self._put(" ".join(text.split()))
 
     def close(self, stopped: bool = False) -> None:
-        """Show how it ended; later calls show nothing.
-
-        Args:
-            stopped: The run ended before its time.
-        """
+        """Show how it ended, perhaps before its time; later calls show nothing."""
         with self._lock:
             if self._ended:
                 return
@@ -197,10 +178,11 @@ class Panel:
         return f"{_count(self.frames)}/{_count(self.total_frames)}"
 
     def _checkpoints(self) -> str:
-        get = self._stalls.get
+        keys = ("saved", "pending", "median_ms", "max_ms")
+        saved, pending, median, worst = (_number(self._stalls.get(key)) for key in keys)
         return (
-            f"checkpoints {_number(get('saved'))} saved, {_number(get('pending'))} pending, "
-            f"stall {_number(get('median_ms'))} ms median, {_number(get('max_ms'))} ms worst"
+            f"checkpoints {saved} saved, {pending} pending, stall {median} ms median, "
+            f"{worst} ms worst"
         )
 
     def _rss(self) -> int:
@@ -215,18 +197,15 @@ class Panel:
         if self._live is None:
             from rich.live import Live
 
-            self._live = Live(
-                console=terminal(),
-                auto_refresh=False,  # no thread of rich's own
-                # Redirected prints come out on stderr, so never take them from a pipe or a file.
-                redirect_stdout=sys.stdout is not None and sys.stdout.isatty(),
-            )
+            # Without a thread of rich's own. Redirected prints come out on stderr, so they are
+            # never taken from a pipe or a file.
+            shown = sys.stdout is not None and sys.stdout.isatty()
+            self._live = Live(console=terminal(), auto_refresh=False, redirect_stdout=shown)
             self._live.start()
         return self._live
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         """Draw the panel as wide as there is room: three columns, or one below the other."""
-        from rich import box
         from rich.console import Group
         from rich.panel import Panel as Frame
         from rich.text import Text
@@ -250,21 +229,20 @@ class Panel:
             subtitle=Text(self._ended) if self._ended else None,
             subtitle_align="left",
             border_style={"": "cyan", "done": "green"}.get(self._ended, "yellow"),
-            box=box.ROUNDED,
             width=width,
         )
 
     def _columns(self, small: int) -> list[Table]:
         """How episodes end, how learning goes, and where the time goes; bars so wide."""
+        get = self._metrics.get
         ends: list[Any] = [("[bold not dim]last episodes",)]
         for name, key, colour in _ENDS:
-            share = _finite(self._metrics.get(key))
-            ends.append((name, f"[{colour}]{_percent(share)}", _bar(share or 0.0, small, colour)))
+            ends.append((name, f"[{colour}]{_percent(get(key))}", _bar(get(key), small, colour)))
         learning: list[Any] = [("[bold not dim]learning",)]
-        learning += [(name, _number(self._metrics.get(key))) for name, key in _LEARNING]
+        learning += [(name, _number(get(key))) for name, key in _LEARNING]
         phases: list[Any] = [("[bold not dim]time",)]
         for name, share in self._shares.items():
-            phases.append((name, _bar(_finite(share) or 0.0, small, "blue"), _percent(share, 0)))
+            phases.append((name, _bar(share, small, "blue"), _percent(share, 0)))
         # With least widths, so that the rest does not jump when the first values come.
         name_, value = {"style": "dim"}, {"justify": "right", "min_width": 7}
         phase = name_ | {"min_width": 10, "max_width": 10}
@@ -286,11 +264,11 @@ def _grid(rows: Iterable[Any], *columns: Mapping[str, Any], expand: bool = False
     return table
 
 
-def _bar(share: float, width: int, colour: str) -> Any:
+def _bar(share: Any, width: int, colour: str) -> Any:
     from rich.progress_bar import ProgressBar
 
-    share = min(max(share, 0.0), 1.0)
-    return ProgressBar(1.0, share, width, complete_style=colour, finished_style=colour)
+    done = _finite(share) or 0.0  # rich cuts it
+    return ProgressBar(1.0, done, width, complete_style=colour, finished_style=colour)
 
 
 def _finite(value: Any) -> float | None:

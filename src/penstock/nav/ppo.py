@@ -20,61 +20,46 @@ AllReduce = Callable[[Tensor], None]
 
 _LEAST_VARIANCE = 1e-2  # of returns: constant ones must not be blown up
 SCHEDULES = ("constant", "linear", "cosine")
-PPO_HELP = {  # beside the settings in `penstock train --print-config`
-    "huber": "errors of the critic beyond this count linearly",
-    "actor_lr": "null: lr",
-    "schedule": "constant, linear or cosine, over max_frame_num",
-    "lr_floor": "share of the learning rate that is left at the end",
-}
+
+
+def _told(default: Any, text: str) -> Any:
+    """Make a field with a comment for `penstock train --print-config`."""
+    return field(default=default, metadata={"help": text})
 
 
 @dataclass(frozen=True)
 class PPOSettings:
-    """Settings of an update; the defaults are NavRL's.
-
-    Raises:
-        UsageError: A value is out of range.
-    """
+    """Settings of an update; the defaults are NavRL's."""
 
     gamma: float = 0.99
     lam: float = 0.95
     epochs: int = 4
     minibatches: int = 16
-    clip: float = 0.1
-    """Ratios of probabilities count up to 1 +- clip; values move by at most clip."""
+    clip: float = _told(0.1, "how far ratios and values may move")
     actor_weight: float = 3.0
     critic_weight: float = 1.0
     entropy_weight: float = 1e-3
-    huber: float = 10.0
-    """Errors of the critic beyond this count linearly."""
+    huber: float = _told(10.0, "errors of the critic beyond this count linearly")
     max_grad_norm: float = 5.0
-    """Of all gradients together."""
     lr: float = 5e-4
-    actor_lr: float | None = None
-    """Learning rates of the two heads; None for `lr`."""
+    actor_lr: float | None = _told(None, "null: lr")
     critic_lr: float | None = None
-    schedule: str = "constant"
-    lr_floor: float = 0.0
-    """Share of the learning rate that is left at the end of a schedule."""
+    schedule: str = _told("constant", "constant, linear or cosine, over max_frame_num")
+    lr_floor: float = _told(0.0, "share of the learning rate that is left at the end")
     value_norm_beta: float = 0.995
+    # Groups of environments with one order of rows: n groups in one process give the same
+    # minibatches as n processes with one group each.
     shards: int = 1
-    """Groups of environments with one order of rows: n groups in one process give the same
-    minibatches as n processes with one group each."""
 
     @classmethod
     def preset(cls, name: str, **changes: Any) -> PPOSettings:
-        """Return the settings that go with a preset of the policy, some changed.
-
-        Raises:
-            UsageError: There is no such preset or setting, or a value is out of range.
-        """
+        """Return the settings that go with a preset of the policy, some changed."""
         known = {"navrl": cls(), "fast": _FAST}
         if name not in known:
             raise UsageError(f"there is no PPO preset {name!r}; {did_you_mean(name, known)}")
         names = [item.name for item in fields(cls)]
-        for key in changes:
-            if key not in names:
-                raise UsageError(f"PPO has no setting {key!r}; {did_you_mean(key, names)}")
+        for key in changes.keys() - set(names):
+            raise UsageError(f"PPO has no setting {key!r}; {did_you_mean(key, names)}")
         return replace(known[name], **changes)
 
     def __post_init__(self) -> None:
@@ -93,6 +78,26 @@ class PPOSettings:
             raise UsageError(
                 f"there is no schedule {self.schedule!r}; {did_you_mean(self.schedule, SCHEDULES)}"
             )
+
+    def check_rows(self, steps: int, environments: int) -> int:
+        """Return how many rows of a rollout belong to a shard.
+
+        Raises:
+            UsageError: They do not divide into the minibatches.
+        """
+        each = environments // self.shards
+        rows = steps * each
+        if environments % self.shards:
+            raise UsageError(
+                f"{environments} environments do not divide into {self.shards} shards; choose "
+                "shards that divides them"
+            )
+        if rows % self.minibatches:
+            raise UsageError(
+                f"minibatches={self.minibatches} does not divide the {rows} rows of a shard "
+                f"({steps} steps x {each} environments); choose another number"
+            )
+        return rows
 
     def lr_factor(self, progress: float) -> float:
         """Return what learning rates are multiplied by, `progress` of the way from 0 to 1."""
@@ -146,11 +151,7 @@ class Batch:
     """What else is worth logging."""
 
     def check(self) -> None:
-        """Look for numbers that would poison the weights.
-
-        Raises:
-            DataError: A tensor holds NaN or infinity; it is named.
-        """
+        """Look for numbers that would poison the weights: a `DataError` names the tensor."""
         for key in ("state", "lidar", "dynamic_obstacle"):
             if key in self.obs:
                 require_finite(f"observation {key}", self.obs[key])
@@ -159,11 +160,7 @@ class Batch:
 
 
 def require_finite(name: str, tensor: Tensor) -> None:
-    """Stop at NaN or infinity.
-
-    Raises:
-        DataError: The tensor holds such a number.
-    """
+    """Stop at NaN or infinity: a `DataError` says where."""
     # A sum is finite only if all its terms are, and takes a fifth of the time.
     if torch.isfinite(tensor.sum()):
         return
@@ -222,15 +219,10 @@ class ValueNorm:
         return {"sums": self._sums.clone()}
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
-        """Continue from a state of `state_dict`.
-
-        Raises:
-            UsageError: The state is not one of a value norm.
-        """
-        sums = state.get("sums")
-        if sums is None or sums.shape != self._sums.shape:
-            raise UsageError("value norm: the state has no 'sums' of three; give one that it saved")
-        self._sums.copy_(sums)
+        """Continue from a state of `state_dict`."""
+        if "sums" not in state:
+            raise UsageError("value norm: the state has no 'sums'; give one that it saved")
+        self._sums.copy_(state["sums"])
 
 
 def gae(
@@ -249,13 +241,7 @@ def gae(
     After a termination nothing follows. After a truncation the episode would have gone on, so the
     value of its final observation stands for the rest. In both cases the next row belongs to
     another episode, and nothing of it flows back. Arguments are as in `Batch`; termination wins
-    where both are true.
-
-    Returns:
-        Advantages and returns (advantage + value), [T, N] each.
-
-    Raises:
-        UsageError: Shapes do not fit together.
+    where both are true. Returned are advantages and returns (advantage + value), [T, N] each.
     """
     shape = reward.shape
     for name, tensor, expected in (
@@ -338,11 +324,7 @@ class PPO:
 
     @torch.no_grad()
     def advantages(self, batch: Batch) -> Targets:
-        """Look at a rollout, and say what to learn from it; the value norm takes it in.
-
-        Raises:
-            DataError: A tensor is not finite; it is named.
-        """
+        """Look at a rollout, and say what to learn from it; the value norm takes it in."""
         batch.check()
         before = self.value_norm.denormalize(batch.value)
         advantage, returns = gae(
@@ -398,7 +380,7 @@ class PPO:
                 before the minibatch in question.
         """
         settings = self.settings
-        rows = self._rows(batch)
+        rows = settings.check_rows(*batch.reward.shape)
         targets = self.advantages(batch) if targets is None else targets
         self.progress = float(progress)
         factor = settings.lr_factor(self.progress)
@@ -462,23 +444,6 @@ class PPO:
             outside = ((ratio - 1.0).abs() > settings.clip).float().mean()
             kl = (ratio - 1.0 - log_ratio).mean()
             return torch.stack((actor_loss, critic_loss, bonus, norm, outside, kl))
-
-    def _rows(self, batch: Batch) -> int:
-        steps, environments = batch.reward.shape
-        settings = self.settings
-        if environments % settings.shards:
-            raise UsageError(
-                f"PPO: {environments} environments do not divide into {settings.shards} shards; "
-                "choose shards that divides them"
-            )
-        rows = steps * environments // settings.shards
-        if rows % settings.minibatches:
-            raise UsageError(
-                f"PPO: {rows} rows ({steps} steps x {environments} environments / "
-                f"{settings.shards} shards) do not divide into {settings.minibatches} minibatches; "
-                "choose minibatches that divides them"
-            )
-        return rows
 
     def _order(self, rows: int, environments: int, generator: torch.Generator) -> Tensor:
         """Row numbers [minibatches, rows of one]: the same order inside every shard."""

@@ -52,11 +52,7 @@ class Run:
         self.tensorboard = folder / "tensorboard"
 
     def create(self, config: Config) -> None:
-        """Make the folder.
-
-        Raises:
-            UsageError: There is something already; it is left alone.
-        """
+        """Make the folder; what is there already is left alone, with a `UsageError`."""
         inside = self.folder.iterdir() if self.folder.is_dir() else [self.folder]
         if self.folder.exists() and any(not p.name.startswith(".penstock") for p in inside):
             raise UsageError(
@@ -83,12 +79,7 @@ class Run:
 def open_run(config: Config, words: Sequence[str]) -> tuple[Config, Run, dict[str, Any] | None]:
     """Return the settings, the folder and, if the run is resumed, the state to go on from.
 
-    Args:
-        config: As given; with `resume` only its words count, on top of the run's own settings.
-        words: The words it was made of.
-
-    Raises:
-        UsageError: There is no such run, or none of its checkpoints can be used.
+    With `resume` only the words of the configuration count, on top of the run's own settings.
     """
     if config["resume"] is None:
         given, name = config["run_dir"], config["name"]
@@ -242,16 +233,10 @@ class RunRecorder:
         if not self._is_main:
             return ""
         stats, stalls = self.saver.get_stats(), self._stalls()
-        saved, failed, waiting = (
-            stats[name] for name in ("total_saved", "total_failed", "queue_size")
-        )
+        counts = "{total_saved}, {total_failed} failed, {queue_size} waiting".format(**stats)
         size = f"{format_bytes(stats['stored_bytes'])}, {stats['compression_ratio']:.2f}x smaller"
-        pause = f"{stalls['median_ms']:.2f} ms per save, longest {stalls['max_ms']:.2f} ms"
-        saves = [
-            ("saves", f"{saved}, {failed} failed, {waiting} waiting"),
-            ("written", size),
-            ("paused", pause),
-        ]
+        pause = "{median_ms:.2f} ms per save, longest {max_ms:.2f} ms".format(**stalls)
+        saves = [("saves", counts), ("written", size), ("paused", pause)]
         return f"{self._monitor.get_summary()}\n\n{aligned(saves)}"
 
     def close_panel(self, *, stopped: bool) -> None:
@@ -296,10 +281,11 @@ class _MetricsLog:
         self._every = JsonlSink(run.metrics)
         self._interval = config["log_interval"]
         self._last: tuple[Mapping[str, float], int] | None = None  # not told to the others yet
-        self._tensorboard: Sink | None = None
+        self._others: list[Sink] = []
         if config["tensorboard"]:
-            self._tensorboard = TensorBoardSink(run.tensorboard, purge_step=frames + 1)
-        self._wandb = _wandb(config, run)
+            self._others.append(TensorBoardSink(run.tensorboard, purge_step=frames + 1))
+        if (wandb := _wandb(config, run)) is not None:
+            self._others.append(wandb)
 
     def write(self, metrics: Mapping[str, float], iteration: int) -> None:
         """Keep the metrics of an iteration; `env_frames` is one of them."""
@@ -314,17 +300,15 @@ class _MetricsLog:
         metrics, iteration = self._last
         self._last = None
         finite = {name: value for name, value in metrics.items() if math.isfinite(value)}
-        if self._tensorboard is not None:
-            self._tensorboard.write(finite, int(metrics["env_frames"]))
-        if self._wandb is not None:
-            self._wandb.write(finite, iteration)
+        for sink in self._others:
+            by_frames = isinstance(sink, TensorBoardSink)
+            sink.write(finite, int(metrics["env_frames"]) if by_frames else iteration)
 
     def close(self) -> None:
         """Finish all files; the last iteration is in all of them."""
         self._write_others()
-        for sink in (self._every, self._tensorboard, self._wandb):
-            if sink is not None:
-                sink.close()
+        for sink in (self._every, *self._others):
+            sink.close()
 
 
 def _drop_rows(path: Path, iteration: int) -> None:

@@ -68,9 +68,8 @@ class Plugin:
 def check_plugin(env: EnvBase) -> Plugin:
     """Look at the specs of an environment; it is neither reset nor stepped.
 
-    Raises:
-        UsageError: It cannot feed the learner: a key is missing or of another shape, or it is not
-            a batch of environments.
+    One that cannot feed the learner is refused: a key is missing or of another shape, or it is not
+    a batch of environments.
     """
     if not isinstance(env, EnvBase):
         raise UsageError(f"a plug-in is a torchrl.envs.EnvBase, not a {type(env).__name__}")
@@ -92,27 +91,23 @@ def check_plugin(env: EnvBase) -> Plugin:
     for flag in ("done", "terminated", "truncated"):
         if flag in ends or flag != "truncated":
             _check(name, "flag", flag, ends, (count,))
-    stats = (part for part in STATS if ("stats", part) in seen)
+    actions, known = _leaves(env.full_action_spec), (_NORMALIZED, _VELOCITY)
+    strange = [f"the action {key!r}" for key in actions if key not in known]
+    if strange or not actions:
+        raise UsageError(
+            f"plug-in {name} asks for {(strange or ['no action'])[0]}; the policy gives "
+            f"{_NORMALIZED}, from 0 to 1, and {_VELOCITY}, in m/s"
+        )
+    for key in actions:
+        _check(name, "action", key, actions, (count, ACTIONS))
+    some = next(iter(actions.values()))
+    sized = (part for part in STATS if ("stats", part) in seen)
     return Plugin(
         num_envs=count,
-        actions=_check_actions(name, _leaves(env.full_action_spec), count),
+        actions={key: tuple(actions.get(key, some).shape) for key in known},
         reward=reward,
-        stats=tuple(part for part in stats if math.prod(seen["stats", part].shape) == count),
+        stats=tuple(part for part in sized if math.prod(seen["stats", part].shape) == count),
     )
-
-
-def _check_actions(name: str, wanted: Mapping[Key, Any], count: int) -> dict[Key, tuple[int, ...]]:
-    known: tuple[Key, ...] = (_NORMALIZED, _VELOCITY)
-    strange = [key for key in wanted if key not in known]
-    if strange or not wanted:
-        raise UsageError(
-            f"plug-in {name} asks for {f'the action {strange[0]!r}' if strange else 'no action'}; "
-            f"the policy gives {_NORMALIZED}, from 0 to 1, and {_VELOCITY}, in m/s"
-        )
-    for key in wanted:
-        _check(name, "action", key, wanted, (count, ACTIONS))
-    some = next(iter(wanted.values()))
-    return {key: tuple(wanted.get(key, some).shape) for key in known}
 
 
 def _leaves(spec: Any) -> dict[Key, Any]:
@@ -156,9 +151,6 @@ class TorchRLCollector:
         seed: Of the environment, and of the actions.
         action_limit: Largest speed per axis, m/s.
 
-    Raises:
-        UsageError: The environment cannot feed the learner, or an argument makes no sense.
-
     Example:
         with TorchRLCollector(env, policy, steps=32) as collector:
             ppo.update(collector.collect(), generator)
@@ -185,28 +177,18 @@ class TorchRLCollector:
 
     @classmethod
     def from_config(cls, config: Config, policy: Policy, seed: int) -> Self:
-        """Make the environment that the settings name. A class that asks for a `cfg` gets all.
-
-        Raises:
-            UsageError: As for the class and `make_plugin`.
-        """
+        """Make the environment that the settings name. A class that asks for a `cfg` gets all."""
         assert config.plugin is not None
         env = make_plugin(config.plugin, config.plugin_arguments, as_omegaconf(config))
         made = cls(env, policy, config.steps, seed, config.settings.action_limit)
-        rows = config.steps * made.plugin.num_envs
-        if rows % config.ppo.minibatches:
-            raise UsageError(
-                f"algo.minibatches={config.ppo.minibatches} does not divide the {rows} frames of "
-                f"{type(env).__name__} ({config.steps} steps x {made.plugin.num_envs} environments)"
-            )
+        config.ppo.check_rows(config.steps, made.plugin.num_envs)
         return made
 
     @torch.no_grad()
     def collect(self, dynamic_active: int = 0, disturbed: float = 1.0) -> Batch:
         """Fly; the environment has its own obstacles and disturbances.
 
-        The batch's facts are the environment's statistics, of the last batch in which episodes
-        ended. What is not finite is a `DataError`.
+        The batch's facts are its statistics, of the last batch in which episodes ended.
         """
         del dynamic_active, disturbed
         if self._closed:
@@ -215,12 +197,11 @@ class TorchRLCollector:
             self.env.set_seed(self._seed + self._collected)
             self._now = self.env.reset()
         count, device = self.plugin.num_envs, self.policy.device
-        everyone = slice(0, count)
         rollout = Rollout(SHAPES, self.steps, count)
         finals: list[dict[str, Tensor]] = []
         stats: dict[str, list[Tensor]] = {name: [] for name in self.plugin.stats}
         for step in range(self.steps):
-            rollout.keep(self._act(self._now, rollout, step), step, everyone)
+            rollout.keep(self._act(self._now, rollout, step), step, slice(0, count))
             stepped, self._now = self.env.step_and_maybe_reset(self._now)
             after = stepped["next"]
             terminated = after["terminated"].reshape(count)
@@ -239,9 +220,9 @@ class TorchRLCollector:
         if number := float(ended.sum()):
             self._facts = {"stats/episodes": number}
             for name, values in stats.items():
-                self._facts[f"stats/{name}"] = float(torch.cat(values).double().mean())
-            if "stats/reach_goal" in self._facts:
-                self._facts["train/success"] = self._facts["stats/reach_goal"]
+                self._facts[f"stats/{name}"] = mean = float(torch.cat(values).double().mean())
+                if name == "reach_goal":
+                    self._facts["train/success"] = mean
         if finals:
             together = {part: torch.cat([each[part] for each in finals]) for part in SHAPES}
             rollout.final_value[rollout.truncated] = self.policy.value(together).cpu()
@@ -273,8 +254,8 @@ class TorchRLCollector:
 
     def state_dict(self) -> list[dict[str, Any]]:
         """Return the random numbers of the actions."""
-        state = {"generator": self._generator.get_state()}
-        return [state | {"batches": torch.tensor(self._collected)}]
+        batches = torch.tensor(self._collected)
+        return [{"generator": self._generator.get_state(), "batches": batches}]
 
     def load_state_dict(self, states: Sequence[Mapping[str, Any]]) -> None:
         """Go on with them."""

@@ -11,13 +11,14 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
+from tensordict import TensorDict
 from torch import Tensor
 
 from penstock.errors import DataError, PeerLost, PenstockError, UsageError
@@ -60,12 +61,7 @@ class Result:
 
 
 def start(words: Sequence[str] = (), file: str | None = None, stop: Stop | None = None) -> Result:
-    """Train as the words say, in as many processes as they say.
-
-    Args:
-        words: key=value.
-        file: A YAML file with some of the keys.
-        stop: Asked whether to stop.
+    """Train as key=value words and a YAML file say, in as many processes as they say.
 
     Raises:
         PenstockError: The settings, the state or the disk make it impossible, or a process died.
@@ -107,11 +103,8 @@ def train(
 ) -> Result:
     """Train until the frames, the minutes or the iterations are used up, or somebody stops it.
 
-    A new run must not exist; the state to go on from is of `Run.load_state`.
-
-    Raises:
-        DataError: Something was not finite; it is named, and the state before it was saved.
-        UsageError: The state is of other settings, or of another network.
+    A new run must not exist; the state to go on from is of `Run.load_state`. At a number that is
+    not finite the state before it is saved, and a `DataError` names it.
     """
     torch.set_num_threads(config["threads"])  # the order of sums depends on it, and so the bits
     _keep_freed_memory()
@@ -131,7 +124,7 @@ def train(
         ppo, collector = trainer.ppo, trainer.collector
         after = trainer.state()
         stopped = aborted = False
-        while not (stopped or trainer.done):
+        while not (stopped or trainer.why_done):
             before = _copied(after)
             try:
                 with timer("collect"):
@@ -181,8 +174,8 @@ class Trainer:
     """What the loop works on: the learner, who flies for it, and how far it is.
 
     `order` are the random numbers for the order of rows, equal in all processes; `iteration`,
-    `frames` (of all drones together) and `seconds` are those of all sessions; `best` is the best
-    success on validation maps.
+    `frames` (of all drones together), `seconds` and `best`, the best success on validation maps,
+    are those of all sessions.
     """
 
     def __init__(self, config: Config, group: Group, stop: Stop) -> None:
@@ -201,11 +194,10 @@ class Trainer:
         )
         self.order = torch.Generator().manual_seed(seed)
         self.frames_per_iteration = config.frames_per_iteration
-        self.collector: Collector
-        if config["collector"] == "pipelined":
-            self.collector = PipelinedCollector(policy, self._collector)
-        else:
-            self.collector = self._collector(policy, 1)
+        ahead = config["collector"] == "pipelined"
+        self.collector: Collector = (
+            PipelinedCollector(policy, self._collector) if ahead else self._collector(policy, 1)
+        )
         self.iteration = self.frames = 0
         self.seconds = 0.0
         self.best: float | None = None
@@ -250,24 +242,18 @@ class Trainer:
         return self.progress >= 1.0
 
     @property
-    def done(self) -> bool:
-        """Whether there is nothing more to do."""
-        most = self.config["max_iterations"]
-        return self.finished or (most is not None and self.iteration >= most)
-
-    @property
     def why_done(self) -> str | None:
         """What ended the training, and which setting goes on; None while there is more to do."""
-        config, iteration = self.config, self.iteration
-        if not self.done:
-            return None
-        if not self.finished:
-            limit, used = "max_iterations", f"{config['max_iterations']}"
-        elif config.max_seconds is not None:
+        config, most = self.config, self.config["max_iterations"]
+        if self.finished and config.max_seconds is not None:
             limit, used = "max_minutes", f"{config.max_seconds / 60:g}"
-        else:
+        elif self.finished:
             limit, used = "max_frame_num", f"{config.max_frames}"
-        return f"{limit}={used} is used up after iteration {iteration}; give a larger {limit}"
+        elif most is not None and self.iteration >= most:
+            limit, used = "max_iterations", f"{most}"
+        else:
+            return None
+        return f"{limit}={used} is used up after iteration {self.iteration}; give a larger {limit}"
 
     @property
     def dynamic_active(self) -> int:
@@ -294,11 +280,8 @@ class Trainer:
     def check_stop(self) -> None:
         """Stop between minibatches; several processes ask each other now and then, and all stop."""
         self._looks += 1
-        if self.group.size == 1:
-            stop = bool(self._stop)
-        else:
-            stop = self._looks % _LOOK_EVERY == 0 and self.group.any(bool(self._stop))
-        if stop:
+        due = self.group.size == 1 or self._looks % _LOOK_EVERY == 0
+        if due and self.group.any(bool(self._stop)):
             raise Stopped
 
     # ------------------------------------------------------------------ steps of the loop
@@ -317,7 +300,6 @@ class Trainer:
         self.seconds = float(exchanged[-1])
         metrics = {_NAMES.get(name, f"train/{name}"): value for name, value in stats.items()}
         metrics |= self._window.add(exchanged[:-2]) | dict(batch.facts)
-        metrics["env/dynamic_active"] = self.dynamic_active
         return metrics, bool(exchanged[-2])
 
     def validate(self, metrics: dict[str, float]) -> bool:
@@ -346,7 +328,8 @@ class Trainer:
 
     def state(self) -> dict[str, Any]:
         """Return all that the future depends on; the learner's tensors are not copied."""
-        shards = self.group.gather([_flatten(state) for state in self.collector.state_dict()])
+        own = [TensorDict(state).flatten_keys("/") for state in self.collector.state_dict()]
+        shards = self.group.gather([dict(state.items()) for state in own])
         seeds = [shard["simulator/seeds"] for shard in shards if "simulator/seeds" in shard]
         return {
             "ppo": self.ppo.state_dict(),
@@ -361,18 +344,15 @@ class Trainer:
         }
 
     def load(self, state: dict[str, Any]) -> None:
-        """Go on from a state.
-
-        Raises:
-            UsageError: It is of another network, or of other settings; nothing was changed.
-        """
+        """Go on from a state; nothing is changed by one of another network or other settings."""
         shards = state["shards"]
         if len(shards) != self.config.shards:
             raise UsageError(
                 f"the checkpoint has {len(shards)} shards, and shards={self.config.shards}; give "
                 f"shards={len(shards)}"
             )
-        self.collector.load_state_dict([_unflatten(shards[number]) for number in self._shards])
+        own = [TensorDict(shards[number]).unflatten_keys("/") for number in self._shards]
+        self.collector.load_state_dict([state.to_dict() for state in own])
         self.ppo.load_state_dict(state["ppo"])
         self.order.set_state(state["order"])
         self.iteration, self.frames = int(state["iteration"]), int(state["frames"])
@@ -402,25 +382,3 @@ def _copied(value: Any) -> Any:
     if isinstance(value, list):
         return [_copied(item) for item in value]
     return value
-
-
-def _flatten(state: Mapping[str, Any], prefix: str = "") -> dict[str, Tensor]:
-    """Turn nested dicts of tensors and whole numbers into one dict of tensors."""
-    flat: dict[str, Tensor] = {}
-    for name, value in state.items():
-        nested = isinstance(value, Mapping)
-        own = f"{prefix}{name}"
-        flat |= _flatten(value, f"{own}/") if nested else {own: torch.as_tensor(value)}
-    return flat
-
-
-def _unflatten(flat: Mapping[str, Any]) -> dict[str, Any]:
-    """Turn `_flatten` round; whole numbers stay tensors of one element."""
-    state: dict[str, Any] = {}
-    for name, value in flat.items():
-        *path, last = name.split("/")
-        place = state
-        for part in path:
-            place = place.setdefault(part, {})
-        place[last] = value
-    return state

@@ -20,8 +20,9 @@ from penstock.nav.evaluation.pilot import Navigator
 from penstock.nav.export import INPUTS, export_policy, observations
 from penstock.nav.networks import Policy
 from penstock.nav.shield import Shield
+from penstock.nav.simulation.kernels import POSITION
 from penstock.nav.simulation.simulator import Simulator
-from penstock.nav.simulation.task import POSITION, Settings
+from penstock.nav.simulation.task import Settings
 
 pytest.importorskip("onnxruntime")
 pytest.importorskip("onnxscript")

@@ -16,7 +16,7 @@ from PIL import Image
 from penstock.errors import MissingExtra, StorageError, UsageError
 from penstock.nav.evaluation import picture, rerun_file
 from penstock.nav.evaluation.crossing import Flights, Outcome, fly, straight
-from penstock.nav.evaluation.scenery import scenery
+from penstock.nav.evaluation.picture import scenery
 from penstock.nav.simulation.simulator import Simulator
 from penstock.nav.simulation.task import Settings
 
@@ -86,11 +86,6 @@ def test_the_picture_is_the_same_every_time() -> None:
     assert picture.draw(flights(), EMPTY, "x") == picture.draw(flights(), EMPTY, "x")
 
 
-def test_some_worlds_and_some_paths() -> None:
-    one = picture.draw(flights(8), EMPTY, "x", worlds=[3], paths=2)
-    assert opened(one).width == opened(picture.draw(flights(1), EMPTY, "x")).width
-
-
 def test_paths_that_leave_the_field_do_no_harm() -> None:
     far = flights()
     assert far.path is not None
@@ -109,13 +104,13 @@ def test_the_scenery_is_that_of_the_flights() -> None:
     settings = Settings(
         num_envs=2, num_obstacles=30, dynamic_obstacles=8, map_seed=9, drone="fast", evaluation=True
     )
-    scene = scenery(9, settings, 3)
+    boxes, _, track = scenery(9, settings, 3)
     with Simulator(settings, threads=1) as sim:
         sim.reset()
-        assert np.array_equal(sim.worlds[0].boxes, scene.boxes)
+        assert np.array_equal(sim.worlds[0].boxes, boxes)
         for step in range(3):
             sim.step(torch.full((2, 3), 0.5))
-            assert np.array_equal(sim.obstacles.position[0], scene.track[step])
+            assert np.array_equal(sim.obstacles.position[0], track[step])
 
 
 # ---------------------------------------------------------------------- the viewer

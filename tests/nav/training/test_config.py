@@ -79,7 +79,7 @@ def test_presets_change_the_algorithm():
         (["env.drone=mavic"], "drone='mavic' is unknown"),
         (["reward.preset=shift"], "reward='shift' is not a preset; did you mean 'shifted'"),
         (["env.num_envs=10", "processes=4"], "change env.num_envs, shards or processes"),
-        (["algo.minibatches=7"], "algo.minibatches=7 does not divide"),
+        (["algo.minibatches=7"], "minibatches=7 does not divide"),
         (["sim.substeps=0"], "sim.substeps=0"),
         (["env=3"], "env=3; give its parts"),
         (["nonsense"], "'nonsense' is not a setting"),
@@ -161,3 +161,12 @@ def test_a_damaged_config_of_a_run_is_one_line(tmp_path, text, message):
     path.write_text(text)
     with pytest.raises(UsageError, match=message):
         load_config(["seed=1"], base=path)
+
+
+def test_drones_that_do_not_fly_are_not_counted():
+    """Another environment has its own number: the built-in one's says nothing of it."""
+    words = ["env._target_=my.Env", "algo.training_frame_num=32"]
+    assert load_config([*words, "algo.minibatches=7"]).ppo.minibatches == 7
+    config = load_config([*words, "processes=3", "shards=6"])
+    assert config.processes == config.shards == config["shards"] == 3  # its states are per process
+    assert any("shards=6 becomes 3" in note for note in config.notes)

@@ -20,8 +20,9 @@ from torch import Tensor
 from penstock.errors import UsageError
 from penstock.nav.networks import Policy
 from penstock.nav.shield import Shield
+from penstock.nav.simulation.kernels import POSITION, Z
 from penstock.nav.simulation.simulator import Info, Observation, Simulator
-from penstock.nav.simulation.task import POSITION, Settings, State, Z
+from penstock.nav.simulation.task import Settings, State
 from penstock.ui.progress import Progress
 
 Pilot = Callable[[Observation], Tensor]
@@ -44,31 +45,27 @@ class Outcome(IntEnum):
 
 @dataclass
 class Flights:
-    """Crossings of several worlds, world after world.
-
-    Attributes:
-        seeds: Map seeds of the worlds.
-        world: World of each drone, an index into `seeds`; int64 [n].
-        outcome: An `Outcome` of each drone; int8 [n].
-        time_s: To the goal, or to the end; float32 [n].
-        reach_goal: NavRL's own measure: at the target in the last step of the episode, which goes
-            on after the target was reached; bool [n].
-        path: Positions after each step, float32 [n, steps, 3]; from its outcome on a drone stays
-            where it was. None if not recorded.
-        decisions: Velocities that the shield looked at; 0 without one.
-        interventions: How many of them it exchanged.
-        period_s: Time between steps.
-    """
+    """Crossings of several worlds, world after world."""
 
     seeds: tuple[int, ...]
+    """Map seeds of the worlds."""
     world: Tensor
+    """World of each drone, an index into `seeds`; int64 [n]."""
     outcome: Tensor
+    """An `Outcome` of each drone; int8 [n]."""
     time_s: Tensor
+    """To the goal, or to the end; float32 [n]."""
     reach_goal: Tensor
+    """NavRL's own measure: at the target in the last step of the episode, which goes on after the
+    target was reached; bool [n]."""
     path: Tensor | None
+    """Positions after each step, float32 [n, steps, 3], up to the outcome; None: not recorded."""
     decisions: int
+    """Velocities that the shield looked at; 0 without one."""
     interventions: int
+    """How many of them it exchanged."""
     period_s: float
+    """Time between steps."""
 
 
 def straight(obs: Observation) -> Tensor:
@@ -120,9 +117,6 @@ def fly(
         record: Keep the paths.
         threads: Groups of worlds flown at the same time; there are at least two groups.
         progress: Advanced by `settings.episode_steps` for each world.
-
-    Raises:
-        UsageError: No world, a seed twice, no drone, no thread, or settings that make no sense.
     """
     seeds = tuple(int(seed) for seed in seeds)
     if not seeds or len(set(seeds)) < len(seeds):
@@ -142,16 +136,11 @@ def fly(
     ]
 
     stop = threading.Event()
-    with _one_thread():
-        if threads == 1:
-            for crossing in crossings:
-                crossing.fly(progress, stop)
-        else:
-            with ThreadPoolExecutor(threads, "penstock-fly") as pool:
-                try:
-                    list(pool.map(lambda crossing: crossing.fly(progress, stop), crossings))
-                finally:
-                    stop.set()  # an error, or Ctrl-C: the others need not finish
+    with _one_thread(), ThreadPoolExecutor(threads, "penstock-fly") as pool:
+        try:
+            list(pool.map(lambda crossing: crossing.fly(progress, stop), crossings))
+        finally:
+            stop.set()  # an error, or Ctrl-C: the others need not finish
     shields = [crossing.shield for crossing in crossings if crossing.shield is not None]
     decisions = sum(each.decisions for each in shields)
     interventions = sum(each.interventions for each in shields)
@@ -217,12 +206,11 @@ class _Crossing:
                 self._judge(info, (step + 1) * self._settings.period_s)
                 if self._record:
                     self.path[:, step] = place
+                flying = bool(self._up.any())
                 if progress is not None:
-                    progress.advance(self._settings.maps)
-                if not self._up.any():
+                    progress.advance((1 if flying else steps - step) * self._settings.maps)
+                if not flying:
                     self.path[:, step:] = place[:, None]
-                    if progress is not None:
-                        progress.advance((steps - step - 1) * self._settings.maps)
                     return
             self.reach_goal = info.reach_goal & self._up
 

@@ -43,8 +43,8 @@ def evaluate(
     """Fly a run's policy and a straight line across unseen worlds, with and without the shield.
 
     Args:
-        path: A run, its folder of checkpoints, or a checkpoint.
-        checkpoint: As for `Navigator.load`.
+        path: A run or a checkpoint: as for `Navigator.load`, as is the name of the checkpoint.
+        checkpoint: Its name.
         worlds: How many; fewer than 8 say little.
         drones: In each world.
         first_world: Map seed of the first; the others follow.
@@ -61,10 +61,8 @@ def evaluate(
         disturbance and pilot (None without), and what was flown.
 
     Raises:
-        UsageError: There is no such run, a value is wrong, or the run has trained on these worlds.
-        DataError: The checkpoint cannot be used.
-        MissingExtra: rerun is asked for and not installed.
-        StorageError: The results cannot be written.
+        PenstockError: There is no such run, it has trained on these worlds, or a value is wrong;
+            rerun is asked for and not installed; or the results cannot be written.
     """
     for name, count in (("worlds", worlds), ("drones", drones)):
         if count < 1:
@@ -108,8 +106,7 @@ def evaluate(
             if flown.path is not None:
                 flights = flown
     results, last = summaries["none"], pilots[-1][0]
-    names = [each[0] for each in own]
-    under = {kind: {name: each[name] for name in names} for kind, each in summaries.items()}
+    under = {kind: {n: each[n] for n, *_ in own} for kind, each in summaries.items()}
     drawn = _drawn(flights, settings, last, results[last])
     publish_bytes(folder / PICTURE, drawn)
     files = {"result": RESULT, "picture": PICTURE, "report": PAGE}

@@ -11,8 +11,8 @@ from numpy.typing import NDArray
 
 from penstock.errors import MissingExtra, UsageError
 from penstock.nav.evaluation.crossing import Flights, Outcome
-from penstock.nav.evaluation.scenery import Scenery, scenery
 from penstock.nav.simulation.task import CROSSING_M, EDGE_M, Settings
+from penstock.nav.simulation.world import Obstacles, World
 
 try:
     from PIL import Image, ImageDraw, ImageFont
@@ -23,6 +23,7 @@ Floats = NDArray[np.float32]
 Colour = tuple[int, int, int]
 
 MOST_WORLDS = 16
+_PATHS = 64  # of each world, evenly chosen
 _FINE = 2  # drawn so many times larger, then shrunk: smooth edges
 _COLUMNS = 4
 _HALF_X, _HALF_Y = 25.0, 25.8  # metres shown, from the middle
@@ -30,7 +31,6 @@ _PANEL_PX = (960, 780, 520, 392)  # width of a panel when there are 1, 2, 3, 4 s
 _MARGIN, _GAP, _HEAD, _FOOT, _CAPTION = 28, 14, 84, 56, 30
 _LINE = 28  # of the legend
 _TRAIL_S = 4.0  # of a moving obstacle
-_SHADES = 256  # of the palette: a quarter of the size, and no difference to see
 
 _PAPER: Colour = (255, 255, 255)
 _GROUND: Colour = (244, 245, 248)
@@ -53,36 +53,29 @@ _NAMES = {
 }
 
 
-def draw(
-    flights: Flights,
-    settings: Settings,
-    title: str,
-    subtitle: str = "",
-    *,
-    worlds: Sequence[int] | None = None,
-    paths: int = 64,
-) -> bytes:
-    """Draw flights from above.
+def scenery(seed: int, settings: Settings, steps: int) -> tuple[Floats, Obstacles, Floats]:
+    """Make the world of a seed again, and let its obstacles move for so many steps.
 
-    Args:
-        flights: With their paths: flown with `record=True`.
-        settings: That they were flown with.
-        title: The first line.
-        subtitle: The second.
-        worlds: Which worlds, as indices into `flights.seeds`; by default the first 16.
-        paths: At most so many of each world, evenly chosen: more would hide each other.
+    Returned are its boxes, the obstacles, and their places after each step, [steps, m, 3].
+    """
+    obstacles = Obstacles([seed], settings.dynamic_obstacles, settings.period_s)
+    track = np.empty((steps, obstacles.count, 3), np.float32)
+    for step in range(steps):
+        obstacles.advance()
+        track[step] = obstacles.position[0]
+    return World.generate(seed, settings.num_obstacles).boxes, obstacles, track
 
-    Returns:
-        A PNG file.
 
-    Raises:
-        UsageError: The flights were not recorded.
+def draw(flights: Flights, settings: Settings, title: str, subtitle: str = "") -> bytes:
+    """Draw flights, recorded with their settings, from above; return a PNG file.
+
+    That is of at most 16 worlds, and of some paths in each: more would hide each other.
     """
     if flights.path is None:
         raise UsageError("the flights have no paths; fly with record=True")
-    chosen = list(range(len(flights.seeds)) if worlds is None else worlds)[:MOST_WORLDS]
-    columns = min(len(chosen), _COLUMNS)
-    rows = -(-len(chosen) // columns)
+    count = min(len(flights.seeds), MOST_WORLDS)
+    columns = min(count, _COLUMNS)
+    rows = -(-count // columns)
     width = _PANEL_PX[columns - 1]
     height = round(width * _HALF_Y / _HALF_X)
     legend_lines = 1 if columns > 2 else 2
@@ -92,18 +85,18 @@ def draw(
     )
     sheet.text(_MARGIN, 22, title, 26, _INK, strong=True)
     met: set[int] = set()
-    for number, world in enumerate(chosen):
-        x = _MARGIN + number % columns * (width + _GAP)
-        y = _HEAD + number // columns * (_CAPTION + height + _GAP)
+    for world in range(count):
+        x = _MARGIN + world % columns * (width + _GAP)
+        y = _HEAD + world // columns * (_CAPTION + height + _GAP)
         here = (flights.world == world).numpy()
         path, outcome = flights.path.numpy()[here], flights.outcome.numpy()[here]
         share = float((outcome == Outcome.SUCCESS).mean()) * 100
         sheet.text(x + 2, y + 6, f"world {flights.seeds[world]}", 16, _INK, strong=True)
         sheet.text(x + width - 2, y + 6, f"{share:.1f} %", 16, COLOURS[Outcome.SUCCESS], end=True)
-        stride = -(-len(path) // paths)
+        stride = -(-len(path) // _PATHS)
         panel = _Panel(width, height)
         trail = min(path.shape[1], round(_TRAIL_S / flights.period_s))
-        panel.scene(scenery(flights.seeds[world], settings, max(1, trail)))
+        panel.scene(*scenery(flights.seeds[world], settings, max(1, trail)))
         panel.paths(path[::stride], outcome[::stride])
         met |= set(outcome[::stride].tolist())
         sheet.paste(panel, x, y + _CAPTION)
@@ -123,11 +116,11 @@ class _Panel:
         self.image = Image.new("RGB", self.size, _GROUND)
         self._draw = ImageDraw.Draw(self.image)
 
-    def scene(self, scene: Scenery) -> None:
+    def scene(self, boxes: Floats, obstacles: Obstacles, track: Floats) -> None:
         """Draw what stands and what moves there."""
         self._ends()
-        self._moving(scene)
-        for x0, x1, y0, y1, high in scene.boxes.tolist():
+        self._moving(obstacles, track)
+        for x0, x1, y0, y1, high in boxes.tolist():
             # Darker is higher; whatever is above 4 m cannot be flown over.
             grey = 196 - round(104 * min(high, 4.5) / 4.5)
             (left, top), (right, bottom) = self._px([(x0, y1), (x1, y0)])
@@ -144,17 +137,17 @@ class _Panel:
         goal = COLOURS[Outcome.SUCCESS]
         self._draw.text((middle, low + 4 * _FINE), "goal", goal, font, anchor="mt")
 
-    def _moving(self, scene: Scenery) -> None:
+    def _moving(self, obstacles: Obstacles, track: Floats) -> None:
         """Draw where obstacles are when the drones start, and where they go from there."""
         mask = Image.new("L", self.size, 0)
         pen = ImageDraw.Draw(mask)
-        for number in range(scene.width.size):
-            points = self._px(scene.track[:, number, :2].tolist())
+        for number in range(obstacles.count):
+            points = self._px(track[:, number, :2].tolist())
             pen.line(points, fill=90, width=round(1.5 * _FINE), joint="curve")
-        for number, wide in enumerate(scene.width.tolist()):
-            ((x, y),) = self._px([scene.track[0, number, :2].tolist()])
+        for number, wide in enumerate(obstacles.width.tolist()):
+            ((x, y),) = self._px([track[0, number, :2].tolist()])
             half = wide / 2 * self._scale
-            shape = pen.ellipse if scene.tall[number] else pen.rectangle
+            shape = pen.ellipse if obstacles.tall[number] else pen.rectangle
             shape((x - half, y - half, x + half, y + half), fill=160)
         self.image.paste(_MOVING, (0, 0), mask)
 
@@ -210,14 +203,8 @@ class _Sheet:
         while not end and size > 9 and self._draw.textlength(words, font) > room:
             size -= 1
             font = _font(size * _FINE)
-        self._draw.text(
-            (x * _FINE, y * _FINE),
-            words,
-            colour,
-            font,
-            anchor="ra" if end else "la",
-            stroke_width=0.35 * _FINE if strong else 0,
-        )
+        at, anchor, stroke = (x * _FINE, y * _FINE), "ra" if end else "la", 0.35 * _FINE * strong
+        self._draw.text(at, words, colour, font, anchor=anchor, stroke_width=stroke)
         return float(self._draw.textlength(words, font)) / _FINE
 
     def paste(self, panel: _Panel, x: int, y: int) -> None:
@@ -239,9 +226,8 @@ class _Sheet:
             x, y = float(_MARGIN), y + _LINE
         things = [((120, 124, 134), "box, darker is higher")]
         if moving:
-            things.append(
-                (_MOVING, f"moving obstacle at the start, and its first {_TRAIL_S:.0f} s")
-            )
+            trail = f"moving obstacle at the start, and its first {_TRAIL_S:.0f} s"
+            things.append((_MOVING, trail))
         for colour, name in things:
             box = (x * _FINE, (y + 2) * _FINE, (x + 14) * _FINE, (y + 16) * _FINE)
             self._draw.rectangle(box, fill=colour)
@@ -251,27 +237,8 @@ class _Sheet:
         """Return the picture as a file."""
         small = self._image.resize(self.size, Image.Resampling.LANCZOS)
         file = io.BytesIO()
-        _with_palette(small).save(file, "PNG", optimize=True)
+        small.quantize(256, dither=Image.Dither.NONE).save(file, "PNG", optimize=True)
         return file.getvalue()
-
-
-def _with_palette(picture: Any) -> Any:
-    """Return a picture with few shades, chosen from each colour once.
-
-    By area, as Pillow would choose them, a few red lines would turn brown; and its search for the
-    nearest shade is not exact, so that white paper would turn grey.
-    """
-    red, green, blue = np.asarray(picture).reshape(-1, 3).astype(np.int64).T
-    packed, place = np.unique(red << 16 | green << 8 | blue, return_inverse=True)
-    colours = np.stack([packed >> 16, packed >> 8 & 0xFF, packed & 0xFF], 1)
-    exact = [_PAPER, _GROUND, _INK, _FAINT, _MOVING, *COLOURS.values()]
-    mixed = Image.fromarray(colours.astype(np.uint8)[None]).quantize(_SHADES - len(exact))
-    shades = np.array([*exact, *np.reshape(mixed.getpalette() or [], (-1, 3))], int)[:_SHADES]
-    # The squared distance, without the square of the colour: that is the same for all shades.
-    distance = (shades * shades).sum(1) - 2 * (colours.astype(np.float32) @ shades.T)
-    image = Image.fromarray(distance.argmin(1).astype(np.uint8)[place].reshape(picture.size[::-1]))
-    image.putpalette(shades.astype(np.uint8).tobytes())
-    return image
 
 
 def _mark(pen: Any, kind: Outcome, x: float, y: float) -> None:

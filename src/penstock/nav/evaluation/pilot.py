@@ -68,9 +68,6 @@ class Navigator(PolicyNavigator):
         return cls(_policy(file, state), settings, guard, file, metadata)
 
 
-# ---------------------------------------------------------------------- reading
-
-
 def run_folder(path: str | os.PathLike[str]) -> Path:
     """Return the run that a path belongs to: itself, or the folder around its checkpoints."""
     where = Path(path).absolute()
@@ -89,8 +86,7 @@ def _read(path: Path, checkpoint: str) -> tuple[Path, Any, dict[str, Any]]:
         return _read_file(resolve(path))
     folder = path / CHECKPOINTS if (path / CHECKPOINTS).is_dir() else path
     if checkpoint == "best":
-        best = [folder / BEST, folder / f"{BEST}.lz4"]
-        checkpoint = BEST if any(file.is_file() for file in best) else "latest"
+        checkpoint = BEST if (folder / BEST).is_file() else "latest"
     if checkpoint == "latest":
         found: tuple[Path, Any, dict[str, Any]] = from_newest(folder, _read_file)
         return found

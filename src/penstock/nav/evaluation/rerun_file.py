@@ -12,8 +12,7 @@ import numpy as np
 from penstock.core.files import storage_error
 from penstock.errors import MissingExtra, UsageError
 from penstock.nav.evaluation.crossing import Flights, Outcome
-from penstock.nav.evaluation.picture import COLOURS
-from penstock.nav.evaluation.scenery import scenery
+from penstock.nav.evaluation.picture import COLOURS, scenery
 from penstock.nav.simulation.task import Settings
 
 _EVERY = 2  # steps: 5 pictures a second are enough, and the file is half as large
@@ -22,11 +21,7 @@ _MOVING = (74, 96, 196)
 
 
 def require() -> Any:
-    """Return the module of the viewer.
-
-    Raises:
-        MissingExtra: It is not installed.
-    """
+    """Return the module of the viewer; a `MissingExtra` if it is not installed."""
     try:
         return importlib.import_module("rerun")
     except ModuleNotFoundError as error:
@@ -34,18 +29,7 @@ def require() -> Any:
 
 
 def write(flights: Flights, settings: Settings, path: str | os.PathLike[str]) -> Path:
-    """Write flights to a file; open it with `rerun FILE`.
-
-    Args:
-        flights: With their paths: flown with `record=True`.
-        settings: That they were flown with.
-        path: Of the file; its ending should be .rrd.
-
-    Raises:
-        MissingExtra: rerun is not installed.
-        UsageError: The flights were not recorded.
-        StorageError: The file cannot be written.
-    """
+    """Write flights, recorded with their settings, to an .rrd file; `rerun FILE` opens it."""
     viewer = require()
     if flights.path is None:
         raise UsageError("the flights have no paths; fly with record=True")
@@ -74,24 +58,23 @@ def _world(
     here = flights.world == world
     path = flights.path[here].numpy()
     colours = np.array([COLOURS[Outcome(kind)] for kind in flights.outcome[here].tolist()])
-    scene = scenery(flights.seeds[world], settings, path.shape[1])
-    low, high = scene.boxes[:, [0, 2]], scene.boxes[:, [1, 3]]
-    tall = scene.boxes[:, 4:5]
+    boxes, obstacles, track = scenery(flights.seeds[world], settings, path.shape[1])
+    low, high, tall = boxes[:, [0, 2]], boxes[:, [1, 3]], boxes[:, 4:5]
     centre = np.concatenate([(low + high) / 2, tall / 2], 1)
     half = np.concatenate([(high - low) / 2, tall / 2], 1)
     solid = {"fill_mode": "solid"}
-    boxes = viewer.Boxes3D(centers=centre, half_sizes=half, colors=_BOX, **solid)
-    stream.log(f"{name}/boxes", boxes, static=True)
+    solids = viewer.Boxes3D(centers=centre, half_sizes=half, colors=_BOX, **solid)
+    stream.log(f"{name}/boxes", solids, static=True)
     lines = viewer.LineStrips3D(list(path), colors=colours, radii=0.02)
     stream.log(f"{name}/paths", lines, static=True)
-    pole, wide = scene.tall, scene.width
+    pole, wide = obstacles.tall, obstacles.width
     cube = np.stack([wide / 2, wide / 2, np.full_like(wide, 0.5)], 1)[~pole]
     for step in range(0, path.shape[1], _EVERY):
         stream.set_time("flight", duration=(step + 1) * flights.period_s)
         stream.log(f"{name}/drones", viewer.Points3D(path[:, step], colors=colours, radii=0.15))
         if not wide.size:
             continue
-        place = scene.track[step]
+        place = track[step]
         cubes = viewer.Boxes3D(centers=place[~pole], half_sizes=cube, colors=_MOVING, **solid)
         stream.log(f"{name}/cuboids", cubes)
         poles = viewer.Cylinders3D(

@@ -26,11 +26,9 @@ _Z = 1.959964  # of the normal distribution
 def summarise(flights: Flights) -> dict[str, Any]:
     """Return rates and times as plain numbers, fit for JSON.
 
-    Returns:
-        "worlds": for each its seed, number of drones, rates and the median time to the goal.
-        "rates": for each of `RATES` mean, 95 % interval (low, high; None for one world), worst and
-        worst_seed. "time_to_goal_s": the median of all successes, mean and interval over the
-        medians of the worlds. "shield": decisions, interventions and their share, or None.
+    Of each world its rates and the median time to the goal; of each of `RATES` the mean, the 95 %
+    interval (None for one world) and the worst; the median time of all successes, mean and interval
+    over the medians of the worlds; what the shield did.
     """
     worlds = [_world(flights, index) for index in range(len(flights.seeds))]
     seeds = [world["seed"] for world in worlds]
@@ -40,42 +38,25 @@ def summarise(flights: Flights) -> dict[str, Any]:
         mean, low, high = interval(values, 0.0, 1.0)
         better_high = name in ("success", "reach_goal")
         worst = min(values) if better_high else max(values)
-        rates[name] = {
-            "mean": mean,
-            "low": low,
-            "high": high,
-            "worst": worst,
-            "worst_seed": seeds[values.index(worst)],
-        }
+        where = {"worst": worst, "worst_seed": seeds[values.index(worst)]}
+        rates[name] = {"mean": mean, "low": low, "high": high, **where}
     medians = [world["time_to_goal_s"] for world in worlds if world["time_to_goal_s"] is not None]
     mean, low, high = interval(medians, 0.0, math.inf) if medians else (None, None, None)
-    succeeded = flights.outcome == Outcome.SUCCESS
-    share = flights.interventions / flights.decisions if flights.decisions else None
+    median = _median(flights.time_s[flights.outcome == Outcome.SUCCESS])
+    counts = {"decisions": flights.decisions, "interventions": flights.interventions}
+    share = flights.interventions / max(flights.decisions, 1)
     return {
         "worlds": worlds,
         "rates": rates,
-        "time_to_goal_s": {
-            "median": _median(flights.time_s[succeeded]),
-            "mean": mean,
-            "low": low,
-            "high": high,
-        },
-        "shield": None
-        if share is None
-        else {
-            "decisions": flights.decisions,
-            "interventions": flights.interventions,
-            "share": share,
-        },
+        "time_to_goal_s": {"median": median, "mean": mean, "low": low, "high": high},
+        "shield": counts | {"share": share} if flights.decisions else None,
     }
 
 
 def interval(values: Sequence[float], least: float, most: float) -> tuple[Any, Any, Any]:
-    """Return the mean of independent values and its 95 % interval by Student's t.
+    """Return the mean of independent values and its 95 % interval by Student's t, cut at its ends.
 
-    Returns:
-        Mean, low, high, cut at `least` and `most`; low and high are None for a single value, which
-        says nothing of them.
+    A single value says nothing of the interval: None.
     """
     count = len(values)
     mean = math.fsum(values) / count
@@ -98,18 +79,8 @@ def student(freedom: int) -> float:
 
 def cells(results: Mapping[str, Mapping[str, Any]]) -> tuple[list[str], list[list[str]]]:
     """Return columns and rows of the table of pilots, from what `summarise` returned of each."""
-    columns = [
-        "pilot, %",
-        "success",
-        "worst",
-        "static",
-        "dynamic",
-        "height",
-        "time-out",
-        "to goal",
-        "reach_goal",
-        "shielded",
-    ]
+    columns = ["pilot, %", "success", "worst", "static", "dynamic", "height", "time-out", "to goal"]
+    columns += ["reach_goal", "shielded"]
     rows = []
     for name, summary in results.items():
         rates, times, shield = summary["rates"], summary["time_to_goal_s"], summary["shield"]
@@ -180,10 +151,7 @@ def _percent(rate: Mapping[str, Any]) -> str:
 def _world(flights: Flights, index: int) -> dict[str, Any]:
     here = flights.world == index
     outcome, count = flights.outcome[here], int(here.sum())
-    shares = {
-        kind.name.lower(): int((outcome == kind).sum()) / count
-        for kind in Outcome  # named as in RATES
-    }
+    shares = {kind.name.lower(): int((outcome == kind).sum()) / count for kind in Outcome}
     return {
         "seed": flights.seeds[index],
         "drones": count,

@@ -9,16 +9,9 @@ from torch import Tensor
 
 from penstock.core.extras import needs_torchrl
 from penstock.errors import UsageError
+from penstock.nav.simulation.kernels import AXIS, POSITION, QUATERNION, RATES, RETURN, VELOCITY
 from penstock.nav.simulation.simulator import Observation, Simulator
-from penstock.nav.simulation.task import (
-    AXIS,
-    POSITION,
-    QUATERNION,
-    RATES,
-    RETURN,
-    VELOCITY,
-    Settings,
-)
+from penstock.nav.simulation.task import Settings
 
 with needs_torchrl("NavigationEnv"):
     from tensordict import TensorDict, TensorDictBase
@@ -40,11 +33,10 @@ class NavigationEnv(EnvBase):  # type: ignore[misc]
 
     Args:
         settings: What is simulated.
-        seed: See `Simulator`.
+        seed: As for `Simulator`, as is `threads`.
         action: "normalized" takes ("agents", "action_normalized") from 0 to 1, in the goal frame,
             as the policy's Beta distributions give it; "velocity" takes ("agents", "action"), a
             velocity in the world in m/s as NavRL hands it on, cut at the action limit.
-        threads: See `Simulator`.
         changes: Other settings, by name: `NavigationEnv(num_envs=64)`.
     """
 
@@ -63,11 +55,7 @@ class NavigationEnv(EnvBase):  # type: ignore[misc]
         super().__init__(device=torch.device("cpu"), batch_size=[settings.num_envs])
         self._velocity = action == "velocity"
         self._last: Observation | None = None
-        self._make_specs()
-
-    def _make_specs(self) -> None:
-        count, device = self.simulator.num_envs, self.device
-        shapes = self.simulator.settings.shapes()
+        count, device = settings.num_envs, self.device
 
         def free(*shape: int) -> Any:
             return Unbounded((count, *shape), device=device)
@@ -75,7 +63,7 @@ class NavigationEnv(EnvBase):  # type: ignore[misc]
         def group(**parts: Any) -> Any:
             return Composite(parts, shape=(count,), device=device)
 
-        seen = group(**{name: free(*shape) for name, shape in shapes.items()})
+        seen = group(**{name: free(*shape) for name, shape in settings.shapes().items()})
         names = ("return", "episode_len", "reach_goal", "collision", "truncated")
         self.observation_spec = group(
             agents=group(observation=seen),
@@ -83,7 +71,7 @@ class NavigationEnv(EnvBase):  # type: ignore[misc]
             stats=group(**{name: free(1) for name in names}),
         )
         if self._velocity:
-            limit = 2**0.5 * self.simulator.settings.action_limit  # a corner, turned
+            limit = 2**0.5 * settings.action_limit  # a corner, turned
             name, low, high = "action", -limit, limit
         else:
             name, low, high = "action_normalized", 0.0, 1.0
@@ -103,10 +91,7 @@ class NavigationEnv(EnvBase):  # type: ignore[misc]
             simulator.restart(mask.view(-1).nonzero()[:, 0], seen)
         self._last = seen
         nobody = torch.zeros(simulator.num_envs, 1, dtype=torch.bool, device=self.device)
-        result = self._observed(seen, nobody, nobody, nobody)
-        for name in ("done", "terminated", "truncated"):
-            result[name] = nobody.clone()
-        return result
+        return self._observed(seen, nobody, nobody, nobody, nobody)
 
     def _step(self, tensordict: TensorDictBase) -> TensorDictBase:
         simulator = self.simulator
@@ -120,30 +105,29 @@ class NavigationEnv(EnvBase):  # type: ignore[misc]
         _, reward, terminated, truncated, info = simulator.step(action, seen, restart=False)
         self._last = seen
         crashed = info.collision_static | info.collision_dynamic | info.collision_height
-        result = self._observed(seen, info.reach_goal, crashed, truncated)
+        result = self._observed(seen, info.reach_goal, crashed, terminated, truncated)
         result["agents", "reward"] = reward[:, None].clone()
-        result["terminated"] = terminated[:, None].clone()
-        result["truncated"] = truncated[:, None].clone()
-        result["done"] = (terminated | truncated)[:, None]
         return result
 
-    def _observed(
-        self, seen: Observation, reached: Tensor, crashed: Tensor, truncated: Tensor
-    ) -> TensorDictBase:
+    def _observed(self, seen: Observation, *ends: Tensor) -> TensorDictBase:
+        reached, crashed, terminated, truncated = (flag.view(-1, 1).clone() for flag in ends)
         rows, count = self.simulator.rows, self.simulator.num_envs
         parts = [rows[:, part] for part in (POSITION, QUATERNION, VELOCITY, RATES)]
         stats = {
             "return": rows[:, RETURN, None].clone(),
             "episode_len": self.simulator.progress[:, None].float(),
-            "reach_goal": reached.view(-1, 1).float(),
-            "collision": crashed.view(-1, 1).float(),
-            "truncated": truncated.view(-1, 1).float(),
+            "reach_goal": reached.float(),
+            "collision": crashed.float(),
+            "truncated": truncated.float(),
         }
         return TensorDict(
             {
                 "agents": {"observation": dict(seen)},
                 "info": {"drone_state": torch.cat(parts, 1)[:, None]},
                 "stats": stats,
+                "terminated": terminated,
+                "truncated": truncated,
+                "done": terminated | truncated,
             },
             batch_size=[count],
             device=self.device,
@@ -155,7 +139,7 @@ class NavigationEnv(EnvBase):  # type: ignore[misc]
             self._last = None
 
     def close(self, **kwargs: Any) -> None:
-        """End the simulator's threads."""
+        """Release threads."""
         self.simulator.close()
         super().close(**kwargs)
 

@@ -21,46 +21,33 @@ import numpy as np
 
 from penstock.core.kernels import native
 from penstock.nav.simulation.task import (
-    AX,
-    AXIS_X,
-    AXIS_Y,
-    DIRECTION_X,
-    DIRECTION_Y,
     EDGE_M,
-    HEADING_X,
-    HEADING_Y,
     HIGH_M,
-    HIGHEST,
     LOW_M,
-    LOWEST,
     PHYSICS_DT_S,
-    QW,
-    QX,
-    QY,
-    QZ,
     RADIUS_M,
-    RATE_P,
-    RATE_Q,
-    RATE_R,
-    RETURN,
-    ROTOR,
-    ROW,
-    TARGET_X,
-    TARGET_Y,
-    TARGET_Z,
-    VX,
-    VY,
-    VZ,
     Disturbances,
     Obstacle,
     Reward,
-    X,
-    Y,
-    Z,
 )
 from penstock.nav.simulation.world import CELLS, GROUND_M
 
 compiled = partial(native.compiled, error_model="numpy")
+Vector = tuple[float, float, float]
+
+# The state of a drone is one row, so that a kernel finds it in a few cache lines, and so that it
+# is saved and restored whole. Kernels use the single columns, others the slices.
+X, Y, Z, VX, VY, VZ, AX, AY, AZ = range(9)
+QW, QX, QY, QZ, RATE_P, RATE_Q, RATE_R = range(9, 16)
+ROTOR = 16  # the first of four
+HEADING_X, HEADING_Y, AXIS_X, AXIS_Y, DIRECTION_X, DIRECTION_Y = range(20, 26)
+TARGET_X, TARGET_Y, TARGET_Z, LOWEST, HIGHEST, RETURN = range(27, 33)
+ROW = 33
+POSITION = slice(X, Z + 1)
+VELOCITY = slice(VX, VZ + 1)
+QUATERNION = slice(QW, QZ + 1)  # w, x, y, z
+RATES = slice(RATE_P, RATE_R + 1)  # body frame, rad/s
+AXIS = slice(AXIS_X, AXIS_Y + 1)  # the x axis of the goal frame: unit, horizontal
 
 GRAVITY = 9.81
 MASS_KG = 0.716
@@ -90,12 +77,8 @@ _W0, _W1, _W2 = RATE_GAIN
 _DT = PHYSICS_DT_S
 _ASIN = math.pi / 2 - 1
 _TINY = 1e-9
-_DISTANCE, _RISE, _WIDTH, _FLOATS = (
-    Obstacle.DISTANCE,
-    Obstacle.RISE,
-    Obstacle.WIDTH,
-    Obstacle.FLOATS,
-)
+_DISTANCE, _RISE = Obstacle.DISTANCE, Obstacle.RISE
+_WIDTH, _FLOATS = Obstacle.WIDTH, Obstacle.FLOATS
 _MOTION = Obstacle.VELOCITY.start
 _PLACE = Obstacle.PLACE.stop
 _MIX = np.uint64(0x9E3779B97F4A7C15)
@@ -231,30 +214,19 @@ def start(which: Any, places: Any, rows: Any) -> None:
 
 
 @compiled
-def fly_fast(
-    row: Any,
-    wx: float,
-    wy: float,
-    wz: float,
-    substeps: int,
-    lighter: float,
-    wind_x: float,
-    wind_y: float,
-) -> None:
+def fly_fast(row: Any, wish: Vector, substeps: int, lighter: float, wind: Vector) -> None:
     """Answer to a velocity command in the world with a second-order response.
 
     `lighter` is the mass that the controller believes in / mass; wind accelerates.
     """
     for axis in range(3):
-        wish = wx if axis == 0 else (wy if axis == 1 else wz)
-        wind = wind_x if axis == 0 else (wind_y if axis == 1 else 0.0)
         weight = GRAVITY * (lighter - 1.0) if axis == 2 else 0.0
         place, speed = np.float64(row[X + axis]), np.float64(row[VX + axis])
         push = np.float64(row[AX + axis])
         gain = VELOCITY_GAIN * lighter
         for _ in range(substeps):
-            push += _DT / FAST_LAG_S * (gain * (wish - speed) + weight - push)
-            speed += (push + wind) * _DT
+            push += _DT / FAST_LAG_S * (gain * (wish[axis] - speed) + weight - push)
+            speed += (push + wind[axis]) * _DT
             place += speed * _DT
         row[X + axis], row[VX + axis], row[AX + axis] = place, speed, push
 
@@ -267,17 +239,11 @@ def _rotor(wanted: float, throttle: float) -> float:
 
 @compiled
 def fly_hummingbird(
-    row: Any,
-    wx: float,
-    wy: float,
-    wz: float,
-    substeps: int,
-    hold_yaw: bool,
-    lighter: float,
-    wind_x: float,
-    wind_y: float,
+    row: Any, wish: Vector, substeps: int, lighter: float, wind: Vector, hold_yaw: bool
 ) -> None:
-    """Answer to a velocity command with a Lee controller, four rotors and a rigid body."""
+    """Do the same with a Lee controller, four rotors and a rigid body."""
+    wx, wy, wz = wish
+    wind_x, wind_y, _ = wind
     px, py, pz = np.float64(row[X]), np.float64(row[Y]), np.float64(row[Z])
     vx, vy, vz = np.float64(row[VX]), np.float64(row[VY]), np.float64(row[VZ])
     qw, qx = np.float64(row[QW]), np.float64(row[QX])
@@ -368,23 +334,15 @@ def _angle(y: float, x: float) -> float:
 
 
 @compiled
-def scan(
-    drone: tuple[float, float, float, float, float],
-    boxes: Any,
-    members: Any,
-    begin: int,
-    end: int,
-    task: Task,
-    rays: Any,
-    ends: Any,
-) -> None:
+def scan(drone: Any, boxes: Any, members: Any, span: Any, task: Task, rays: Any, ends: Any) -> None:
     """Find the horizontal distance at which each beam ends: its reach if nothing is hit.
 
-    The drone is its position, and cosine and sine of its yaw; members[begin:end] are the boxes that
-    may be in reach. Of each of them the interval of azimuths is computed, and only those beams are
-    tested. Written is `ends`, [around x high]; `rays` is room, [4, around].
+    The drone is its position, and cosine and sine of its yaw; the span of members are the boxes
+    that may be in reach. Of each of them the interval of azimuths is computed, and only those beams
+    are tested. Written is `ends`, [around x high]; `rays` is room, [4, around].
     """
     px, py, pz, hc, hs = drone
+    begin, end = span
     around, high = task.cosine.size, task.inverse_slope.size
     for i in range(around):
         x = hc * task.cosine[i] - hs * task.sine[i]
@@ -472,22 +430,13 @@ def lidar(ends: Any, task: Task, shown: Any, e: int) -> tuple[float, float]:
 
 @compiled
 def moving(
-    drone: tuple[float, float, float, float, float],
-    world: int,
-    scene: Scene,
-    range_m: float,
-    away2: Any,
-    near: Any,
-    out: Any,
-    e: int,
+    drone: Any, world: int, scene: Scene, range_m: float, away2: Any, near: Any, out: Any, e: int
 ) -> tuple[float, bool]:
     """Write the nearest moving obstacles, out[e] = [NEAREST, 10].
 
     The drone is its position, and the axis of its goal frame. There is room in `away2` and `near`
-    for the squared distance and the number of each obstacle, and one more.
-
-    Returns:
-        The mean logarithm of distance / range, and whether one is hit.
+    for the squared distance and the number of each obstacle, and one more. Returned are the mean
+    logarithm of distance / range, and whether one is hit.
     """
     count = out.shape[1]
     px, py, pz, ux, uy = drone
@@ -627,7 +576,7 @@ def move(which: Any, action: Any, drones: Drones, task: Task, strengths: Any) ->
     """Fly the commands."""
     progress, felt = drones.progress, drones.felt
     walk = math.sqrt(_DT * task.substeps)
-    lighter, wind_x, wind_y = 1.0, 0.0, 0.0
+    lighter, wind = 1.0, (0.0, 0.0, 0.0)
     command = np.empty(3)
     for e in which:
         row = drones.rows[e]
@@ -635,7 +584,7 @@ def move(which: Any, action: Any, drones: Drones, task: Task, strengths: Any) ->
             command[axis] = action[e, axis]
         if task.disturbed:
             own = drones.own[e]
-            lighter, wind_x, wind_y = own[LIGHTER], own[WIND_X], own[WIND_Y]
+            lighter, wind = own[LIGHTER], (own[WIND_X], own[WIND_Y], 0.0)
             _delay(own, strengths.latency, command)
             for axis in range(2):  # numbers 1000 and 1001 of the step before: no beam has them
                 walked = _normal(_hash(drones.seeds[e], progress[e], 1000 + axis))
@@ -644,12 +593,12 @@ def move(which: Any, action: Any, drones: Drones, task: Task, strengths: Any) ->
         side = (2.0 * command[1] - 1.0) * task.limit
         up = (2.0 * command[2] - 1.0) * task.limit
         ux, uy = np.float64(row[AXIS_X]), np.float64(row[AXIS_Y])
-        wx, wy = forward * ux - side * uy, forward * uy + side * ux
+        wish = (forward * ux - side * uy, forward * uy + side * ux, up)
         ox, oy, oz = row[VX], row[VY], row[VZ]
         if task.hummingbird:
-            fly_hummingbird(row, wx, wy, up, task.substeps, task.hold_yaw, lighter, wind_x, wind_y)
+            fly_hummingbird(row, wish, task.substeps, lighter, wind, task.hold_yaw)
         else:
-            fly_fast(row, wx, wy, up, task.substeps, lighter, wind_x, wind_y)
+            fly_fast(row, wish, task.substeps, lighter, wind)
         jx, jy, jz = np.float64(row[VX] - ox), np.float64(row[VY] - oy), np.float64(row[VZ] - oz)
         felt[e, DELTA_V] = math.sqrt(jx * jx + jy * jy + jz * jz)
         progress[e] += 1
@@ -672,13 +621,12 @@ def observe(
             drift_x, drift_y = drones.own[e, DRIFT_X], drones.own[e, DRIFT_Y]
         look(rows, e, drift_x, drift_y, seen.state, seen.direction)
         px, py, pz = np.float64(rows[e, X]), np.float64(rows[e, Y]), np.float64(rows[e, Z])
-        column, line = px + GROUND_M, py + GROUND_M
-        begin = end = 0
+        column, line, span = px + GROUND_M, py + GROUND_M, (0, 0)
         if 0.0 <= column < CELLS and 0.0 <= line < CELLS:  # not NaN, too
             cell = (world * CELLS + int(column)) * CELLS + int(line)
-            begin, end = scene.starts[cell], scene.starts[cell + 1]
+            span = (scene.starts[cell], scene.starts[cell + 1])
         drone = (px, py, pz, np.float64(rows[e, HEADING_X]), np.float64(rows[e, HEADING_Y]))
-        scan(drone, scene.boxes, scene.members, begin, end, task, rays, ends)
+        scan(drone, scene.boxes, scene.members, span, task, rays, ends)
         felt[e, STATIC_LOG], felt[e, NEAREST_M] = lidar(ends, task, shown, e)
         drone = (px, py, pz, np.float64(rows[e, AXIS_X]), np.float64(rows[e, AXIS_Y]))
         obstacles = seen.dynamic_obstacle

@@ -16,13 +16,8 @@ from typing_extensions import Self
 
 from penstock.errors import UsageError
 from penstock.nav.simulation import kernels
-from penstock.nav.simulation.task import (
-    DRAWS,
-    RETURN,
-    ROW,
-    Settings,
-    crossing_places,
-)
+from penstock.nav.simulation.kernels import RETURN, ROW
+from penstock.nav.simulation.task import DRAWS, Settings, crossing_places
 from penstock.nav.simulation.world import Maps, Obstacles, World, pack_rng, unpack_rng
 
 Observation = dict[str, Tensor]
@@ -31,35 +26,27 @@ _FLAT = 1e-7  # stands for the slope of a level beam, so that nothing is divided
 
 @dataclass
 class Info:
-    """What happened in a step, besides observation and reward.
-
-    Attributes:
-        collision_static: A beam ended closer than 0.3 m; bool [n].
-        collision_dynamic: A moving obstacle was hit; bool [n].
-        collision_height: Below 0.2 m or above 4 m; bool [n].
-        reach_goal: Within 0.5 m of the target, and not crashed; bool [n].
-        cut: Truncated because the world gets another map, neither crashed nor out of time; bool
-            [n].
-        position: After the step, before any reset; float32 [n, 3].
-        finished: Drones whose episode ended; int64 [k].
-        episode_length: Of those, in steps; int64 [k].
-        episode_return: Of those; float32 [k].
-        final_index: Those that were truncated; int64 [t].
-        final: Their last observations, [t, ...] each: what the value after a truncation is of,
-            since the observation that `step` returned is already of the next episode.
-    """
+    """What happened in a step, besides observation and reward."""
 
     collision_static: Tensor
+    """A beam ended closer than 0.3 m; bool [n], as are the following."""
     collision_dynamic: Tensor
     collision_height: Tensor
+    """Below 0.2 m or above 4 m."""
     reach_goal: Tensor
+    """Within 0.5 m of the target, and not crashed."""
     cut: Tensor
+    """Truncated because the world gets another map, neither crashed nor out of time."""
     position: Tensor
+    """After the step, before any reset; float32 [n, 3]."""
     finished: Tensor
+    """Drones whose episode ended; int64 [k], as is its length in steps."""
     episode_length: Tensor
     episode_return: Tensor
     final_index: Tensor
+    """Drones that were truncated; int64 [t]."""
     final: Observation
+    """Their last observations: the one that `step` returned is already of the next episode."""
 
 
 class Simulator:
@@ -76,17 +63,12 @@ class Simulator:
             it: drones know nothing of each other.
 
     Attributes:
-        settings: What is simulated.
-        num_envs: Number of drones.
         world_of: World of each drone.
         obstacles: The moving obstacles as they are now.
         map_seeds: Seeds of the maps as they are now.
-        rows: States of the drones, [n, ROW]: the columns are named in task.py.
+        rows: States of the drones, [n, ROW]: the columns are named in kernels.py.
         progress: Steps of each drone's running episode.
         started: Whether there is a state to go on from: after `reset`, or one that was loaded.
-
-    Raises:
-        UsageError: No thread, or boxes that do not fit.
 
     Example:
         with Simulator(Settings(num_envs=64), seed=0) as sim:
@@ -156,27 +138,23 @@ class Simulator:
 
     @property
     def dynamic_active(self) -> int:
-        """How many moving obstacles of each world are there; a curriculum raises it.
-
-        Set to any number: it is rounded down to a multiple of 8, at most as many as the settings
-        have. The others move unseen.
-        """
+        """How many moving obstacles of each world are there; the others move unseen."""
         return self._active
 
     @dynamic_active.setter
     def dynamic_active(self, count: int) -> None:
-        """Set how many are there."""
+        """Let so many be there, rounded down to eights, at most all."""
         self._active = max(0, min(int(count), self.settings.dynamic_obstacles)) // 8 * 8
         self._scene = self._scene._replace(active=self._active)
 
     @property
     def disturbed(self) -> float:
-        """Which share of the disturbances there is, 0 to 1; a curriculum raises it."""
+        """Which share of the disturbances there is, 0 to 1."""
         return self._share
 
     @disturbed.setter
     def disturbed(self, share: float) -> None:
-        """Set the share: of noise at once, of wind and mass with the next episodes."""
+        """Change noise at once, wind and mass with the next episodes."""
         self._share = min(max(float(share), 0.0), 1.0)
         given = self.settings.disturbances
         # Late or in time, there is nothing between: from half of the way on.
@@ -194,11 +172,7 @@ class Simulator:
     # ------------------------------------------------------------------ flying
 
     def reset(self, out: Observation | None = None) -> Observation:
-        """Start all drones anew and observe. Obstacles go on from where they are.
-
-        Args:
-            out: Memory for the observation, such as a row of a rollout.
-        """
+        """Start all drones anew and observe, into `out` if given; obstacles go on as they are."""
         seen = self._memory(out)
         self._start(self._everyone)
         self.started = True
@@ -221,15 +195,12 @@ class Simulator:
 
         Args:
             action: Velocities in the goal frame, from 0 (full speed back) to 1, [n, 3].
-            out: Memory for the observation.
+            out: Memory for the observation, such as a row of a rollout.
             restart: If false, drones whose episode ends stay as they are, and the observation is
                 their last one: the caller calls `restart`.
 
         Returns:
             Observation, reward, terminated, truncated, and the rest.
-
-        Raises:
-            UsageError: `reset` was not called, or the action makes no sense.
         """
         self._check_started()
         seen = self._memory(out)
@@ -280,12 +251,7 @@ class Simulator:
         kernels.judge(which, self._drones, self._task)
 
     def restart(self, which: Tensor, out: Observation | None = None) -> Observation:
-        """Start some drones anew and observe them; the others' observations are left alone.
-
-        Args:
-            which: Their numbers, int64.
-            out: Memory for the observation of all drones.
-        """
+        """Start the drones of some numbers anew, and observe them alone into `out`, of all."""
         self._check_started()
         seen = self._memory(out)
         self._start(which.numpy())
@@ -322,9 +288,6 @@ class Simulator:
 
         Its drones are truncated there, with their last observations in the old map, and start
         again in the new one.
-
-        Raises:
-            UsageError: There is no such world.
         """
         if world not in range(self.settings.maps):
             raise UsageError(f"world {world} is not one of {self.settings.maps}")
@@ -336,8 +299,7 @@ class Simulator:
         self.map_seeds = list(self.map_seeds)  # who asked before keeps what was
         for world in sorted(self._renewing):
             seed = max(self.map_seeds) + 1
-            self.map_seeds[world] = seed
-            self._maps.replace(world, World.generate(seed, self.settings.num_obstacles))
+            self._set_map(world, seed)
             self.obstacles.renew(world, seed)
             self._episodes[world] = 0  # those that the new map cut are not of the new map
         if self._renewing:
@@ -347,6 +309,10 @@ class Simulator:
             due = self._episodes >= self.settings.new_map_every * self._crowd
             if due.any():
                 self._renewing.update(np.flatnonzero(due).tolist())
+
+    def _set_map(self, world: int, seed: int) -> None:
+        self.map_seeds[world] = seed
+        self._maps.replace(world, World.generate(seed, self.settings.num_obstacles))
 
     # ------------------------------------------------------------------ checks
 
@@ -397,12 +363,10 @@ class Simulator:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue from a state, bit for bit; call `observe` for the observation.
 
-        Disturbances that the state knows nothing of begin with the next episodes.
-
-        Raises:
-            UsageError: The state is of other settings; nothing is changed.
+        Disturbances that the state knows nothing of begin with the next episodes. Of a state of
+        other settings nothing is taken: a `UsageError`.
         """
-        rows, seeds = torch.as_tensor(state["rows"]), state["seeds"].tolist()
+        rows, seeds = state["rows"], state["seeds"].tolist()
         if rows.shape != self.rows.shape or len(seeds) != self.settings.maps:
             raise UsageError(
                 f"the state is of {len(rows)} drones in {len(seeds)} worlds, the simulator has "
@@ -411,12 +375,12 @@ class Simulator:
         plain = {name: np.asarray(value) for name, value in state["obstacles"].items()}
         self.obstacles.load_state_dict(plain)
         self.rows.copy_(rows)
-        self.progress.copy_(torch.as_tensor(state["progress"]))
+        self.progress.copy_(state["progress"])
         self._rng = unpack_rng(np.asarray(state["rng"]))
+        self.map_seeds = list(self.map_seeds)
         for world, seed in enumerate(seeds):
             if seed != self.map_seeds[world]:
-                self._maps.replace(world, World.generate(seed, self.settings.num_obstacles))
-        self.map_seeds = seeds
+                self._set_map(world, seed)
         self._episodes[...] = np.asarray(state["episodes"])
         self._renewing = set(state["renewing"].tolist())
         self._active = int(state["active"])
@@ -444,11 +408,7 @@ class Simulator:
 
 
 def _checked_action(action: Tensor, count: int) -> NDArray[np.float32]:
-    """Return an action as float32 [count, 3].
-
-    Raises:
-        UsageError: Its shape or a value is wrong.
-    """
+    """Return an action as float32 [count, 3]."""
     if action.shape != (count, 3):
         raise UsageError(f"action is {list(action.shape)}; give [{count}, 3]")
     plain: NDArray[np.float32] = action.detach().to("cpu", torch.float32).numpy()

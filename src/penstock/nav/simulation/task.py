@@ -31,20 +31,6 @@ DRAWS = 7  # random numbers for one reset
 POLICY_INPUTS: Final = ("state", "lidar", "dynamic_obstacle")
 """Observations that a policy looks at; the others say how to fly its action."""
 
-# The state of a drone is one row, so that a kernel finds it in a few cache lines, and so that it
-# is saved and restored whole. Kernels use the single columns, others the slices.
-X, Y, Z, VX, VY, VZ, AX, AY, AZ = range(9)
-QW, QX, QY, QZ, RATE_P, RATE_Q, RATE_R = range(9, 16)
-ROTOR = 16  # the first of four
-HEADING_X, HEADING_Y, AXIS_X, AXIS_Y, DIRECTION_X, DIRECTION_Y = range(20, 26)
-TARGET_X, TARGET_Y, TARGET_Z, LOWEST, HIGHEST, RETURN = range(27, 33)
-ROW = 33
-POSITION = slice(X, Z + 1)
-VELOCITY = slice(VX, VZ + 1)
-QUATERNION = slice(QW, QZ + 1)  # w, x, y, z
-RATES = slice(RATE_P, RATE_R + 1)  # body frame, rad/s
-AXIS = slice(AXIS_X, AXIS_Y + 1)  # the x axis of the goal frame: unit, horizontal
-
 
 class State:
     """Columns of the observation `state`, in the goal frame."""
@@ -77,32 +63,18 @@ def is_number(value: Any) -> bool:
 
 @dataclass(frozen=True)
 class Reward:
-    """Weights of the reward terms.
+    """Weights of the reward terms; see `judge` in kernels.py."""
 
-    Attributes:
-        velocity: Of the speed towards the target, m/s.
-        constant: Added every step.
-        static: Of the mean logarithm of the lidar distances.
-        dynamic: Of the mean logarithm of the distances to the moving obstacles.
-        smoothness: Subtracted, per m/s of change between steps.
-        height: Subtracted, per square metre above or below the corridor.
-        collision: Added once in a crash (static, dynamic or height); give a negative number.
-        goal: Added once when the target is reached, if that ends the episode.
-        relative: Take the logarithms relative to free space, so that hovering there pays 0 but
-            for `constant`.
-        goal_ends: Whether reaching the target ends the episode.
-    """
-
-    velocity: float = 1.0
-    constant: float = 1.0
-    static: float = 1.0
-    dynamic: float = 1.0
-    smoothness: float = 0.1
-    height: float = 8.0
-    collision: float = 0.0
-    goal: float = 0.0
-    relative: bool = False
-    goal_ends: bool = False
+    velocity: float = 1.0  # of the speed towards the target, m/s
+    constant: float = 1.0  # added every step
+    static: float = 1.0  # of the mean logarithm of the lidar distances
+    dynamic: float = 1.0  # of the mean logarithm of the distances to the moving obstacles
+    smoothness: float = 0.1  # subtracted, per m/s of change between steps
+    height: float = 8.0  # subtracted, per square metre above or below the corridor
+    collision: float = 0.0  # added once in a crash (static, dynamic or height): a negative number
+    goal: float = 0.0  # added once when the target is reached, if that ends the episode
+    relative: bool = False  # logarithms relative to free space: hovering there pays `constant`
+    goal_ends: bool = False  # whether reaching the target ends the episode
 
     def __post_init__(self) -> None:
         for item in fields(self):
@@ -113,11 +85,7 @@ class Reward:
 
     @classmethod
     def preset(cls, name: str) -> Self:
-        """Return a preset: "navrl" as upstream, "shifted" where hovering pays 0 and crashing costs.
-
-        Raises:
-            UsageError: There is no such preset.
-        """
+        """Return a preset: "navrl" as upstream, "shifted" where hovering pays 0, crashing costs."""
         if name == "navrl":
             return cls()
         if name == "shifted":
@@ -127,56 +95,42 @@ class Reward:
         )
 
 
+def _up_to(most: float) -> Any:
+    return field(default=0 if isinstance(most, int) else 0.0, metadata={"most": most})
+
+
 @dataclass(frozen=True)
 class Disturbances:
     """What is not as the policy is told, or not as it commands. All 0: nothing of it.
 
     Observations are disturbed, rewards and collisions are of the true state.
-
-    Attributes:
-        range_m: Standard deviation of a lidar distance.
-        dropout: Share of the beams that see nothing, drawn anew each step.
-        missed: Share of the moving obstacles that are not observed in a step.
-        ghosts: Chance that an obstacle that is not there is observed in a step.
-        drift_m: Standard deviation of the error of the own position after one second; it walks.
-        latency: Decisions by which each command is late.
-        wind: Largest acceleration by a wind, m/s2; of each episode another, horizontal.
-        mass: Largest share by which the drone is heavier or lighter than its controller believes.
     """
 
-    range_m: float = 0.0
-    dropout: float = 0.0
-    missed: float = 0.0
-    ghosts: float = 0.0
-    drift_m: float = 0.0
-    latency: int = 0
-    wind: float = 0.0
-    mass: float = 0.0
+    range_m: float = _up_to(1.0)  # standard deviation of a lidar distance
+    dropout: float = _up_to(1.0)  # share of the beams that see nothing, drawn anew each step
+    missed: float = _up_to(1.0)  # share of the moving obstacles that are not observed in a step
+    ghosts: float = _up_to(1.0)  # chance that one that is not there is observed in a step
+    drift_m: float = _up_to(5.0)  # standard deviation of the own position after 1 s; it walks
+    latency: int = _up_to(4)  # decisions by which each command is late
+    wind: float = _up_to(5.0)  # largest acceleration, m/s2; of each episode another, horizontal
+    mass: float = _up_to(0.5)  # largest share that the drone is off what its controller believes
 
     def __post_init__(self) -> None:
-        for name, most in _MOST_DISTURBED.items():
-            value = getattr(self, name)
-            whole = name != "latency" or type(value) is int
-            if not (is_number(value) and 0 <= value <= most and whole):
-                kind = "number" if name != "latency" else "whole number"
-                raise UsageError(f"disturbance {name} is {value!r}; give a {kind}, 0 to {most:g}")
+        for item in fields(self):
+            value, most = getattr(self, item.name), item.metadata["most"]
+            whole = isinstance(most, int)
+            fits = type(value) is int if whole else is_number(value)
+            if not (fits and 0 <= value <= most):
+                kind = "a whole number" if whole else "a number"
+                raise UsageError(
+                    f"disturbance {item.name} is {value!r}; give {kind}, 0 to {most:g}"
+                )
 
     @property
     def any(self) -> bool:
         """Whether there is any."""
         return any(getattr(self, item.name) for item in fields(self))
 
-
-_MOST_DISTURBED: Final[Mapping[str, float]] = {
-    "range_m": 1.0,
-    "dropout": 1.0,
-    "missed": 1.0,
-    "ghosts": 1.0,
-    "drift_m": 5.0,
-    "latency": 4,
-    "wind": 5.0,
-    "mass": 0.5,
-}
 
 _SENSES = Disturbances(range_m=0.03, dropout=0.02, missed=0.05, ghosts=0.01, drift_m=0.05)
 STRESS: Final[Mapping[str, Disturbances]] = {
@@ -194,49 +148,33 @@ obstacles lost, 1 % ghosts, drift of 5 cm after a second; one decision late; 0.5
 class Settings:
     """What is simulated. Checked when made: one `UsageError` names the first value that is wrong.
 
-    Attributes:
-        num_envs: Drones, over all worlds.
-        num_obstacles: Static boxes of each map.
-        dynamic_obstacles: Moving obstacles of each world; rounded down to a multiple of 8
-            (there are 8 kinds, equally many of each).
-        substeps: Physics steps of 0.016 s per decision.
-        episode_seconds: After this a drone is truncated.
-        lidar_range_m: How far the lidar and the view of moving obstacles reach.
-        lidar_beams: Around, and from low to high.
-        lidar_fov_deg: Lowest and highest elevation.
-        action_limit: Largest commanded speed per axis, m/s.
-        drone: "hummingbird" (rotors and Lee controller) or "fast" (a second-order response).
-        hold_yaw: Let the hummingbird's controller hold the yaw of the start. Upstream asks for the
-            yaw it has, so that rough commands turn the drone, and its lidar, away from the goal
-            frame: by some 15 degrees in 30 s of random actions, by 1 degree in smooth flight.
-        reward: Weights, or the name of a preset.
-        maps: Worlds at the same time; drones are spread over them evenly.
-        map_seed: Maps have the seeds `map_seed`, `map_seed` + 1 and so on.
-        new_map_every: After so many episodes per drone a world gets the next unused map: its drones
-            are truncated, and start again. 0 keeps the maps.
-        crossing_share: Share of training episodes whose target is on the opposite edge for
-            certain; the others take both edges at random, as upstream.
-        evaluation: Start in a row on one edge and cross the field, 48 m.
-        disturbances: Noise, latency, wind and mass.
+    Lists are taken for tuples, a name of a preset for the reward.
     """
 
-    num_envs: int = 1024
-    num_obstacles: int = 350
-    dynamic_obstacles: int = 80
-    substeps: int = 6
-    episode_seconds: float = 35.2
-    lidar_range_m: float = 4.0
-    lidar_beams: tuple[int, int] = (36, 4)
-    lidar_fov_deg: tuple[float, float] = (-10.0, 20.0)
-    action_limit: float = 2.0
-    drone: str = "hummingbird"
+    num_envs: int = 1024  # drones, over all worlds
+    num_obstacles: int = 350  # static boxes of each map
+    dynamic_obstacles: int = 80  # of each world; rounded down to 8 kinds, equally many of each
+    substeps: int = 6  # physics steps of 0.016 s per decision
+    episode_seconds: float = 35.2  # after this a drone is truncated
+    lidar_range_m: float = 4.0  # how far the lidar and the view of moving obstacles reach
+    lidar_beams: tuple[int, int] = (36, 4)  # around, and from low to high
+    lidar_fov_deg: tuple[float, float] = (-10.0, 20.0)  # lowest and highest elevation
+    action_limit: float = 2.0  # largest commanded speed per axis, m/s
+    drone: str = "hummingbird"  # rotors and Lee controller; "fast" is a second-order response
+    # Upstream's controller asks for the yaw that the hummingbird has, so that rough commands turn
+    # it, and its lidar, away from the goal frame: by some 15 degrees in 30 s of random actions, by
+    # 1 degree in smooth flight. With this it holds the yaw of the start.
     hold_yaw: bool = False
     reward: Reward | str = field(default_factory=Reward)
-    maps: int = 1
-    map_seed: int = 0
+    maps: int = 1  # worlds at the same time; drones are spread over them evenly
+    map_seed: int = 0  # maps have the seeds map_seed, map_seed + 1 and so on
+    # After so many episodes per drone a world gets the next unused map: its drones are truncated,
+    # and start again. 0 keeps the maps.
     new_map_every: int = 0
+    # Share of training episodes whose target is on the opposite edge for certain; the others take
+    # both edges at random, as upstream.
     crossing_share: float = 0.0
-    evaluation: bool = False
+    evaluation: bool = False  # start in a row on one edge and cross the field, 48 m
     disturbances: Disturbances = field(default_factory=Disturbances)
 
     def __post_init__(self) -> None:
@@ -249,11 +187,7 @@ class Settings:
 
     @classmethod
     def from_json(cls, values: Mapping[str, Any]) -> Self:
-        """Make settings of plain values, as `dataclasses.asdict` gives them.
-
-        Raises:
-            UsageError: A name or a value is wrong.
-        """
+        """Make settings of plain values, as `dataclasses.asdict` gives them."""
         given = dict(values)
         for name, kind in (("reward", Reward), ("disturbances", Disturbances)):
             if isinstance(given.get(name), dict):
@@ -291,11 +225,7 @@ class Settings:
         }
 
     def with_(self, **changes: Any) -> Settings:
-        """Return other settings, for evaluation say.
-
-        Raises:
-            UsageError: A name or a value is wrong.
-        """
+        """Return other settings, for evaluation say."""
         return replace(self, **_known(Settings, changes))
 
 

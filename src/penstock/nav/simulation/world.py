@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -55,11 +55,7 @@ class World:
 
     @classmethod
     def generate(cls, seed: int, num_obstacles: int) -> World:
-        """Make the map of a seed.
-
-        Raises:
-            UsageError: So many boxes do not fit with the gaps they must have.
-        """
+        """Make the map of a seed; a `UsageError` if boxes do not fit with gaps between them."""
         if num_obstacles > _MOST:
             raise UsageError(
                 f"num_obstacles={num_obstacles} do not fit into 40 x 40 m; give at most {_MOST}"
@@ -95,13 +91,9 @@ class World:
         low = np.arange(CELLS, dtype=np.float32) - GROUND_M
         reach = range_m + 0.01  # margin: float32 positions at the border of a cell
 
-        def apart(first: Floats, last: Floats) -> Floats:
-            gap = np.maximum(first[None] - (low + 1)[:, None], low[:, None] - last[None])
-            away: Floats = np.maximum(gap, 0)
-            return away
-
-        dx = apart(self.boxes[:, 0], self.boxes[:, 1])
-        dy = apart(self.boxes[:, 2], self.boxes[:, 3])
+        first, last = self.boxes[:, 0:4:2].T, self.boxes[:, 1:4:2].T  # of x and of y
+        gap = np.maximum(first[:, None] - (low + 1)[:, None], low[:, None] - last[:, None])
+        dx, dy = np.maximum(gap, 0)
         near = dx[:, None] ** 2 + dy[None] ** 2 <= reach**2
         near = near.reshape(CELLS * CELLS, -1)
         starts = np.zeros(CELLS * CELLS + 1, np.int32)
@@ -158,10 +150,8 @@ def _cut(old: Rectangle, new: Rectangle) -> list[Rectangle]:
 class Maps:
     """The static maps of all worlds behind each other, as the back ends want them.
 
-    Attributes:
-        boxes: Of all worlds, [n, 5].
-        starts: Where the list of each cell begins, [worlds * CELLS * CELLS + 1].
-        members: The lists: numbers of boxes.
+    `boxes` are of all worlds, [n, 5]; `starts` says where the list of each cell begins in
+    `members`, which are numbers of boxes; [worlds * CELLS * CELLS + 1].
     """
 
     def __init__(self, worlds: list[World], range_m: float) -> None:
@@ -172,8 +162,7 @@ class Maps:
 
     def replace(self, number: int, world: World) -> None:
         """Put another map in the place of one."""
-        self.worlds[number] = world
-        self._cells[number] = world.cells(self._range_m)
+        self.worlds[number], self._cells[number] = world, world.cells(self._range_m)
         self._join()
 
     def _join(self) -> None:
@@ -196,10 +185,8 @@ class Obstacles:
     that float, kinds 4 to 7 are cylinders from the ground to 5 m. They are seen by no lidar and
     never reset.
 
-    Args:
-        seeds: One per world; obstacles of a world depend on nothing else.
-        count: Per world, a multiple of 8.
-        period_s: Time between steps.
+    There is a seed per world, on which alone its obstacles depend; `count` is per world, a multiple
+    of 8.
     """
 
     def __init__(self, seeds: list[int], count: int, period_s: float) -> None:
@@ -216,11 +203,14 @@ class Obstacles:
         self.origin = np.zeros(shape, np.float32)
         self.flat = np.zeros((worlds, 2, count), np.float32)  # x and y, for the sensor
         self.steps = np.zeros(worlds, np.int64)
+        self._redraw_every = max(1, int(REDRAW_S / period_s))
         # Each world's own stream of random numbers, some of them drawn ahead: `_rngs` are at the
         # beginning of `_ahead`, of which `_used` are used.
         self._rngs = [np.random.default_rng(0) for _ in seeds]
         self._ahead = np.zeros((worlds, _AHEAD + 4 * count))
         self._used = np.zeros(worlds, np.int64)
+        own = {name: getattr(self, name) for name in (*_KEPT, "flat", "tall")}
+        self._arrays = _Arrays(**own, draws=self._ahead, cursor=self._used)
         for world, seed in enumerate(seeds):
             self.renew(world, seed)
 
@@ -271,19 +261,7 @@ class Obstacles:
             return
         for world in np.flatnonzero(self._used > _AHEAD).tolist():  # a step may take 4 of each
             self._draw_from(world, self._rng(world))
-        _advance(
-            self.position,
-            self.velocity,
-            self.goal,
-            self.origin,
-            self.flat,
-            self.steps,
-            self.tall,
-            self._ahead,
-            self._used,
-            max(1, int(REDRAW_S / self.period_s)),
-            self.period_s,
-        )
+        _advance(self._arrays, self._redraw_every, self.period_s)
 
     def state_dict(self) -> dict[str, Any]:
         """Return copies of all that changes."""
@@ -291,11 +269,7 @@ class Obstacles:
         return {name: getattr(self, name).copy() for name in _KEPT} | {"rngs": np.stack(rngs)}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue from a state.
-
-        Raises:
-            UsageError: It is of another number of worlds or obstacles.
-        """
+        """Continue from a state; a `UsageError` if it is of other numbers."""
         mine, other = self.position.shape, np.shape(state["position"])
         if mine != other:
             raise UsageError(
@@ -309,25 +283,24 @@ class Obstacles:
         self._flatten()
 
 
-@compiled
-def _advance(
-    position: Any,
-    velocity: Any,
-    goal: Any,
-    origin: Any,
-    flat: Any,
-    steps: Any,
-    tall: Any,
-    draws: Any,
-    cursor: Any,
-    redraw_every: int,
-    period_s: float,
-) -> None:
-    """Move the obstacles of all worlds by one step.
+class _Arrays(NamedTuple):
+    """What `_advance` reads and writes: `cursor` of the uniform numbers of each world are used."""
 
-    `draws` are uniform numbers of each world, of which `cursor` are used: as many as its own
-    generator would have given.
-    """
+    position: Any
+    velocity: Any
+    goal: Any
+    origin: Any
+    steps: Any
+    flat: Any
+    tall: Any
+    draws: Any
+    cursor: Any
+
+
+@compiled
+def _advance(arrays: _Arrays, redraw_every: int, period_s: float) -> None:
+    """Move the obstacles of all worlds by one step."""
+    position, velocity, goal, origin, steps, flat, tall, draws, cursor = arrays
     worlds, count = position.shape[:2]
     for w in range(worlds):
         at = cursor[w]
@@ -369,10 +342,8 @@ def _advance(
 def pack_rng(rng: np.random.Generator) -> NDArray[np.int64]:
     """Return the state of a PCG64 generator as 6 words, which any file can hold."""
     state: Any = rng.bit_generator.state
-    words = []
-    for name in ("state", "inc"):
-        words += [state["state"][name] >> 64, state["state"][name] & (2**64 - 1)]
-    words += [state["has_uint32"], state["uinteger"]]
+    halves = [*divmod(state["state"]["state"], 2**64), *divmod(state["state"]["inc"], 2**64)]
+    words = [*halves, state["has_uint32"], state["uinteger"]]
     return np.array(words, np.uint64).view(np.int64)
 
 
