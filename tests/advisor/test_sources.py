@@ -29,7 +29,7 @@ from penstock.errors import (
     UnsupportedValue,
     UsageError,
 )
-from penstock.inspect.checkpoint import describe
+from penstock.inspect import describe
 from penstock.replay.segments import LogReader, SegmentLog
 from penstock.samples import write_sample
 

@@ -13,10 +13,9 @@ bandwidth b for up to n* = d ((1 - 1/r) / b - 1/c) uses.
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Iterable
+from contextlib import suppress
 from dataclasses import dataclass, field
-from decimal import Decimal
 from typing import Literal
 
 from penstock.core.memory import parse_bytes, whole_number
@@ -36,9 +35,6 @@ MEANING: dict[Verdict, str] = {
     "C": "compress in memory too",
 }
 
-_RATE = re.compile(r"\s*([0-9]+(?:\.[0-9]+)?)\s*(?:([kMGT]?)(i?)([bB])(?:/s|ps))?\s*")
-_POWERS = {"": 0, "k": 1, "M": 2, "G": 3, "T": 4}
-
 
 @dataclass(frozen=True)
 class CodecMeasure:
@@ -55,6 +51,10 @@ class CodecMeasure:
     ratio: float
     encode_bytes_s: float
     decode_bytes_s: float
+
+
+Part = tuple[float, CodecMeasure | None]
+"""So many bytes, and what their codec makes of them; None leaves them as they are."""
 
 
 @dataclass(eq=False)
@@ -320,17 +320,21 @@ def _differences_pay(keys: Iterable[KeyMeasure], raw: int, full: int, delta: int
     return clearly or delta <= raw / LEAST_RATIO < full
 
 
-def together(parts: Iterable[tuple[int, CodecMeasure | None]]) -> CodecMeasure:
+def together(parts: Iterable[Part]) -> CodecMeasure:
     """Return what codecs make of parts of so many bytes, all together; None leaves one as it is."""
     size = coded = encode_s = decode_s = 0.0
+    name, best = "", 0.0
     for part, codec in parts:
         size += part
         coded += part / (codec.ratio if codec else 1.0)
-        encode_s += part / max(1.0, codec.encode_bytes_s) if codec else 0.0
-        decode_s += part / max(1.0, codec.decode_bytes_s) if codec else 0.0
+        if codec:
+            encode_s += part / max(1.0, codec.encode_bytes_s)
+            decode_s += part / max(1.0, codec.decode_bytes_s)
+            if codec.ratio > best:  # the name is that of the one that does most
+                name, best = codec.name, codec.ratio
     if not encode_s:
         return CodecMeasure("", 1.0, 0.0, 0.0)
-    return CodecMeasure("", size / coded, size / encode_s, size / decode_s)
+    return CodecMeasure(name, size / coded, size / encode_s, size / decode_s)
 
 
 def _break_even(
@@ -356,10 +360,12 @@ def parse_rate(value: str | float) -> float:
         UsageError: It is no such rate, or zero.
     """
     rate = 0.0
-    if isinstance(value, str) and (match := _RATE.fullmatch(value)):
-        number, power, binary, unit = match.groups(default="")
-        base = 1024 if binary else 1000
-        rate = float(Decimal(number) * base ** _POWERS[power]) / (8 if unit == "b" else 1)
+    if isinstance(value, str):
+        size, per_second, rest = value.strip().replace("ps", "/s").partition("/s")
+        bits = size.endswith("b")
+        with suppress(UsageError):
+            if not rest and bool(per_second) == size[-1:].isalpha():
+                rate = parse_bytes(size) / (8 if bits else 1)
     elif isinstance(value, int | float) and not isinstance(value, bool):
         rate = float(value)
     if not (math.isfinite(rate) and rate > 0):
@@ -372,10 +378,7 @@ def parse_rate(value: str | float) -> float:
 def _size(name: str, value: str | int | None) -> int | None:
     if value is None:
         return None
-    try:
-        size = parse_bytes(value)
-    except UsageError:
-        size = 0
-    if size < 1:
-        raise UsageError(f"{name}={value!r} is no size; write for example 512MB or 2GiB")
-    return size
+    with suppress(UsageError):
+        if size := parse_bytes(value):
+            return size
+    raise UsageError(f"{name}={value!r} is no size; write for example 512MB or 2GiB")

@@ -7,14 +7,24 @@ doctor.py     verify all of them
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from penstock.errors import UsageError
+from penstock.errors import UnknownFormat, UsageError
 from penstock.inspect import checkpoint, dataset, recording, replay, run
 from penstock.objects import is_object
 
 Facts = dict[str, Any]
+
+_KINDS: tuple[tuple[str, Callable[[Path], bool]], ...] = (  # the first that it is
+    ("replay", replay.is_replay),
+    ("rollouts", replay.is_rollouts),
+    ("dataset", dataset.is_dataset),
+    ("run", run.is_run),
+    ("recording", recording.is_bag),
+    ("recordings", recording.is_folder),
+)
 
 
 def describe(path: str | os.PathLike[str], salvage: bool = False) -> Facts:
@@ -27,19 +37,45 @@ def describe(path: str | os.PathLike[str], salvage: bool = False) -> Facts:
     if is_object(path):
         return dataset.describe_remote(str(path))
     where = Path(path)
-    if replay.is_replay(where):
-        return replay.describe_replay(where)
-    if replay.is_rollouts(where):
-        return replay.describe_rollouts(where)
-    if dataset.is_dataset(where):
-        return dataset.describe(where)
-    if recording.is_bag(where):
-        return recording.describe(where, salvage)
-    if recording.is_folder(where):
-        return recording.describe_folder(where, salvage)
-    if run.is_run(where):
-        return run.describe(where)
-    return checkpoint.describe(where)
+    match kind_of(where):
+        case "replay":
+            return replay.describe_replay(where)
+        case "rollouts":
+            return replay.describe_rollouts(where)
+        case "dataset":
+            return dataset.describe(where)
+        case "recording":
+            return recording.describe(where, salvage)
+        case "recordings":
+            return recording.describe_folder(where, salvage)
+        case "run":
+            return run.describe(where)
+        case "folder":
+            facts = checkpoint.describe_folder(where)
+            if not facts["checkpoints"]:
+                raise UnknownFormat(
+                    f"{where} holds nothing that penstock reads: give a folder of recordings, "
+                    "checkpoints or rollouts, a dataset, a run or a replay buffer"
+                )
+            return facts
+    return checkpoint.describe_file(where)
+
+
+def kind_of(where: Path) -> str:
+    """Say what a path is, as all commands take it.
+
+    Returns:
+        "replay", "rollouts", "dataset", "recording", "run", "recordings" (a folder of some),
+        "folder" (of checkpoints, or of anything); for any other file what `checkpoint.classify`
+        finds.
+
+    Raises:
+        UsageError: There is nothing under this name.
+    """
+    if not where.exists() and not where.is_symlink():
+        raise UsageError(f"there is no file or folder {where}; check the path")
+    known = next((kind for kind, is_one in _KINDS if is_one(where)), None)
+    return known or ("folder" if where.is_dir() else checkpoint.classify(where))
 
 
 def text(facts: Facts, top: int = 10) -> str:

@@ -17,7 +17,6 @@ from penstock.ui.report import aligned, text_table
 Facts = dict[str, Any]
 
 _NONSENSE = (LookupError, ValueError, TypeError, AttributeError)
-ROLLOUTS = "rollout_*.pack"
 
 
 def is_replay(path: Path) -> bool:
@@ -27,7 +26,12 @@ def is_replay(path: Path) -> bool:
 
 def is_rollouts(path: Path) -> bool:
     """Tell whether a folder holds rollouts."""
-    return path.is_dir() and next(path.glob(ROLLOUTS), None) is not None
+    return bool(rollout_files(path))
+
+
+def rollout_files(path: Path) -> list[Path]:
+    """List the rollouts in a folder."""
+    return sorted(path.glob("rollout_*.pack"))
 
 
 def describe_replay(path: Path) -> Facts:
@@ -127,7 +131,7 @@ def replay_files(path: Path) -> list[Path]:
 
 def describe_rollouts(path: Path) -> Facts:
     """Say what rollouts are in a folder, from their headers."""
-    rollouts = [_describe_rollout(file) for file in sorted(path.glob(ROLLOUTS))]
+    rollouts = [_describe_rollout(file) for file in rollout_files(path)]
     return {
         "path": str(path),
         "kind": "folder of rollouts",

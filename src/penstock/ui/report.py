@@ -272,7 +272,7 @@ def terminal_width() -> int | None:
 def aligned(lines: Iterable[tuple[str, str]]) -> str:
     """Lay out labels and values for the terminal, one below the other."""
     indent = " " * _LABEL
-    found = [f"{label + ':':<{_LABEL}}{text}" for label, text in lines]
+    found = [f"{label + ': ':<{_LABEL}}{text}" for label, text in lines]
     return "\n".join(
         line.replace("\n", f"\n{indent}") if "\n" in line else wrapped(line, indent)
         for line in found
