@@ -76,6 +76,9 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _run(words: list[str]) -> int:
     parser, commands = build_parser()
     chosen = next((word for word in words if not word.startswith("-")), None)
+    if chosen is not None:  # what every verb takes may stand before it, too
+        at = words.index(chosen)
+        words = [*words[at : at + 1], *words[:at], *words[at + 1 :]]
     if chosen == "bench":
         raise UsageError("bench is no verb any more: in the source tree, python -m benchmarks")
     if chosen in _RENAMED:
@@ -86,7 +89,8 @@ def _run(words: list[str]) -> int:
     arguments, rest = parser.parse_known_args(words)
     # Words behind an option: argparse would not give them to a list that has begun.
     if rest and (not hasattr(arguments, "words") or any(word.startswith("-") for word in rest)):
-        parser.error(f"unrecognized arguments: {' '.join(rest)}")
+        verb = f"{arguments.verb} " if chosen else ""
+        raise UsageError(f"unrecognized arguments: {' '.join(rest)}; see penstock {verb}--help")
     if rest:
         arguments.words += rest
     if chosen is None:

@@ -8,6 +8,7 @@ import webbrowser
 from pathlib import Path
 
 from penstock.commands.base import Command, Outcome, natural
+from penstock.objects import is_object
 
 
 def _add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -26,8 +27,13 @@ def _add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _run(a: argparse.Namespace) -> Outcome:
+    from penstock.bags import open_bag
+    from penstock.inspect import kind_of
     from penstock.view import show
 
+    known = is_object(a.path) or kind_of(Path(a.path)) in ("dataset", "recording", "recordings")
+    if not known and Path(a.path).is_file():
+        open_bag(a.path).close()  # a recording of another name; of anything else it says so
     if a.rerun or a.foxglove:
         return _export(a)
     if a.screenshot:
