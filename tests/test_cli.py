@@ -277,7 +277,7 @@ def test_no_output_is_wider_than_the_terminal(take, tmp_path, checkpoint, monkey
     capsys.readouterr()  # paths of this test may be longer
     for words in (["info", "a.bag"], ["info", "out", "-v"], ["info", "run"], ["info", "run/a.pt"],
                   ["doctor", "a.bag", "out", "run", "-v"], ["edit", "out", "relabel", "x"],
-                  ["advise", "run/a.pt"]):  # fmt: skip
+                  ["advise", "run/a.pt"], ["advise", "out", "--memory", "20kB"]):  # fmt: skip
         assert cli.main(words) == 0
         lines = capsys.readouterr().out.splitlines()
         assert [line for line in lines if len(line) > 80] == [], words

@@ -28,7 +28,6 @@ from penstock.core.memory import format_bytes
 from penstock.ui.report import text_table, wrapped
 
 _ROWS = 10
-_LONG = 400
 _CACHE_BYTES = 64 << 20  # what a CompressedDataCollector takes by default
 _LEAST_CACHE_BYTES = 1 << 20
 _DATA = ("kind", "where", "on_disk", "frames", "environments", "overhead_bytes", "disk_bytes")
@@ -116,10 +115,8 @@ class Advice:
             *(wrapped(line, "  ") for line in told),
             "",
             "type:",
+            *(_typed(line) for line in self.settings),
         ]
-        for line in self.settings:
-            more = "…  (all of it: --json)" if len(line) > _LONG else ""
-            lines.append(f"  {line[:_LONG]}{more}")
         return "\n".join(lines)
 
     def to_json(self) -> dict[str, Any]:
@@ -149,6 +146,11 @@ class Advice:
         }
 
 
+def _typed(line: str) -> str:
+    """Wrap what is to be typed so that a shell, or Python, takes it as one line."""
+    return wrapped(f"  {line}", "      ", " \\" if line.startswith("penstock ") else "")
+
+
 def _speed(bytes_s: float | None) -> str:
     return "-" if not bytes_s else f"{format_bytes(bytes_s)}/s"
 
@@ -176,12 +178,15 @@ def _saves(advice: Advice) -> str:
         text += f" (all full: {_times(decision.ratio_full)})"
     elif decision.ratio_delta is not None:
         text += f", as differences {_times(decision.ratio_delta)}"
-    for size, ratio, how in (
+    held = (
         (decision.compressed_bytes, decision.ratio_in_memory, "in a replay buffer"),
         (decision.batch_bytes, decision.ratio_batch, "as compressed batches"),
-    ):
-        if size is not None:
-            text += f"; in memory {format_bytes(size)} {how} ({_times(ratio)})"
+    )
+    forms = [
+        f"{format_bytes(s)} {how} ({_times(ratio)})" for s, ratio, how in held if s is not None
+    ]
+    if forms:
+        text += f"; in memory, {format_bytes(decision.memory_bytes)} become {' or '.join(forms)}"
     if advice.bound is not None:
         text += f"; a memoryless coder reaches {_times(advice.bound)}"
         if decision.delta_every:

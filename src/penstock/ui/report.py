@@ -279,19 +279,20 @@ def aligned(lines: Iterable[tuple[str, str]]) -> str:
     )
 
 
-def wrapped(text: str, indent: str = "") -> str:
-    """Wrap a line of prose to the terminal, further lines indented."""
+def wrapped(text: str, indent: str = "", end: str = "") -> str:
+    """Wrap a line to the terminal: further lines are indented, all but the last have an end."""
     width = terminal_width()
     if width is None or len(text) <= width:
         return text
-    return textwrap.fill(
+    lines = textwrap.wrap(
         text,
-        width,
+        width - len(end),
         subsequent_indent=indent,
         break_long_words=False,
         break_on_hyphens=False,
         replace_whitespace=False,
     )
+    return f"{end}\n".join(lines)
 
 
 def text_table(columns: Sequence[str], rows: Sequence[Sequence[Any]]) -> str:
