@@ -308,6 +308,8 @@ def test_options_of_every_verb_may_stand_before_it(take, capsys):
         (["info", "empty"], "give"),  # it was a folder of 0 checkpoints, and all was well
         (["info", "notes.txt"], "give"),
         (["view", "notes.txt", "--no-browser"], "not a bag"),  # a page of nothing was served
+        (["view", "a.bag", "--no-browser", "--port", "70000"], "--port"),  # an internal error
+        (["view", "a.bag", "--no-browser", "--episode", "9"], "--episode"),  # an empty page
         (["convert", "a.bag", "out", "--memory", "lots"], "memory"),
         (["convert", "a.bag", "out", "--map", "."], "is a folder"),
         (["convert", "a.bag", "out", "--report", "none/x.html"], "--report"),
@@ -366,3 +368,7 @@ def test_runs_are_compared(tmp_path, monkeypatch, capsys):
     (facts,) = json.loads(capsys.readouterr().out)["runs"]
     assert (facts["iteration"], facts["frames"], facts["seconds"]) == (2, 2e6, 4.0)
     assert cli.main(["runs", str(tmp_path)]) == 2
+    capsys.readouterr()
+    again = ["runs", "--json", *map(str, (tmp_path / "runs", tmp_path / "runs" / "a"))]
+    assert cli.main(again) == 0
+    assert len(json.loads(capsys.readouterr().out)["runs"]) == 2
