@@ -99,10 +99,16 @@ def _open(data: Any, budget: int) -> Source:
         kind = "storage"
     if kind in _WITHOUT_TORCH:
         return _WITHOUT_TORCH[kind](where, budget)
+    is_npz = where.suffix == ".npz" and where.is_file()
+    if kind == "damaged" and not is_npz:
+        raise CorruptFile(f"{where} is damaged: its beginning or end is not that of a checkpoint")
+    if kind in ("unknown", "recordings") and not is_npz:
+        raise UnknownFormat(
+            f"{where} is nothing that advise reads; give one recording, a dataset, rollouts, a "
+            "checkpoint, .npz or .safetensors"
+        )
     from penstock.advisor import arrays, saved  # these need torch
 
-    if where.suffix == ".npz" and where.is_file():
-        return arrays.npz_source(where, budget)
     sources: dict[str, _Open] = {
         "rollouts": saved.rollouts_source,
         "run": saved.run_source,
@@ -110,11 +116,4 @@ def _open(data: Any, budget: int) -> Source:
         "storage": saved.memmap_source,
         "safetensors": arrays.safetensors_source,
     }
-    if kind in sources:
-        return sources[kind](where, budget)
-    if kind == "damaged":
-        raise CorruptFile(f"{where} is damaged: its beginning or end is not that of a checkpoint")
-    raise UnknownFormat(
-        f"{where} is nothing that advise reads; give a recording, dataset, rollout, checkpoint, "
-        ".npz or .safetensors"
-    )
+    return (arrays.npz_source if is_npz else sources[kind])(where, budget)
