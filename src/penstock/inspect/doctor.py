@@ -16,8 +16,9 @@ from penstock.core.files import TEMPORARY_PREFIX, owner_is_dead, storage_error
 from penstock.core.memory import format_bytes
 from penstock.core.pack import PackReader
 from penstock.dataset.check import check as check_lerobot
-from penstock.errors import PenstockError
-from penstock.inspect import checkpoint, kind_of, recording, replay, run
+from penstock.errors import DataError, PenstockError
+from penstock.inspect import checkpoint, kind_of, recording, run
+from penstock.replay.segments import MANIFEST, LogReader
 from penstock.ui.progress import Progress
 from penstock.ui.report import wrapped
 
@@ -158,9 +159,14 @@ def _check_dataset(path: Path, result: Examination, quick: bool) -> None:
 
 def _check_replay(path: Path, result: Examination) -> None:
     """Verify a saved replay buffer: its manifest, and the very segments it names."""
-    for name, problem in replay.check_replay(path):
+    try:
+        with LogReader(path) as log:
+            problems = list(log.verify())
+    except DataError as error:
+        problems = [(MANIFEST, str(error))]
+    for name, problem in problems:
         result.findings.append(Finding(str(path / name), _without_name(path / name, problem)))
-    files = replay.replay_files(path)
+    files = [path / MANIFEST, *path.glob("segment_*.pack")]
     result.files += len(files)
     result.size_bytes += sum(file.stat().st_size for file in files)
 

@@ -1,9 +1,8 @@
-"""What is in a saved replay buffer or a folder of rollouts (`info`), and whether it is whole."""
+"""What is in a saved replay buffer or a folder of rollouts (`info`)."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -111,22 +110,6 @@ def replay_text(facts: Facts) -> str:
     ]
     table = text_table(("key", "dtype", "shape", "codec", "mode"), rows)
     return f"{aligned(lines)}\n\n{table}" if rows else aligned(lines)
-
-
-def check_replay(path: Path) -> Iterator[tuple[str, str]]:
-    """Verify every byte of a saved replay buffer; yield (file, problem)."""
-    try:
-        log = LogReader(path)
-    except DataError as error:
-        yield MANIFEST, str(error)
-        return
-    with log:
-        yield from log.verify()
-
-
-def replay_files(path: Path) -> list[Path]:
-    """List the files that a saved replay buffer consists of."""
-    return [path / MANIFEST, *sorted(path.glob("segment_*.pack"))]
 
 
 def describe_rollouts(path: Path) -> Facts:
