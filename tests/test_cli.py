@@ -128,6 +128,7 @@ def test_unusable_data_is_3(tmp_path, capsys):
     ("error", "code", "expected"),
     [
         (PermissionError(13, "Permission denied"), 4, "Permission denied"),
+        (PermissionError(13, "Permission denied", "a/b"), 4, "check the permissions"),
         (SnapshotDiscarded("gone"), 6, "error: gone"),
         (ModuleNotFoundError("no", name="torch"), 5, 'pip install "penstock[rl]"'),
         (ModuleNotFoundError("no", name="other"), 70, "--debug"),
@@ -274,13 +275,14 @@ def test_no_output_is_wider_than_the_terminal(take, tmp_path, checkpoint, monkey
     monkeypatch.setenv("COLUMNS", "80")
     monkeypatch.chdir(tmp_path)
     assert cli.main(["convert", take, "out"]) == 0
-    capsys.readouterr()  # paths of this test may be longer
+    capsys.readouterr()
     for words in (["info", "a.bag"], ["info", "out", "-v"], ["info", "run"], ["info", "run/a.pt"],
                   ["doctor", "a.bag", "out", "run", "-v"], ["edit", "out", "relabel", "x"],
                   ["advise", "run/a.pt"], ["advise", "out", "--memory", "20kB"]):  # fmt: skip
         assert cli.main(words) == 0
         lines = capsys.readouterr().out.splitlines()
-        assert [line for line in lines if len(line) > 80] == [], words
+        # A path is never cut, and that of this folder may be longer.
+        assert not [line for line in lines if len(line) > 80 and str(tmp_path) not in line], words
         assert not [line for line in lines if line.startswith("for torch.load:p")]
 
 

@@ -19,6 +19,7 @@ from typing import Any, NoReturn, TypeVar
 
 from penstock.commands.base import note_renamed
 from penstock.commands.parser import build_parser
+from penstock.core.files import storage_error
 from penstock.core.interrupt import interruptible
 from penstock.errors import MissingExtra, PenstockError, UsageError
 from penstock.objects import is_object
@@ -63,7 +64,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     except PenstockError as error:
         return _fail(f"error: {error}", error.exit_code, words)
     except OSError as error:
-        return _fail(f"error: {error}", EXIT_STORAGE, words)
+        said = storage_error("use", error.filename, error) if error.filename else error
+        return _fail(f"error: {said}", EXIT_STORAGE, words)
     except ModuleNotFoundError as error:
         if error.name != "torch":
             return _fail_internal(error, words)

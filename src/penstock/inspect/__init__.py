@@ -11,6 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from penstock.core.files import storage_error
 from penstock.errors import UnknownFormat, UsageError
 from penstock.inspect import checkpoint, dataset, recording, replay, run
 from penstock.objects import is_object
@@ -66,16 +67,19 @@ def kind_of(where: Path) -> str:
 
     Returns:
         "replay", "rollouts", "dataset", "recording", "run", "recordings" (a folder of some),
-        "folder" (of checkpoints, or of anything); for any other file what `checkpoint.classify`
-        finds.
+        "folder" (of checkpoints, or of anything), "file" (see `checkpoint.classify`).
 
     Raises:
         UsageError: There is nothing under this name.
+        StorageError: It cannot be read.
     """
     if not where.exists() and not where.is_symlink():
         raise UsageError(f"there is no file or folder {where}; check the path")
-    known = next((kind for kind, is_one in _KINDS if is_one(where)), None)
-    return known or ("folder" if where.is_dir() else checkpoint.classify(where))
+    try:
+        known = next((kind for kind, is_one in _KINDS if is_one(where)), None)
+    except OSError as error:
+        raise storage_error("read", where, error) from error
+    return known or ("folder" if where.is_dir() else "file")
 
 
 def text(facts: Facts, top: int = 10) -> str:
