@@ -64,8 +64,6 @@ def check(
         report.error(layout.INFO_PATH, str(error))
         return report.checkup()
     _Examination(root, info, decode, progress, workers, report).run()
-    if progress is not None and progress.total is not None:
-        progress.update(progress.total)  # metadata, and what is no part of it, are read by the way
     return report.checkup()
 
 
