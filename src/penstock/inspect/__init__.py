@@ -18,14 +18,15 @@ from penstock.objects import is_object
 
 Facts = dict[str, Any]
 
-_KINDS: tuple[tuple[str, Callable[[Path], bool]], ...] = (  # the first that it is
-    ("replay", replay.is_replay),
-    ("rollouts", replay.is_rollouts),
-    ("dataset", dataset.is_dataset),
-    ("run", run.is_run),
-    ("recording", recording.is_bag),
-    ("recordings", recording.is_folder),
-)
+# How each kind is told, and described; a path is of the first that it is.
+_KINDS: dict[str, tuple[Callable[[Path], bool], Callable[..., Facts]]] = {
+    "replay": (replay.is_replay, replay.describe_replay),
+    "rollouts": (replay.is_rollouts, replay.describe_rollouts),
+    "dataset": (dataset.is_dataset, dataset.describe),
+    "run": (run.is_run, run.describe),
+    "recording": (recording.is_bag, recording.describe),
+    "recordings": (recording.is_folder, recording.describe_folder),
+}
 
 
 def describe(path: str | os.PathLike[str], salvage: bool = False) -> Facts:
@@ -38,28 +39,19 @@ def describe(path: str | os.PathLike[str], salvage: bool = False) -> Facts:
     if is_object(path):
         return dataset.describe_remote(str(path))
     where = Path(path)
-    match kind_of(where):
-        case "replay":
-            return replay.describe_replay(where)
-        case "rollouts":
-            return replay.describe_rollouts(where)
-        case "dataset":
-            return dataset.describe(where)
-        case "recording":
-            return recording.describe(where, salvage)
-        case "recordings":
-            return recording.describe_folder(where, salvage)
-        case "run":
-            return run.describe(where)
-        case "folder":
-            facts = checkpoint.describe_folder(where)
-            if not facts["checkpoints"]:
-                raise UnknownFormat(
-                    f"{where} holds nothing that penstock reads: give a folder of recordings, "
-                    "checkpoints or rollouts, a dataset, a run or a replay buffer"
-                )
-            return facts
-    return checkpoint.describe_file(where)
+    kind = kind_of(where)
+    if kind == "file":
+        return checkpoint.describe_file(where)
+    if kind in _KINDS:
+        found = _KINDS[kind][1]
+        return found(where, salvage) if kind.startswith("recording") else found(where)
+    facts = checkpoint.describe_folder(where)
+    if not facts["checkpoints"]:
+        raise UnknownFormat(
+            f"{where} holds nothing that penstock reads: give a folder of recordings, "
+            "checkpoints or rollouts, a dataset, a run or a replay buffer"
+        )
+    return facts
 
 
 def kind_of(where: Path) -> str:
@@ -76,7 +68,7 @@ def kind_of(where: Path) -> str:
     if not where.exists() and not where.is_symlink():
         raise UsageError(f"there is no file or folder {where}; check the path")
     try:
-        known = next((kind for kind, is_one in _KINDS if is_one(where)), None)
+        known = next((kind for kind, (is_one, _) in _KINDS.items() if is_one(where)), None)
     except OSError as error:
         raise storage_error("read", where, error) from error
     return known or ("folder" if where.is_dir() else "file")
