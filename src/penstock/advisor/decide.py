@@ -233,11 +233,11 @@ def decide(measurements: Measurements, limits: Limits) -> Decision:
     keys, every = measurements.keys, measurements.delta_every
     raw, held = sum(key.raw_bytes for key in keys), sum(key.memory_bytes for key in keys)
     overhead = measurements.overhead_bytes
-    full, delta = (_coded(keys, "", some) + overhead for some in (0, every))
+    full, delta = (coded_bytes(keys, "", some) + overhead for some in (0, every))
     delta_every = every if _differences_pay(keys, raw, full, delta) else 0
     stored = delta if delta_every else full
     ratio_stored = raw / max(1, stored)
-    compressed, batches = _coded(keys, "buffer"), _coded(keys, "batch")
+    compressed, batches = coded_bytes(keys, "buffer"), coded_bytes(keys, "batch")
     ratio_memory = held / max(1, compressed) if any(key.memory for key in keys) else None
     ratio_batch = held / max(1, batches) if any(key.batch for key in keys) else None
     codecs = [(key, codec_of(key, "", delta_every)) for key in keys]
@@ -304,7 +304,7 @@ def codec_of(key: KeyMeasure, form: Form, delta_every: int) -> CodecMeasure | No
     return key.delta if delta_every and key.delta else key.stored
 
 
-def _coded(keys: Iterable[KeyMeasure], form: Form, delta_every: int = 0) -> int:
+def coded_bytes(keys: Iterable[KeyMeasure], form: Form, delta_every: int = 0) -> int:
     """Return the bytes of all keys as they are held, or else as they are stored."""
     total = 0.0
     for key in keys:
@@ -316,7 +316,7 @@ def _coded(keys: Iterable[KeyMeasure], form: Form, delta_every: int = 0) -> int:
 def _differences_pay(keys: Iterable[KeyMeasure], raw: int, full: int, delta: int) -> bool:
     """Tell whether differences make the checkpoints clearly smaller, or all of it small enough."""
     series = [key for key in keys if key.delta]
-    clearly = _coded(series, "") > LEAST_GAIN * _coded(series, "", 1)
+    clearly = coded_bytes(series, "") > LEAST_GAIN * coded_bytes(series, "", 1)
     return clearly or delta <= raw / LEAST_RATIO < full
 
 

@@ -27,6 +27,7 @@ from penstock.advisor.decide import (
     KeyMeasure,
     Machine,
     Part,
+    coded_bytes,
     together,
 )
 from penstock.advisor.sample import Array, Piece, Sample, Source, nbytes, positions, spread, thinned
@@ -103,13 +104,12 @@ def _prefer_buffer(source: Source) -> None:
 
     Pictures, mostly: its codecs know of rows.
     """
-    overhead = _MANIFEST_BYTES + _RECORD_BYTES * len(source.keys)
-    stored, buffer = float(source.overhead_bytes), float(overhead)
     for key in source.keys:
         if key.writer != "rollouts" or (key.memory is None and key.raw_bytes):
             return
-        stored += key.raw_bytes / (key.stored.ratio if key.stored else 1.0)
-        buffer += key.memory_bytes / (key.memory.ratio if key.memory else 1.0)
+    overhead = _MANIFEST_BYTES + _RECORD_BYTES * len(source.keys)
+    stored = source.overhead_bytes + coded_bytes(source.keys, "")
+    buffer = overhead + coded_bytes(source.keys, "buffer")
     if not source.environments and buffer < _CLEARLY * stored:
         source.overhead_bytes = overhead
         for key in source.keys:
