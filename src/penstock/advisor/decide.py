@@ -38,13 +38,9 @@ MEANING: dict[Verdict, str] = {
 
 @dataclass(frozen=True)
 class CodecMeasure:
-    """One codec on the sample of one key, by one thread.
+    """One codec on the sample of one key, by one thread; speeds are of raw bytes.
 
-    Attributes:
-        name: Such as "series 1", "lz4 9"; "raw" for as it is.
-        ratio: Raw bytes over coded bytes.
-        encode_bytes_s: Raw bytes compressed per second.
-        decode_bytes_s: Raw bytes restored per second.
+    The name is such as "series 1" or "lz4 9", and "raw" for as it is.
     """
 
     name: str
@@ -64,12 +60,10 @@ class KeyMeasure:
     Attributes:
         path: From the outside in.
         writer: Which part of penstock stores it.
-        dtype: Of its elements.
         shape: Of all of it, or of one element where there is no more to say.
         raw_bytes: What storing it takes uncompressed.
         memory_bytes: What holding it for use takes uncompressed (a video: its pictures).
         note: What else is to say, such as "already compressed (jpeg)".
-        sampled_bytes: How much of it was looked at.
         stored: As its writer stores it; None where nothing would be changed.
         memory: As a replay buffer holds it; None where that does not apply.
         batch: As a `CompressedDataCollector` holds it; None where that does not apply.

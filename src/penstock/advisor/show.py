@@ -40,13 +40,7 @@ _NOTE_DELTAS = (
 
 @dataclass(frozen=True)
 class Advice:
-    """An answer, and everything it rests on.
-
-    Attributes:
-        measurements: What was measured.
-        limits: What the user has.
-        decision: What follows from both.
-    """
+    """An answer, and everything it rests on: what was measured, what the user has, what follows."""
 
     measurements: Measurements
     limits: Limits
