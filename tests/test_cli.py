@@ -128,6 +128,7 @@ def test_unusable_data_is_3(tmp_path, capsys):
     ("error", "code", "expected"),
     [
         (PermissionError(13, "Permission denied"), 4, "Permission denied"),
+        (PermissionError(13, "Permission denied", "a/b"), 4, "check the permissions"),
         (SnapshotDiscarded("gone"), 6, "error: gone"),
         (ModuleNotFoundError("no", name="torch"), 5, 'pip install "penstock[rl]"'),
         (ModuleNotFoundError("no", name="other"), 70, "--debug"),
@@ -262,6 +263,77 @@ def test_quiet_verbose_and_json_are_everywhere(tmp_path, monkeypatch, capsys):
     assert cli.main(["info", "-q", "-v", out]) == 2
 
 
+@pytest.fixture
+def take(tmp_path, monkeypatch):
+    monkeypatch.setenv("PENSTOCK_PROGRESS", "quiet")
+    write_sample(tmp_path / "a.bag", seconds=1, cameras=1, width=64, height=48, state_hz=50)
+    return str(tmp_path / "a.bag")
+
+
+def test_no_output_is_wider_than_the_terminal(take, tmp_path, checkpoint, monkeypatch, capsys):
+    """What doctor had to say of a dataset was one line of 170 letters."""
+    monkeypatch.setenv("COLUMNS", "80")
+    monkeypatch.chdir(tmp_path)
+    assert cli.main(["convert", take, "out"]) == 0
+    capsys.readouterr()
+    for words in (["info", "a.bag"], ["info", "out", "-v"], ["info", "run"], ["info", "run/a.pt"],
+                  ["doctor", "a.bag", "out", "run", "-v"], ["edit", "out", "relabel", "x"],
+                  ["advise", "run/a.pt"], ["advise", "out", "--memory", "20kB"]):  # fmt: skip
+        assert cli.main(words) == 0
+        lines = capsys.readouterr().out.splitlines()
+        # A path is never cut, and that of this folder may be longer.
+        assert not [line for line in lines if len(line) > 80 and str(tmp_path) not in line], words
+        assert not [line for line in lines if line.startswith("for torch.load:p")]
+
+
+def test_a_check_that_is_over_is_whole(take, tmp_path, monkeypatch, capsys):
+    """Files that need no reading were counted: it ended at 89 %, and a second line said 0 of 0."""
+    assert cli.main(["convert", take, str(tmp_path / "out"), "--no-check"]) == 0
+    monkeypatch.setenv("PENSTOCK_PROGRESS", "plain")
+    assert cli.main(["doctor", str(tmp_path / "out")]) == 0
+    (line,) = capsys.readouterr().err.splitlines()
+    assert "100%" in line
+
+
+def test_options_of_every_verb_may_stand_before_it(take, capsys):
+    assert cli.main(["--json", "info", take]) == 0
+    (facts,) = json.loads(capsys.readouterr().out)
+    assert facts["path"] == take
+    assert cli.main(["-q", "doctor", take]) == 0
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        (["info", "a.bag", "--wrong"], "penstock info --help"),
+        (["--wrong"], "penstock --help"),
+        (["info", "empty"], "give"),  # it was a folder of 0 checkpoints, and all was well
+        (["info", "notes.txt"], "give"),
+        (["view", "notes.txt", "--no-browser"], "not a bag"),  # a page of nothing was served
+        (["view", "a.bag", "--no-browser", "--port", "70000"], "--port"),  # an internal error
+        (["view", "a.bag", "--no-browser", "--episode", "9"], "--episode"),  # an empty page
+        (["convert", "a.bag", "out", "--memory", "lots"], "memory"),
+        (["convert", "a.bag", "out", "--map", "."], "is a folder"),
+        (["convert", "a.bag", "out", "--report", "none/x.html"], "--report"),
+        (["train", "--config", "none.yaml"], "check the path"),  # "create the folder first"
+        (["train", "zzz=1"], "nearest"),  # the names of all settings, in any order
+        (["evaluate", "none"], "none"),
+    ],
+)
+def test_mistakes_say_what_and_where(words, expected, take, tmp_path, monkeypatch, capsys):
+    if words[0] in ("train", "evaluate"):
+        pytest.importorskip("torchrl")
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "notes.txt").write_text("hello, this is no recording")
+    assert cli.main(words) in (2, 3, 4)
+    said = capsys.readouterr().err.splitlines()
+    assert expected in said[-1]
+    assert len(said) == 1
+    assert len(said[0]) < 300
+    assert not (tmp_path / "out").exists()  # nothing was done before the mistake was seen
+
+
 @pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
 def test_completion(shell, capsys):
     assert cli.main(["completion", shell]) == 0
@@ -298,3 +370,7 @@ def test_runs_are_compared(tmp_path, monkeypatch, capsys):
     (facts,) = json.loads(capsys.readouterr().out)["runs"]
     assert (facts["iteration"], facts["frames"], facts["seconds"]) == (2, 2e6, 4.0)
     assert cli.main(["runs", str(tmp_path)]) == 2
+    capsys.readouterr()
+    again = ["runs", "--json", *map(str, (tmp_path / "runs", tmp_path / "runs" / "a"))]
+    assert cli.main(again) == 0
+    assert len(json.loads(capsys.readouterr().out)["runs"]) == 2

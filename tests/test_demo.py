@@ -44,7 +44,7 @@ def test_the_tour(tmp_path, capfd, monkeypatch):
 
 def test_a_command_that_fails_ends_the_tour(tmp_path, capfd):
     stage = Stage(tmp_path / "demo", ())
-    with pytest.raises(PenstockError, match=r"penstock info \S+ ended with code 3 instead of 0"):
+    with pytest.raises(PenstockError, match=r"penstock info \S+ ended with code 2 instead of 0"):
         stage.run("info", tmp_path / "nothing.bag")
     assert "nothing.bag" in capfd.readouterr().err
 

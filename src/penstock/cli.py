@@ -19,6 +19,7 @@ from typing import Any, NoReturn, TypeVar
 
 from penstock.commands.base import note_renamed
 from penstock.commands.parser import build_parser
+from penstock.core.files import storage_error
 from penstock.core.interrupt import interruptible
 from penstock.errors import MissingExtra, PenstockError, UsageError
 from penstock.objects import is_object
@@ -63,7 +64,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     except PenstockError as error:
         return _fail(f"error: {error}", error.exit_code, words)
     except OSError as error:
-        return _fail(f"error: {error}", EXIT_STORAGE, words)
+        said = storage_error("use", error.filename, error) if error.filename else error
+        return _fail(f"error: {said}", EXIT_STORAGE, words)
     except ModuleNotFoundError as error:
         if error.name != "torch":
             return _fail_internal(error, words)
@@ -76,6 +78,9 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _run(words: list[str]) -> int:
     parser, commands = build_parser()
     chosen = next((word for word in words if not word.startswith("-")), None)
+    if chosen is not None:  # what every verb takes may stand before it, too
+        at = words.index(chosen)
+        words = [*words[at : at + 1], *words[:at], *words[at + 1 :]]
     if chosen == "bench":
         raise UsageError("bench is no verb any more: in the source tree, python -m benchmarks")
     if chosen in _RENAMED:
@@ -86,7 +91,8 @@ def _run(words: list[str]) -> int:
     arguments, rest = parser.parse_known_args(words)
     # Words behind an option: argparse would not give them to a list that has begun.
     if rest and (not hasattr(arguments, "words") or any(word.startswith("-") for word in rest)):
-        parser.error(f"unrecognized arguments: {' '.join(rest)}")
+        verb = f"{arguments.verb} " if chosen else ""
+        raise UsageError(f"unrecognized arguments: {' '.join(rest)}; see penstock {verb}--help")
     if rest:
         arguments.words += rest
     if chosen is None:

@@ -29,7 +29,7 @@ from penstock.errors import (
     UnsupportedValue,
     UsageError,
 )
-from penstock.inspect.checkpoint import describe
+from penstock.inspect import describe
 from penstock.replay.segments import LogReader, SegmentLog
 from penstock.samples import write_sample
 
@@ -324,6 +324,12 @@ def liar(path):
     path.write_bytes(path.read_bytes().replace(b'"data_offsets":[0,40]', b'"data_offsets":[0,44]'))
 
 
+def takes(path):
+    path.mkdir()
+    for number in range(2):
+        (path / f"{number}.bag").write_bytes(b"#ROSBAG V2.0\n")
+
+
 @pytest.mark.parametrize(
     ("name", "make", "error"),
     [
@@ -337,6 +343,7 @@ def liar(path):
         ("a.pt", lambda path: path.write_bytes(b"junk" * 10), CorruptFile),
         ("a.txt", lambda path: path.write_bytes(b"junk" * 10), UnknownFormat),
         ("folder", lambda path: path.mkdir(), UsageError),
+        ("takes", takes, UnknownFormat),
         ("missing", lambda path: None, UsageError),
     ],
 )

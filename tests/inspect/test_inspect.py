@@ -250,6 +250,15 @@ def test_doctor_reads_recordings_and_refuses_nothing(tmp_path, capsys):
     assert "nothing that can be verified" in capsys.readouterr().out
 
 
+def test_doctor_goes_on_after_what_cannot_be_read(run, tmp_path):
+    from penstock.inspect.doctor import check_all
+
+    (tmp_path / "gone.pt").symlink_to(tmp_path / "nowhere")
+    found = check_all([tmp_path / "gone.pt", run / "0.pt"])
+    assert [finding.path for finding in found.findings] == [str(tmp_path / "gone.pt")]
+    assert found.files == 2
+
+
 def test_info_lists_the_recordings_of_a_folder(tmp_path, capsys):
     """Several takes are not one; a damaged one does not hide the others."""
     from penstock.cli import main

@@ -9,7 +9,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 import numpy as np
 import psutil
@@ -18,13 +18,7 @@ import torch
 from numpy.lib import format as npy
 
 from penstock.advisor.decide import KeyPath
-from penstock.advisor.sample import (
-    Array,
-    Rows,
-    Source,
-    Values,
-    joined,
-)
+from penstock.advisor.sample import Array, Rows, Source, Values, joined
 from penstock.core.pack import DTYPES
 from penstock.errors import CorruptFile, LimitExceeded, UnsupportedValue, UsageError
 from penstock.rollouts import structure
@@ -169,44 +163,36 @@ def npz_source(where: Path, budget: int) -> Source:
 
 def _member(archive: zipfile.ZipFile, info: zipfile.ZipInfo, where: Path) -> Values:
     """Describe an array of an .npz file by its header; rows are read when it is sampled."""
-    name = info.filename.removesuffix(".npy")
+    name = f"{where}: {info.filename.removesuffix('.npy')!r}"
     with archive.open(info) as file:
-        shape, by_columns, dtype = _npy_header(file)
-    dtype = _numbers(f"{where}: {name!r}", np.empty(0, dtype)).dtype
+        old = npy.read_magic(file) == (1, 0)
+        read_header = npy.read_array_header_1_0 if old else npy.read_array_header_2_0
+        shape, by_columns, stored = read_header(file)
+        begin = file.tell()
+    dtype = _numbers(name, np.empty(0, stored)).dtype
     size = math.prod(shape) * dtype.itemsize
     if size > info.file_size:
-        raise CorruptFile(f"{where} is damaged: {name!r} is shorter than it says")
-    at_once = size // max(1, shape[0]) if shape and not by_columns else size
-    free = psutil.virtual_memory().available
+        raise CorruptFile(f"{where} is damaged: {info.filename!r} is shorter than it says")
+    whole = by_columns or not shape
+    at_once, free = size // (1 if whole else max(1, shape[0])), psutil.virtual_memory().available
     if at_once > free:
-        raise LimitExceeded(
-            f"{where}: {name!r} takes {at_once} bytes, {free} are free; save a part of it"
-        )
-    return Values((name,), dtype.name, shape, partial(_member_rows, where, info.filename))
+        raise LimitExceeded(f"{name} takes {at_once} bytes, {free} are free; save a part of it")
 
+    def take(rows: Rows, axis: int) -> Array:
+        try:
+            with zipfile.ZipFile(where) as archive, archive.open(info.filename) as file:
+                if whole or axis or not rows:
+                    array = npy.read_array(file, allow_pickle=False)
+                    return np.array(joined(_numbers(name, array), rows, axis))
+                data = bytearray()
+                for some in rows:
+                    file.seek(begin + some.start * at_once)
+                    data += file.read((some.stop - some.start) * at_once)
+                return _numbers(name, np.frombuffer(data, stored).reshape(-1, *shape[1:]))
+        except _DAMAGE as error:
+            raise CorruptFile(f"{name} is damaged: {error}") from error
 
-def _npy_header(file: IO[bytes]) -> tuple[tuple[int, ...], bool, np.dtype[Any]]:
-    old = npy.read_magic(file) == (1, 0)
-    return (npy.read_array_header_1_0 if old else npy.read_array_header_2_0)(file)
-
-
-def _member_rows(where: Path, member: str, rows: Rows, axis: int) -> Array:
-    """Read rows, one run after the other; the whole array if its columns come first."""
-    try:
-        with zipfile.ZipFile(where) as archive, archive.open(member) as file:
-            shape, by_columns, dtype = _npy_header(file)
-            if by_columns or axis or not rows:
-                file.seek(0)
-                array = npy.read_array(file, allow_pickle=False)
-                return np.array(joined(_numbers(member, array), rows, axis))
-            start, row_bytes = file.tell(), math.prod(shape[1:]) * dtype.itemsize
-            data = bytearray()
-            for some in rows:
-                file.seek(start + some.start * row_bytes)
-                data += file.read((some.stop - some.start) * row_bytes)
-            return _numbers(member, np.frombuffer(data, dtype).reshape(-1, *shape[1:]))
-    except _DAMAGE as error:
-        raise CorruptFile(f"{where} is damaged: {member!r}: {error}") from error
+    return Values((info.filename.removesuffix(".npy"),), dtype.name, shape, take)
 
 
 def safetensors_source(where: Path, budget: int) -> Source:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -15,6 +14,7 @@ import psutil
 
 from penstock.advisor.decide import KeyPath
 from penstock.advisor.sample import Array, Rows, Sample, Source, Values, nbytes, some_of
+from penstock.bags.find import natural_key
 from penstock.checkpoints import folder
 from penstock.core.pack import Entry, PackReader, is_pack
 from penstock.errors import DataError, LimitExceeded, UsageError
@@ -188,10 +188,10 @@ def _choose(files: Sequence[Path]) -> list[list[Path]]:
 
 def _series(where: Path) -> tuple[list[Path], int]:
     """List the checkpoints like the newest, in the order they were saved; count the others."""
-    packs: list[tuple[int, Path, Structure]] = []
+    packs: dict[Path, tuple[int, Structure]] = {}
     foreign: list[Path] = []
-    left_out = 0
-    for path in sorted(checkpoint.checkpoint_files(where), key=_natural):
+    damaged = 0
+    for path in sorted(checkpoint.checkpoint_files(where), key=natural_key):
         try:
             kind = checkpoint.classify(path)
             if kind in ("torch", "pickle", "lz4"):
@@ -199,24 +199,16 @@ def _series(where: Path) -> tuple[list[Path], int]:
             elif kind == "pack":
                 with _opened(path) as (values, meta):
                     if meta is not None:
-                        order = meta.get("sequence")
-                        order = order if isinstance(order, int) else 0
-                        packs.append((order, path, _structure(values)))
+                        packs[path] = meta.get("sequence") or 0, _structure(values)
         except DataError:
-            left_out += 1
+            damaged += 1
     if packs:
-        packs.sort(key=lambda pack: pack[0])
+        files = sorted(packs, key=lambda path: packs[path][0])
         latest = folder.latest(where)
-        like = next((pack for pack in packs if pack[1] == latest), packs[-1])
-        alike = [path for _, path, structure in packs if _alike(structure, like[2])]
+        like = packs[latest if latest in packs else files[-1]][1]
+        alike = [path for path in files if _alike(packs[path][1], like)]
     else:
         newest = max(foreign, key=lambda path: path.stat().st_mtime_ns, default=None)
         size = newest.stat().st_size if newest else 0
         alike = [p for p in foreign if size / _ALIKE <= p.stat().st_size <= size * _ALIKE]
-    return alike, left_out + len(packs) + len(foreign) - len(alike)
-
-
-def _natural(path: Path) -> list[tuple[int, str]]:
-    """Sort key by which step_9 comes before step_10."""
-    parts = re.split(r"([0-9]+)", path.name)
-    return [(int(part), "") if part.isdigit() else (-1, part) for part in parts]
+    return alike, damaged + len(packs) + len(foreign) - len(alike)

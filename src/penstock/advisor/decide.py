@@ -13,10 +13,9 @@ bandwidth b for up to n* = d ((1 - 1/r) / b - 1/c) uses.
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Iterable
+from contextlib import suppress
 from dataclasses import dataclass, field
-from decimal import Decimal
 from typing import Literal
 
 from penstock.core.memory import parse_bytes, whole_number
@@ -36,25 +35,22 @@ MEANING: dict[Verdict, str] = {
     "C": "compress in memory too",
 }
 
-_RATE = re.compile(r"\s*([0-9]+(?:\.[0-9]+)?)\s*(?:([kMGT]?)(i?)([bB])(?:/s|ps))?\s*")
-_POWERS = {"": 0, "k": 1, "M": 2, "G": 3, "T": 4}
-
 
 @dataclass(frozen=True)
 class CodecMeasure:
-    """One codec on the sample of one key, by one thread.
+    """One codec on the sample of one key, by one thread; speeds are of raw bytes.
 
-    Attributes:
-        name: Such as "series 1", "lz4 9"; "raw" for as it is.
-        ratio: Raw bytes over coded bytes.
-        encode_bytes_s: Raw bytes compressed per second.
-        decode_bytes_s: Raw bytes restored per second.
+    The name is such as "series 1" or "lz4 9", and "raw" for as it is.
     """
 
     name: str
     ratio: float
     encode_bytes_s: float
     decode_bytes_s: float
+
+
+Part = tuple[float, CodecMeasure | None]
+"""So many bytes, and what their codec makes of them; None leaves them as they are."""
 
 
 @dataclass(eq=False)
@@ -64,12 +60,10 @@ class KeyMeasure:
     Attributes:
         path: From the outside in.
         writer: Which part of penstock stores it.
-        dtype: Of its elements.
         shape: Of all of it, or of one element where there is no more to say.
         raw_bytes: What storing it takes uncompressed.
         memory_bytes: What holding it for use takes uncompressed (a video: its pictures).
         note: What else is to say, such as "already compressed (jpeg)".
-        sampled_bytes: How much of it was looked at.
         stored: As its writer stores it; None where nothing would be changed.
         memory: As a replay buffer holds it; None where that does not apply.
         batch: As a `CompressedDataCollector` holds it; None where that does not apply.
@@ -233,11 +227,11 @@ def decide(measurements: Measurements, limits: Limits) -> Decision:
     keys, every = measurements.keys, measurements.delta_every
     raw, held = sum(key.raw_bytes for key in keys), sum(key.memory_bytes for key in keys)
     overhead = measurements.overhead_bytes
-    full, delta = (_coded(keys, "", some) + overhead for some in (0, every))
+    full, delta = (coded_bytes(keys, "", some) + overhead for some in (0, every))
     delta_every = every if _differences_pay(keys, raw, full, delta) else 0
     stored = delta if delta_every else full
     ratio_stored = raw / max(1, stored)
-    compressed, batches = _coded(keys, "buffer"), _coded(keys, "batch")
+    compressed, batches = coded_bytes(keys, "buffer"), coded_bytes(keys, "batch")
     ratio_memory = held / max(1, compressed) if any(key.memory for key in keys) else None
     ratio_batch = held / max(1, batches) if any(key.batch for key in keys) else None
     codecs = [(key, codec_of(key, "", delta_every)) for key in keys]
@@ -304,7 +298,7 @@ def codec_of(key: KeyMeasure, form: Form, delta_every: int) -> CodecMeasure | No
     return key.delta if delta_every and key.delta else key.stored
 
 
-def _coded(keys: Iterable[KeyMeasure], form: Form, delta_every: int = 0) -> int:
+def coded_bytes(keys: Iterable[KeyMeasure], form: Form, delta_every: int = 0) -> int:
     """Return the bytes of all keys as they are held, or else as they are stored."""
     total = 0.0
     for key in keys:
@@ -316,21 +310,25 @@ def _coded(keys: Iterable[KeyMeasure], form: Form, delta_every: int = 0) -> int:
 def _differences_pay(keys: Iterable[KeyMeasure], raw: int, full: int, delta: int) -> bool:
     """Tell whether differences make the checkpoints clearly smaller, or all of it small enough."""
     series = [key for key in keys if key.delta]
-    clearly = _coded(series, "") > LEAST_GAIN * _coded(series, "", 1)
+    clearly = coded_bytes(series, "") > LEAST_GAIN * coded_bytes(series, "", 1)
     return clearly or delta <= raw / LEAST_RATIO < full
 
 
-def together(parts: Iterable[tuple[int, CodecMeasure | None]]) -> CodecMeasure:
+def together(parts: Iterable[Part]) -> CodecMeasure:
     """Return what codecs make of parts of so many bytes, all together; None leaves one as it is."""
     size = coded = encode_s = decode_s = 0.0
+    name, best = "", 0.0
     for part, codec in parts:
         size += part
         coded += part / (codec.ratio if codec else 1.0)
-        encode_s += part / max(1.0, codec.encode_bytes_s) if codec else 0.0
-        decode_s += part / max(1.0, codec.decode_bytes_s) if codec else 0.0
+        if codec:
+            encode_s += part / max(1.0, codec.encode_bytes_s)
+            decode_s += part / max(1.0, codec.decode_bytes_s)
+            if codec.ratio > best:  # the name is that of the one that does most
+                name, best = codec.name, codec.ratio
     if not encode_s:
         return CodecMeasure("", 1.0, 0.0, 0.0)
-    return CodecMeasure("", size / coded, size / encode_s, size / decode_s)
+    return CodecMeasure(name, size / coded, size / encode_s, size / decode_s)
 
 
 def _break_even(
@@ -356,10 +354,12 @@ def parse_rate(value: str | float) -> float:
         UsageError: It is no such rate, or zero.
     """
     rate = 0.0
-    if isinstance(value, str) and (match := _RATE.fullmatch(value)):
-        number, power, binary, unit = match.groups(default="")
-        base = 1024 if binary else 1000
-        rate = float(Decimal(number) * base ** _POWERS[power]) / (8 if unit == "b" else 1)
+    if isinstance(value, str):
+        size, per_second, rest = value.strip().replace("ps", "/s").partition("/s")
+        bits = size.endswith("b")
+        with suppress(UsageError):
+            if not rest and bool(per_second) == size[-1:].isalpha():
+                rate = parse_bytes(size) / (8 if bits else 1)
     elif isinstance(value, int | float) and not isinstance(value, bool):
         rate = float(value)
     if not (math.isfinite(rate) and rate > 0):
@@ -372,10 +372,7 @@ def parse_rate(value: str | float) -> float:
 def _size(name: str, value: str | int | None) -> int | None:
     if value is None:
         return None
-    try:
-        size = parse_bytes(value)
-    except UsageError:
-        size = 0
-    if size < 1:
-        raise UsageError(f"{name}={value!r} is no size; write for example 512MB or 2GiB")
-    return size
+    with suppress(UsageError):
+        if size := parse_bytes(value):
+            return size
+    raise UsageError(f"{name}={value!r} is no size; write for example 512MB or 2GiB")

@@ -10,10 +10,10 @@ from __future__ import annotations
 import contextlib
 import tempfile
 import time
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -21,7 +21,15 @@ from typing import TYPE_CHECKING
 import numpy as np
 from numpy.typing import NDArray
 
-from penstock.advisor.decide import LEAST_RATIO, CodecMeasure, KeyMeasure, Machine
+from penstock.advisor.decide import (
+    LEAST_RATIO,
+    CodecMeasure,
+    KeyMeasure,
+    Machine,
+    Part,
+    coded_bytes,
+    together,
+)
 from penstock.advisor.sample import Array, Piece, Sample, Source, nbytes, positions, spread, thinned
 from penstock.advisor.speeds import HIGHEST, best, raw, timed
 from penstock.core.codecs import Codec, Delta, Lz4, Planes, Zstd, bytes_of
@@ -96,13 +104,12 @@ def _prefer_buffer(source: Source) -> None:
 
     Pictures, mostly: its codecs know of rows.
     """
-    overhead = _MANIFEST_BYTES + _RECORD_BYTES * len(source.keys)
-    stored, buffer = float(source.overhead_bytes), float(overhead)
     for key in source.keys:
         if key.writer != "rollouts" or (key.memory is None and key.raw_bytes):
             return
-        stored += key.raw_bytes / (key.stored.ratio if key.stored else 1.0)
-        buffer += key.memory_bytes / (key.memory.ratio if key.memory else 1.0)
+    overhead = _MANIFEST_BYTES + _RECORD_BYTES * len(source.keys)
+    stored = source.overhead_bytes + coded_bytes(source.keys, "")
+    buffer = overhead + coded_bytes(source.keys, "buffer")
     if not source.environments and buffer < _CLEARLY * stored:
         source.overhead_bytes = overhead
         for key in source.keys:
@@ -151,7 +158,7 @@ def _timed_frames(codec: FrameCodec, rows: NDArray[np.uint8]) -> CodecMeasure:
 
 def _compress_batches(source: Source) -> None:
     """Measure what a `CompressedDataCollector` makes of batches [env, time]."""
-    sums: defaultdict[KeyMeasure, NDArray[np.float64]] = defaultdict(lambda: np.full(4, 1e-9))
+    parts: defaultdict[KeyMeasure, list[Part]] = defaultdict(list)
     for sample in source.samples:
         axes = sample.axes
         if sample.writer != "rollouts" or not axes or (axes.env, axes.time) != (0, 1):
@@ -160,70 +167,30 @@ def _compress_batches(source: Source) -> None:
         from penstock.rollouts.structure import Leaf
 
         for key, words, _ in sample.pieces:
-            if source.environments and words.shape[:2] == axes.batch:
-                compress = partial(
-                    compress_key, Leaf("", key.path, key.dtype, words), True, BATCH_LEVEL
-                )
-                column = compress()  # the very first includes what is made ready
-                coded = column.nbytes if column else words.nbytes
-                decode_s = best(column.decode) if column else 0.0
-                sums[key] += (words.nbytes, coded, best(compress), decode_s)
-    for key, (size, coded, encode_s, decode_s) in sums.items():
-        key.batch = raw(source.machine)
-        if coded < size:
-            speeds = float(size / encode_s), float(size / decode_s)
-            key.batch = CodecMeasure("series groups", float(size / coded), *speeds)
-
-
-@dataclass
-class _Sum:
-    """What all pieces of a key came to, each weighted by what it stands for."""
-
-    raw_bytes: float = 0.0
-    coded_bytes: float = 0.0
-    codec: Codec | None = None
-    blocks: list[Array] = field(default_factory=list)
-    bases: list[Array] = field(default_factory=list)
-
-    def add(self, piece: Piece, entry: Entry, weight: float) -> None:
-        """Count what became of a piece."""
-        self.raw_bytes += piece.words.nbytes * weight
-        self.coded_bytes += entry.stored_bytes * weight
-
-    def add_blocks(
-        self, entry: Entry, most_bytes: int, pack: PackReader, base: PackReader | None = None
-    ) -> None:
-        """Keep some blocks, from everywhere, to measure the speed of their codec."""
-        self.codec = entry.codec
-        most = min(_TIMED_BLOCKS, max(1, most_bytes // entry.block_bytes))
-        for block in positions(spread(entry.blocks, 1, most)):
-            self.blocks.append(pack.read_block(entry.name, block))
-            if base is not None:
-                self.bases.append(base.read_block(entry.name, block))
-
-    def measure(self, plain: CodecMeasure) -> CodecMeasure:
-        """Measure the codec; `plain` where there is none, and to read what it builds on."""
-        found = timed(self.codec, self.blocks, self.bases) if self.codec else plain
-        if self.bases:
-            read_s = 1 / plain.decode_bytes_s
-            found = replace(
-                found,
-                encode_bytes_s=1 / (1 / found.encode_bytes_s + read_s),
-                decode_bytes_s=1 / (1 / found.decode_bytes_s + read_s),
-            )
-        return replace(found, ratio=self.raw_bytes / max(1.0, self.coded_bytes))
+            if not source.environments or words.shape[:2] != axes.batch:
+                continue
+            leaf, size = Leaf("", key.path, key.dtype, words), words.nbytes
+            compress = partial(compress_key, leaf, True, BATCH_LEVEL)
+            found = None
+            if column := compress():  # the very first includes what is made ready
+                speeds = size / best(compress), size / best(column.decode)
+                found = CodecMeasure("series groups", size / column.nbytes, *speeds)
+            parts[key].append((size, found))
+    for key, some in parts.items():
+        found = together(some)
+        key.batch = found if found.ratio > 1 else raw(source.machine)
 
 
 def _store(source: Source) -> None:
     """Write the samples into a temporary folder, and read what became of their keys."""
-    full: defaultdict[KeyMeasure, _Sum] = defaultdict(_Sum)
-    series: defaultdict[KeyMeasure, _Sum] = defaultdict(_Sum)
+    full: defaultdict[KeyMeasure, list[Part]] = defaultdict(list)
+    series: defaultdict[KeyMeasure, list[Part]] = defaultdict(list)
     written = [sample for sample in source.samples if sample.writer in ("rollouts", "checkpoint")]
-    blocks_bytes = _TIMED_BYTES // max(1, len(written))
-    files: Counter[str] = Counter()
+    files: defaultdict[str, float] = defaultdict(float)
     for sample in written:
-        files[sample.writer] += sample.files  # type: ignore[assignment]
-    overhead = 0.0
+        files[sample.writer] += sample.files
+    overhead, plain = 0.0, raw(source.machine)
+    measure = partial(_measure_entry, plain, _TIMED_BYTES // max(1, len(written)))
     with tempfile.TemporaryDirectory(prefix="penstock-advise-") as folder, ExitStack() as stack:
         packs: dict[Sample, PackReader] = {}
         for number, sample in enumerate(written):
@@ -237,24 +204,48 @@ def _store(source: Source) -> None:
                 delta = stack.enter_context(PackReader(path))
                 smaller = {entry.name: entry for entry in _differences(pack, delta)}
             header = pack.index.header_bytes
-            for piece, name in zip(sample.pieces, names, strict=True):
-                entry, total = pack.entry(name), full[piece.key]
-                total.add(piece, entry, sample.files)
-                per_file = piece.key.raw_bytes / max(1.0, files[sample.writer])
+            for (key, words, _), name in zip(sample.pieces, names, strict=True):
+                entry = pack.entry(name)
+                found = difference = measure(entry, pack)
+                per_file = key.raw_bytes / max(1.0, files[sample.writer])
                 more = per_file / entry.block_bytes - entry.blocks
                 header += int(_BLOCK_HEADER_BYTES * max(0.0, more))
-                if entry.codec.id != "raw":
-                    total.add_blocks(entry, blocks_bytes, pack)
-                if sample.share:
-                    series[piece.key].add(piece, smaller.get(name, entry), sample.share)
+                full[key].append((words.nbytes * sample.files, found))
                 if name in smaller:
-                    series[piece.key].add_blocks(smaller[name], blocks_bytes, delta, base)
+                    difference = measure(smaller[name], delta, base)
+                if sample.share:
+                    series[key].append((words.nbytes * sample.share, difference))
             overhead += header * sample.files
-        for key, total in full.items():
-            key.stored = total.measure(raw(source.machine))
-        for key, total in series.items():
-            key.delta = total.measure(key.stored or raw(source.machine))
+    for key, some in full.items():
+        key.stored = together(some)
+    for key, some in series.items():
+        key.delta = together(some)
     source.overhead_bytes = int(overhead)
+
+
+def _measure_entry(
+    plain: CodecMeasure,
+    most_bytes: int,
+    entry: Entry,
+    pack: PackReader,
+    base: PackReader | None = None,
+) -> CodecMeasure:
+    """Say what became of a tensor; the speed is that of its codec on some of its blocks.
+
+    `plain` is the speed where there is no codec, and of reading what a difference builds on.
+    """
+    ratio = entry.nbytes / max(1, entry.stored_bytes)
+    if entry.codec.id == "raw":
+        return replace(plain, ratio=ratio)
+    most = min(_TIMED_BLOCKS, max(1, most_bytes // entry.block_bytes))
+    chosen = positions(spread(entry.blocks, 1, most))
+    blocks = [pack.read_block(entry.name, block) for block in chosen]
+    if base is None:
+        return replace(timed(entry.codec, blocks), ratio=ratio)
+    found = timed(entry.codec, blocks, [base.read_block(entry.name, block) for block in chosen])
+    encode_s, decode_s = 1 / found.encode_bytes_s, 1 / found.decode_bytes_s
+    read_s = 1 / plain.decode_bytes_s
+    return CodecMeasure(found.name, ratio, 1 / (encode_s + read_s), 1 / (decode_s + read_s))
 
 
 def _write_rollout(path: Path, sample: Sample) -> list[str]:

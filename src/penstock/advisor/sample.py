@@ -38,11 +38,7 @@ _FEWEST_STEPS = 32
 class Values:
     """An array of which rows can be read: in memory, on a device, or in a file.
 
-    Attributes:
-        path: Its key, from the outside in.
-        dtype: One of the pack's.
-        shape: Of all of it.
-        take: Reads rows along an axis, as words of the pack; all for ().
+    `take` reads rows along an axis, as words of the pack; all for ().
     """
 
     path: KeyPath
@@ -83,8 +79,6 @@ class Sample:
     """Pieces that one file would hold together.
 
     Attributes:
-        writer: Who would write it.
-        pieces: Of its keys.
         axes: Of the pieces of a rollout.
         files: How many files of this kind the data makes.
         meta: What the header of the file says besides.

@@ -37,7 +37,6 @@ from penstock.rollouts.file import RolloutFile
 from penstock.rollouts.structure import Axes, Key
 
 Bytes = NDArray[np.uint8]
-Ints = NDArray[np.int64]
 
 _FILES = 16  # that a sample is taken from
 _HEADERS = 500  # that are read
@@ -47,23 +46,11 @@ _DESCRIPTION_BYTES = 16 << 20
 _NONSENSE = (LookupError, ValueError, TypeError, AttributeError, OverflowError, MemoryError)
 
 
-def experience_source(where: Path, budget: int) -> Source:
-    """Sample what lies there: a storage of TorchRL, a replay buffer, a run, or rollouts."""
-    if (where / "buffer_metadata.json").is_file():  # of a buffer of TorchRL, around its storage
-        where /= "storage"
-    if (where / "storage_metadata.json").is_file():
-        return _memmap_source(where, budget)
-    if replay.is_replay(where):
-        return _replay_source(where, budget)
-    if run.is_run(where):
-        return _run_source(where, budget)
+def rollouts_source(where: Path, budget: int) -> Source:
+    """Sample a rollout, or a folder of them."""
     source = Source("rollouts", str(where))
-    _add_rollouts(source, _rollout_files(where) if where.is_dir() else [where], budget)
+    _add_rollouts(source, replay.rollout_files(where) or [where], budget)
     return source
-
-
-def _rollout_files(folder: Path) -> list[Path]:
-    return sorted(folder.glob(replay.ROLLOUTS))
 
 
 def _add_rollouts(source: Source, files: Sequence[Path], budget: int) -> None:
@@ -108,12 +95,10 @@ def _rows(file: RolloutFile, key: Key, entry: Entry, rows: Rows, axis: int) -> A
     return one.take(() if part else rows, axis)
 
 
-def _run_source(where: Path, budget: int) -> Source:
+def run_source(where: Path, budget: int) -> Source:
     """Sample what a training run has kept: its rollouts and its checkpoints."""
     source = Source("training run", str(where))
-    rollouts = where / "rollouts"
-    folders = [part for part in (rollouts, *sorted(rollouts.glob("rank_*"))) if part.is_dir()]
-    files = [path for folder in folders for path in _rollout_files(folder)]
+    files = [path for folder in run.parts(where) for path in replay.rollout_files(folder)]
     if files:
         _add_rollouts(source, files, budget * 3 // 4)
     try:
@@ -127,7 +112,7 @@ def _run_source(where: Path, budget: int) -> Source:
     return source
 
 
-def _replay_source(where: Path, budget: int) -> Source:
+def replay_source(where: Path, budget: int) -> Source:
     """Sample a saved replay buffer: frames of episodes (or slots) from all over its segments."""
     from penstock.replay.keys import Field
 
@@ -166,18 +151,16 @@ def _episode_frames(segment: PackReader, number: int, record: dict[str, Any], co
 
     column = Column.from_config(record)
     lengths, sizes = segment.read("lengths"), segment.read(f"sizes.{number}")
-    ends = np.cumsum(sizes)
-    mean = max(1, int(lengths.mean()))
-    chosen = some_of(range(len(lengths)), max(1, min(_RUNS, count // mean)))
+    records, ends = segment.read(f"records.{number}"), np.cumsum(sizes)
+    chosen = some_of(range(len(lengths)), max(1, min(_RUNS, count // max(1, int(lengths.mean())))))
     run = max(1, count // len(chosen) // _EPISODE_RUNS)
     parts = []
     for episode in chosen:
         length, end = int(lengths[episode]), int(ends[episode])
-        stored = segment.read_rows(f"records.{number}", end - int(sizes[episode]), end)
-        data = column.from_file(stored, length)
+        data = column.from_file(records[end - int(sizes[episode]) : end], length)
         steps = np.array(positions(spread(length, run, _EPISODE_RUNS)), np.int64)
         parts.append(np.empty((steps.size, column.field.size), np.uint8))
-        column.gather(np.full(steps.size, _address(data), np.uint64), steps, parts[-1])
+        column.gather(np.full(steps.size, _address(data)), steps, parts[-1])
     return np.concatenate(parts)
 
 
@@ -187,25 +170,20 @@ def _slot_frames(segment: PackReader, number: int, record: dict[str, Any], count
     from penstock.replay.keys import Field
 
     size, run = Field.from_config(record).size, max(1, count // _RUNS)
-    parts = []
     if record["codec"] is None:
-        name = f"plain.{number}"
-        for some in spread(segment.entry(name).shape[0], run, _RUNS):
-            words = segment.read_rows(name, some.start, some.stop)
-            parts.append(words.reshape(-1).view(np.uint8).reshape(-1, size))
-        return np.concatenate(parts)
+        rows = segment.read(f"plain.{number}")
+        chosen = joined(rows, spread(len(rows), run, _RUNS))
+        return np.ascontiguousarray(chosen).reshape(-1).view(np.uint8).reshape(-1, size)
     codec = frame_codec(record["codec"])
-    lengths: Ints = segment.read(f"lengths.{number}")
-    if codec.size != size or lengths.dtype != np.int64 or (lengths < 0).any():
+    data, lengths = segment.read(f"data.{number}"), segment.read(f"lengths.{number}")
+    good = codec.size == size and lengths.dtype == np.int64 and bool((lengths >= 0).all())
+    if not good or bool((lengths > data.size).any()) or int(lengths.sum()) != data.size:
         raise ValueError("its frames do not fit their key")
-    ends = np.cumsum(lengths)
-    for some in spread(len(lengths), run, _RUNS):
-        part, begins = lengths[some], ends[some] - lengths[some]
-        data = segment.read_rows(f"data.{number}", int(begins[0]), int(ends[some.stop - 1]))
-        addresses = (begins - begins[0]).astype(np.uint64) + _address(data)
-        parts.append(np.empty((len(part), size), np.uint8))
-        codec.decode(addresses, part, parts[-1])
-    return np.concatenate(parts)
+    slots = positions(spread(len(lengths), run, _RUNS))
+    addresses = (np.cumsum(lengths) - lengths).astype(np.uint64) + _address(data)
+    out = np.empty((len(slots), size), np.uint8)
+    codec.decode(addresses[slots], lengths[slots], out)
+    return out
 
 
 def _address(data: Bytes) -> Any:
@@ -228,7 +206,7 @@ def storage_source(storage: Any, budget: int) -> Source:
     return source
 
 
-def _memmap_source(where: Path, budget: int) -> Source:
+def memmap_source(where: Path, budget: int) -> Source:
     """Sample what `dumps` of a TorchRL storage writes: one file of plain numbers per key.
 
     TorchRL's own reader would unpickle what is no number.

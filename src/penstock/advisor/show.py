@@ -28,7 +28,6 @@ from penstock.core.memory import format_bytes
 from penstock.ui.report import text_table, wrapped
 
 _ROWS = 10
-_LONG = 400
 _CACHE_BYTES = 64 << 20  # what a CompressedDataCollector takes by default
 _LEAST_CACHE_BYTES = 1 << 20
 _DATA = ("kind", "where", "on_disk", "frames", "environments", "overhead_bytes", "disk_bytes")
@@ -41,13 +40,7 @@ _NOTE_DELTAS = (
 
 @dataclass(frozen=True)
 class Advice:
-    """An answer, and everything it rests on.
-
-    Attributes:
-        measurements: What was measured.
-        limits: What the user has.
-        decision: What follows from both.
-    """
+    """An answer, and everything it rests on: what was measured, what the user has, what follows."""
 
     measurements: Measurements
     limits: Limits
@@ -116,10 +109,8 @@ class Advice:
             *(wrapped(line, "  ") for line in told),
             "",
             "type:",
+            *(_typed(line) for line in self.settings),
         ]
-        for line in self.settings:
-            more = "…  (all of it: --json)" if len(line) > _LONG else ""
-            lines.append(f"  {line[:_LONG]}{more}")
         return "\n".join(lines)
 
     def to_json(self) -> dict[str, Any]:
@@ -149,6 +140,11 @@ class Advice:
         }
 
 
+def _typed(line: str) -> str:
+    """Wrap what is to be typed so that a shell, or Python, takes it as one line."""
+    return wrapped(f"  {line}", "      ", " \\" if line.startswith("penstock ") else "")
+
+
 def _speed(bytes_s: float | None) -> str:
     return "-" if not bytes_s else f"{format_bytes(bytes_s)}/s"
 
@@ -176,15 +172,15 @@ def _saves(advice: Advice) -> str:
         text += f" (all full: {_times(decision.ratio_full)})"
     elif decision.ratio_delta is not None:
         text += f", as differences {_times(decision.ratio_delta)}"
-    if decision.compressed_bytes is not None:
-        text += (
-            f"; in memory, {format_bytes(decision.memory_bytes)} become "
-            f"{format_bytes(decision.compressed_bytes)} in a replay buffer "
-            f"({_times(decision.ratio_in_memory)})"
-        )
-    if decision.batch_bytes is not None:
-        size = format_bytes(decision.batch_bytes)
-        text += f" or {size} as compressed batches ({_times(decision.ratio_batch)})"
+    held = (
+        (decision.compressed_bytes, decision.ratio_in_memory, "in a replay buffer"),
+        (decision.batch_bytes, decision.ratio_batch, "as compressed batches"),
+    )
+    forms = [
+        f"{format_bytes(s)} {how} ({_times(ratio)})" for s, ratio, how in held if s is not None
+    ]
+    if forms:
+        text += f"; in memory, {format_bytes(decision.memory_bytes)} become {' or '.join(forms)}"
     if advice.bound is not None:
         text += f"; a memoryless coder reaches {_times(advice.bound)}"
         if decision.delta_every:
@@ -216,23 +212,18 @@ def _decides(advice: Advice) -> str:
             f"a link of {_rate(limits.bandwidth or 0)} is faster than the break-even of "
             f"{_rate(decision.break_even.bandwidth_bytes_s)}: sending it as it is takes less time"
         )
-    fits = ""
-    if limits.memory is not None or limits.device_memory is not None:
-        fits = ", and fits the memory as it is when it is used"
+    text = "it lies on a disk"
     if limits.bandwidth is not None:
-        return f"it crosses a link of {_rate(limits.bandwidth)}, below the break-even{fits}"
+        text = f"it crosses a link of {_rate(limits.bandwidth)}, below the break-even"
+    elif measurements.disk_bytes and measurements.disk_bytes < 0.9 * decision.raw_bytes:
+        text += f" ({format_bytes(measurements.disk_bytes)} now, so it is compressed already)"
+    if limits.memory is not None or limits.device_memory is not None:
+        text += ", and fits the memory as it is when it is used"
     if advice.has("recording"):
-        return (
-            "it lies on a disk: zstd, as bags have it, saves that much; convert keeps what a "
-            "dataset needs, its compressed pictures as they are"
-        )
-    now = ""
-    if measurements.disk_bytes and measurements.disk_bytes < 0.9 * decision.raw_bytes:
-        now = f" ({format_bytes(measurements.disk_bytes)} now, so it is compressed already)"
-    how = ""
-    if measurements.kind != "replay buffer" and advice.has("replay"):
-        how = "; smallest as a replay buffer, with its method save"
-    return f"it lies on a disk{now}{fits}{how}"
+        text += "; convert keeps what a dataset needs, its compressed pictures as they are"
+    elif measurements.kind != "replay buffer" and advice.has("replay"):
+        text += "; smallest as a replay buffer, with its method save"
+    return text
 
 
 def _too_large(advice: Advice, limit: str) -> str:
@@ -249,40 +240,34 @@ def _too_large(advice: Advice, limit: str) -> str:
     if decision.verdict != "C":
         fewer = f"at most {frames} frames, a spill_dir, or " if measurements.frames else ""
         return f"{text}, and compressing them in memory does not help: use {fewer}more memory"
-    in_batches = decision.form == "batch"
-    packed = format_bytes((decision.batch_bytes if in_batches else decision.compressed_bytes) or 0)
-    how = "as compressed batches" if in_batches else "in a replay buffer"
-    if decision.limit_is_device:
-        text += f"; else hold them in host memory, {packed} {how}; minibatches go over"
-    else:
-        text += f"; {how} they take {packed}"
-    if decision.fits:
-        return text
-    if in_batches:
-        return f"{text}: keep fewer of them, or a replay buffer with a spill_dir on disk"
-    return f"{text}, the rest goes to a spill_dir on disk"
+    size, how = decision.compressed_bytes, "in a replay buffer"
+    spilled = ", the rest goes to a spill_dir on disk"
+    if decision.form == "batch":
+        size, how = decision.batch_bytes, "as compressed batches"
+        spilled = ": keep fewer of them, or a replay buffer with a spill_dir on disk"
+    host = " of host memory" if decision.limit_is_device else ""
+    text += f"; {how} they take {format_bytes(size or 0)}{host}"
+    return text if decision.fits else text + spilled
 
 
 def _costs(advice: Advice) -> str:
     decision, even = advice.decision, advice.decision.break_even
-    below = _rate(even.bandwidth_bytes_s)
     if decision.verdict == "C":
         machine, size = advice.measurements.machine, decision.memory_bytes
         codecs = ((k.memory_bytes, advice.codec(k)) for k in advice.measurements.keys)
         speed = together((held, codec or raw(machine)) for held, codec in codecs)
-        text = (
+        return (
             f"compressing all of it takes one core {size / speed.encode_bytes_s:.3g} s, each use "
             f"{size / speed.decode_bytes_s:.3g} s; copying it uncompressed "
             f"{size / machine.copy_bytes_s:.3g} s"
         )
-        pays = f"; stored or sent, it saves time below {below}" if even.bandwidth_bytes_s else ""
-        return text + pays
     if not even.bandwidth_bytes_s:
         return "there is no bandwidth at which compressing it would save time"
     uses = "once" if even.reuse == 1 else f"{even.reuse} times"
     text = (
         f"one core compresses {_speed(decision.encode_bytes_s)} and restores "
-        f"{_speed(decision.decode_bytes_s)}: used {uses}, it saves time on links below {below}"
+        f"{_speed(decision.decode_bytes_s)}: used {uses}, it saves time on links below "
+        f"{_rate(even.bandwidth_bytes_s)}"
     )
     if even.at_bytes_s is None:
         return text
@@ -342,14 +327,15 @@ def _settings(advice: Advice) -> list[str]:
     if advice.has("recording"):
         lines.append(_convert(advice.measurements))
     if advice.has("checkpoint"):
-        compress = advice.verdict != "A"
-        words, flags = f"compress={compress}", f"compress_checkpoint={compress}"
-        if compress:
-            words += f", compression_level={CHECKPOINT_LEVEL}"
-            flags += f" save_compression_level={CHECKPOINT_LEVEL}"
-        if compress and (every := advice.decision.delta_every):
-            words += f", delta_every={every}"
-            flags += f" checkpoint_delta_every={every}"
+        options: list[tuple[str, str, int]] = [
+            ("compress", "compress_checkpoint", advice.verdict != "A")
+        ]
+        if advice.verdict != "A":
+            options.append(("compression_level", "save_compression_level", CHECKPOINT_LEVEL))
+            if every := advice.decision.delta_every:
+                options.append(("delta_every", "checkpoint_delta_every", every))
+        words = ", ".join(f"{name}={value}" for name, _, value in options)
+        flags = " ".join(f"{name}={value}" for _, name, value in options)
         lines += [f'AsyncCheckpointSaver("checkpoints", {words})', f"penstock train {flags}"]
     return lines
 

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from penstock import inspect
 from penstock.advisor import checkpoints, recorded
 from penstock.advisor.decide import Limits, decide
 from penstock.advisor.measure import measure_source
@@ -14,9 +16,15 @@ from penstock.advisor.show import Advice
 from penstock.advisor.speeds import measure_machine
 from penstock.core.files import storage_error
 from penstock.errors import CorruptFile, MissingExtra, UnknownFormat, UsageError
-from penstock.inspect import checkpoint, dataset, recording, replay, run
+from penstock.inspect import checkpoint
 
-_TORCHRL = ("buffer_metadata.json", "storage_metadata.json")  # what `dumps` leaves
+_Open = Callable[[Path, int], Source]
+_WITHOUT_TORCH: dict[str, _Open] = {
+    "dataset": recorded.dataset_source,
+    "recording": recorded.bag_source,
+    "folder": checkpoints.folder_source,
+    **dict.fromkeys(("pack", "torch", "pickle", "lz4"), checkpoints.file_source),
+}
 _BYTES_PER_S = 4 << 20  # what is looked at per second that it may take
 _LEAST_BYTES, _MOST_BYTES = 4 << 20, 64 << 20
 
@@ -74,48 +82,40 @@ def advise(
 
 def _open(data: Any, budget: int) -> Source:
     """Find out what the data is, and take a sample of about `budget` bytes."""
-    where = Path(data) if isinstance(data, str | os.PathLike) else None
-    if where and not where.exists():
-        raise UsageError(f"{where} does not exist; check the path")
-    if where and dataset.is_dataset(where):
-        return recorded.dataset_source(where, budget)
-    if where and recording.is_bag(where):
-        return recorded.bag_source(where, budget)
-    if where and where.is_dir() and not _is_experience(where):
-        return checkpoints.folder_source(where, budget)
-    kind = checkpoint.classify(where) if where and where.is_file() else None
-    if where and kind == "pack" and not _is_rollout(where):
-        return checkpoints.file_source(where, budget)
-    from penstock.advisor import arrays, saved  # these need torch
+    if not isinstance(data, str | os.PathLike):
+        from penstock.advisor import arrays, saved
 
-    if where is None:
         storage = getattr(data, "storage", data)  # of a buffer; tensors have a method of this name
         if hasattr(storage, "max_size"):
             return saved.storage_source(storage, budget)
         return arrays.data_source(data, budget)
-    if kind is None or kind == "pack":
-        return saved.experience_source(where, budget)
-    if where.suffix == ".npz":
-        return arrays.npz_source(where, budget)
-    if kind == "safetensors":
-        return arrays.safetensors_source(where, budget)
-    if kind in ("torch", "pickle", "lz4"):
-        return checkpoints.file_source(where, budget)
-    if kind == "damaged":
+    where = Path(data)
+    if (where / "buffer_metadata.json").is_file():  # of a buffer of TorchRL, around its storage
+        where /= "storage"
+    kind = inspect.kind_of(where)
+    if kind == "file":
+        kind = checkpoint.classify(where)
+    if kind == "pack" and checkpoint.describe_file(where)["kind"] == "penstock rollout":
+        kind = "rollouts"
+    if kind == "folder" and (where / "storage_metadata.json").is_file():
+        kind = "storage"
+    if kind in _WITHOUT_TORCH:
+        return _WITHOUT_TORCH[kind](where, budget)
+    is_npz = where.suffix == ".npz" and where.is_file()
+    if kind == "damaged" and not is_npz:
         raise CorruptFile(f"{where} is damaged: its beginning or end is not that of a checkpoint")
-    raise UnknownFormat(
-        f"{where} is no file that advise reads; give a recording, dataset, rollout, checkpoint, "
-        ".npz or .safetensors"
-    )
+    if kind in ("unknown", "recordings") and not is_npz:
+        raise UnknownFormat(
+            f"{where} is nothing that advise reads; give one recording, a dataset, rollouts, a "
+            "checkpoint, .npz or .safetensors"
+        )
+    from penstock.advisor import arrays, saved  # these need torch
 
-
-def _is_experience(folder: Path) -> bool:
-    """Tell whether a folder holds what `saved` samples."""
-    if any((folder / name).is_file() for name in _TORCHRL):
-        return True
-    return replay.is_replay(folder) or replay.is_rollouts(folder) or run.is_run(folder)
-
-
-def _is_rollout(path: Path) -> bool:
-    with checkpoint.open_pack(path) as pack:
-        return pack.index.kind == "rollout"
+    sources: dict[str, _Open] = {
+        "rollouts": saved.rollouts_source,
+        "run": saved.run_source,
+        "replay": saved.replay_source,
+        "storage": saved.memmap_source,
+        "safetensors": arrays.safetensors_source,
+    }
+    return (arrays.npz_source if is_npz else sources[kind])(where, budget)

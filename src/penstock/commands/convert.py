@@ -24,6 +24,9 @@ def run(arguments: argparse.Namespace) -> Report | Prediction:
     from penstock.conversion.run import run_request
     from penstock.core.files import sweep
 
+    page = Path(arguments.report) if arguments.report else None
+    if page is not None and not page.absolute().parent.is_dir():
+        raise UsageError(f"--report {page}: the folder does not exist; create it first")
     request = _request(arguments)
     if arguments.dry_run:
         return predict(request)
@@ -34,10 +37,10 @@ def run(arguments: argparse.Namespace) -> Report | Prediction:
         write_card(request.out)
         if request.remote is not None:
             request.remote.push(CARD, PICTURE)
-    if request.shard is not None and not arguments.report:
+    if request.shard is not None and page is None:
         return report  # a page per shard would be a hundred pages
     beside = request.target.name if request.remote is not None else request.out.absolute()
-    page = Path(arguments.report or f"{beside}.html")
+    page = page or Path(f"{beside}.html")
     sweep(page.absolute().parent)  # of a command that was killed while it wrote its page
     report.write_page(page, arguments.typed)
     return report

@@ -97,7 +97,7 @@ def _run_of(arguments: argparse.Namespace) -> str:
             note_renamed(word, f"--set {word}")
             arguments.set.append(word.lstrip("+"))
     if len(paths) != 1:
-        raise UsageError(f"evaluate needs one run, and was given {len(paths)}")
+        raise UsageError(f"evaluate needs one run, such as runs/x, and was given {len(paths)}")
     return str(paths[0])
 
 

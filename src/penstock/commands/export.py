@@ -43,10 +43,11 @@ def _export_policy(arguments: argparse.Namespace) -> Outcome:
     if wrong is not None:
         raise UsageError(f"--{wrong} is for a dataset, and {arguments.out} is a policy")
     from penstock.nav.export import export_policy
+    from penstock.ui.report import wrapped
 
     name = arguments.checkpoint or "best"
     result = export_policy(arguments.source, arguments.out, checkpoint=name)
-    return Outcome(result.text(), result.to_json(), answer=False)
+    return Outcome(wrapped(result.text()), result.to_json(), answer=False)
 
 
 def _export_dataset(arguments: argparse.Namespace) -> Outcome:

@@ -34,7 +34,7 @@ def _run(arguments: argparse.Namespace) -> Outcome:
         found = [path] if is_run(path) else sorted(filter(is_run, path.glob("*")))
         if not found:
             raise UsageError(f"{path} is no training run, and holds none; see penstock train")
-        folders += found
+        folders += [run for run in found if run.resolve() not in map(Path.resolve, folders)]
     comparison: Comparison = compare(folders)
     orders: dict[str, Any] = {
         "name": lambda run: run.name,

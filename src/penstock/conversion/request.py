@@ -182,7 +182,10 @@ def make_request(
     version = version or (_version_of(Path(out)) if goes_on else "v3.0")
     if version not in VERSIONS:
         raise UsageError(f"version is {version!r}: {did_you_mean(version, VERSIONS)}")
-    memory_bytes = parse_bytes(memory)
+    try:
+        memory_bytes = parse_bytes(memory)
+    except UsageError as error:
+        raise UsageError(f"memory: {error}") from None
     if memory_bytes < parse_bytes(_LEAST_MEMORY):
         raise UsageError(f"memory is {memory!r}: the codecs alone need {_LEAST_MEMORY}")
     paths = [bags] if isinstance(bags, str | os.PathLike) else list(bags)

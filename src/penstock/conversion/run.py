@@ -83,8 +83,10 @@ def _run(request: Request) -> Report:
         if request.check and request.shard is None:
             if request.remote is not None:
                 request.remote.fetch_all()
-            with Progress(size_of(request.out), "check", "bytes", request.progress) as progress:
+            size_bytes = size_of(request.out)
+            with Progress(size_bytes, "check", "bytes", request.progress) as progress:
                 checkup = check(request.out, "sample", progress)
+                progress.count(size_bytes - progress.done)  # metadata
             report.findings, report.checked = checkup.findings, checkup.checked
             report.training = checkup.notes
     report.peak_bytes, report.memory = watch.peak_bytes, watch.samples

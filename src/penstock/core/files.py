@@ -39,6 +39,7 @@ _HINTS = {
     errno.EPERM: "check the permissions of the folder",
     errno.EIO: "the disk reports an error; check it before going on",
     errno.ENOENT: "the folder does not exist; create it first",
+    errno.EISDIR: "it is a folder; give a file",
     errno.ENOTDIR: "a part of this path is a file, not a folder",
     errno.ENAMETOOLONG: "choose a shorter name",
 }
@@ -48,6 +49,8 @@ def storage_error(action: str, path: str | os.PathLike[str], error: OSError) -> 
     """Say an OS error in one line: what, where, why, what to do."""
     reason = error.strerror or type(error).__name__
     hint = _HINTS.get(error.errno or 0, "check the disk and the folder")
+    if action == "read" and error.errno == errno.ENOENT:
+        hint = "check the path"  # nobody creates a folder to read from it
     return StorageError(f"cannot {action} {path}: {reason}; {hint}")
 
 

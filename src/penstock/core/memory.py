@@ -15,8 +15,8 @@ import psutil
 
 from penstock.errors import UsageError
 
-_DECIMAL: Final = {"": 1, "b": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9}
-_UNIT_BYTES: Final = {**_DECIMAL, "kib": 2**10, "mib": 2**20, "gib": 2**30}
+_DECIMAL: Final = {"": 1, "b": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12}
+_UNIT_BYTES: Final = {**_DECIMAL, "kib": 2**10, "mib": 2**20, "gib": 2**30, "tib": 2**40}
 _SIZE_TEXT: Final = re.compile(r"\s*([0-9]+(?:\.[0-9]+)?)\s*([a-z]*)\s*", re.IGNORECASE)
 
 
@@ -34,7 +34,7 @@ def whole_number(name: str, value: Any, least: int = 1) -> int:
 def parse_bytes(value: str | int) -> int:
     """Return the number of bytes that a size such as ``"512MB"`` or ``"1.5 GiB"`` means.
 
-    Units are B, kB, MB, GB (powers of 1000) or KiB, MiB, GiB (of 1024), in any case of letters.
+    Units are B, kB, MB, GB, TB (powers of 1000) or KiB to TiB (of 1024), in any case of letters.
     """
     if isinstance(value, int) and not isinstance(value, bool) and value >= 0:
         return value

@@ -7,14 +7,26 @@ doctor.py     verify all of them
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from penstock.errors import UsageError
+from penstock.core.files import storage_error
+from penstock.errors import UnknownFormat, UsageError
 from penstock.inspect import checkpoint, dataset, recording, replay, run
 from penstock.objects import is_object
 
 Facts = dict[str, Any]
+
+# How each kind is told, and described; a path is of the first that it is.
+_KINDS: dict[str, tuple[Callable[[Path], bool], Callable[..., Facts]]] = {
+    "replay": (replay.is_replay, replay.describe_replay),
+    "rollouts": (replay.is_rollouts, replay.describe_rollouts),
+    "dataset": (dataset.is_dataset, dataset.describe),
+    "run": (run.is_run, run.describe),
+    "recording": (recording.is_bag, recording.describe),
+    "recordings": (recording.is_folder, recording.describe_folder),
+}
 
 
 def describe(path: str | os.PathLike[str], salvage: bool = False) -> Facts:
@@ -27,19 +39,39 @@ def describe(path: str | os.PathLike[str], salvage: bool = False) -> Facts:
     if is_object(path):
         return dataset.describe_remote(str(path))
     where = Path(path)
-    if replay.is_replay(where):
-        return replay.describe_replay(where)
-    if replay.is_rollouts(where):
-        return replay.describe_rollouts(where)
-    if dataset.is_dataset(where):
-        return dataset.describe(where)
-    if recording.is_bag(where):
-        return recording.describe(where, salvage)
-    if recording.is_folder(where):
-        return recording.describe_folder(where, salvage)
-    if run.is_run(where):
-        return run.describe(where)
-    return checkpoint.describe(where)
+    kind = kind_of(where)
+    if kind == "file":
+        return checkpoint.describe_file(where)
+    if kind in _KINDS:
+        found = _KINDS[kind][1]
+        return found(where, salvage) if kind.startswith("recording") else found(where)
+    facts = checkpoint.describe_folder(where)
+    if not facts["checkpoints"]:
+        raise UnknownFormat(
+            f"{where} holds nothing that penstock reads: give a folder of recordings, "
+            "checkpoints or rollouts, a dataset, a run or a replay buffer"
+        )
+    return facts
+
+
+def kind_of(where: Path) -> str:
+    """Say what a path is, as all commands take it.
+
+    Returns:
+        "replay", "rollouts", "dataset", "recording", "run", "recordings" (a folder of some),
+        "folder" (of checkpoints, or of anything), "file" (see `checkpoint.classify`).
+
+    Raises:
+        UsageError: There is nothing under this name.
+        StorageError: It cannot be read.
+    """
+    if not where.exists() and not where.is_symlink():
+        raise UsageError(f"there is no file or folder {where}; check the path")
+    try:
+        known = next((kind for kind, (is_one, _) in _KINDS.items() if is_one(where)), None)
+    except OSError as error:
+        raise storage_error("read", where, error) from error
+    return known or ("folder" if where.is_dir() else "file")
 
 
 def text(facts: Facts, top: int = 10) -> str:

@@ -17,7 +17,7 @@ from penstock.core.files import storage_error
 from penstock.core.memory import format_bytes
 from penstock.core.pack import Entry, PackReader, is_pack
 from penstock.core.pack.format import MAX_HEADER_BYTES
-from penstock.errors import CorruptFile, DataError, UnknownFormat, UsageError
+from penstock.errors import CorruptFile, DataError, UnknownFormat
 from penstock.ui.report import aligned, text_table
 
 FileKind = Literal["pack", "torch", "pickle", "lz4", "safetensors", "damaged", "unknown"]
@@ -84,21 +84,6 @@ def open_pack(path: Path) -> PackReader:
         raise storage_error("read", path, error) from error
 
 
-def describe(path: str | os.PathLike[str]) -> Facts:
-    """Say what is in a checkpoint file or a folder of checkpoints.
-
-    Raises:
-        UsageError: There is nothing under this name.
-        DataError: The file is damaged, or of no kind that penstock knows.
-    """
-    where = Path(path)
-    if where.is_dir():
-        return describe_folder(where)
-    if not where.exists():
-        raise UsageError(f"there is no file or folder {where}")
-    return describe_file(where)
-
-
 def describe_file(path: Path) -> Facts:
     """Say what is in one file."""
     kind = classify(path)
@@ -113,7 +98,10 @@ def describe_file(path: Path) -> Facts:
         return {**facts, "kind": _FOREIGN[kind], "load": _load_call(path)}
     if kind == "damaged":
         raise CorruptFile(f"{path} is damaged: its beginning or end is not that of a checkpoint")
-    raise UnknownFormat(f"{path} is no file that penstock reads")
+    raise UnknownFormat(
+        f"{path} is no file that penstock reads: give a recording, a checkpoint or a rollout, or "
+        "the folder of a dataset, a run or a replay buffer"
+    )
 
 
 def _load_call(path: Path) -> str:

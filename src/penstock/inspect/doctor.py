@@ -10,15 +10,17 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from penstock.bags import open_bag
+from penstock.bags import find_bags, open_bag
 from penstock.checkpoints import folder
 from penstock.core.files import TEMPORARY_PREFIX, owner_is_dead, storage_error
 from penstock.core.memory import format_bytes
 from penstock.core.pack import PackReader
 from penstock.dataset.check import check as check_lerobot
-from penstock.errors import PenstockError, UsageError
-from penstock.inspect import checkpoint, dataset, recording, replay, run
+from penstock.errors import DataError, PenstockError
+from penstock.inspect import checkpoint, kind_of, recording, run
+from penstock.replay.segments import MANIFEST, LogReader
 from penstock.ui.progress import Progress
+from penstock.ui.report import wrapped
 
 _SOUND = "cannot be verified"
 
@@ -56,14 +58,13 @@ class Examination:
         """Lay out one line per finding and note, and a summary."""
         count = len(self.findings)
         verdict = "ok" if not count else f"{count} finding{'s' if count > 1 else ''}"
-        return "\n".join(
-            [
-                *(f"finding: {finding}" for finding in self.findings),
-                *(f"note: {note}" for note in self.notes),
-                f"{verdict}: verified {self.files} file{'s' if self.files != 1 else ''}, "
-                f"{format_bytes(self.size_bytes)}, in {self.seconds:.2f} s",
-            ]
-        )
+        lines = [
+            *(f"finding: {finding}" for finding in self.findings),
+            *(f"note: {note}" for note in self.notes),
+            f"{verdict}: verified {self.files} file{'s' if self.files != 1 else ''}, "
+            f"{format_bytes(self.size_bytes)}, in {self.seconds:.2f} s",
+        ]
+        return "\n".join(wrapped(line, "  ") for line in lines)
 
     def to_json(self) -> dict[str, Any]:
         """Return the same as plain values."""
@@ -91,26 +92,25 @@ def check_all(paths: Iterable[str | os.PathLike[str]], quick: bool = False) -> E
     meant: set[Path] = set()  # what must be a checkpoint: named by the user, or by `latest`
     named = [Path(path) for path in paths]
     for path in named:
-        if dataset.is_dataset(path):
-            _check_dataset(path, result, quick)
-        elif replay.is_replay(path):
-            _check_replay(path, result)
-        elif bags := _bags(path):
-            _check_bags(bags, result)
-        elif path.is_dir():
-            for part in run.parts(path) if run.is_run(path) else [path]:
-                files += _folder_files(part, result)
-                newest = folder.latest(part)
-                if newest is not None:
-                    meant.add(newest)
-                    files += [newest] if newest not in files else []
-        elif path.exists() or path.is_symlink():
-            files.append(path)
-            meant.add(path)
-        else:
-            raise UsageError(f"there is no file or folder {path}")
+        match kind_of(path):
+            case "dataset":
+                _check_dataset(path, result, quick)
+            case "replay":
+                _check_replay(path, result)
+            case "recording" | "recordings":
+                _check_bags(find_bags([path]), result)
+            case "rollouts" | "run" | "folder" as kind:
+                for part in run.parts(path) if kind == "run" else [path]:
+                    files += _folder_files(part, result)
+                    newest = folder.latest(part)
+                    if newest is not None:
+                        meant.add(newest)
+                        files += [newest] if newest not in files else []
+            case _:
+                files.append(path)
+                meant.add(path)
     total = sum(file.stat().st_size for file in files if file.exists())
-    with Progress(total, "doctor", "bytes") as progress:
+    with Progress(total, "doctor", "bytes", last_line=bool(files)) as progress:
         for file in files:
             progress.note(file.name)
             size_bytes = _check_file(file, result, meant=file in meant)
@@ -120,15 +120,6 @@ def check_all(paths: Iterable[str | os.PathLike[str]], quick: bool = False) -> E
         result.findings += [Finding(str(path), problem) for path in named]
     result.seconds = time.perf_counter() - begin
     return result
-
-
-def _bags(path: Path) -> list[Path]:
-    """Return the recordings that a path means; none if it is something else."""
-    if recording.is_bag(path):
-        return [path]
-    if not path.is_dir() or run.is_run(path):
-        return []
-    return [part for part in sorted(path.iterdir()) if recording.is_bag(part)]
 
 
 def _check_bags(bags: list[Path], result: Examination) -> None:
@@ -153,6 +144,7 @@ def _check_dataset(path: Path, result: Examination, quick: bool) -> None:
     size_bytes = sum(file.stat().st_size for file in path.rglob("*") if file.is_file())
     with Progress(size_bytes, "doctor", "bytes") as progress:
         checkup = check_lerobot(path, "sample" if quick else "all", progress)
+        progress.count(size_bytes - progress.done)  # metadata, and what is no part of it
     for found in checkup.findings:
         problem = f"{found.what}; {found.todo}"
         if found.severity == "error":
@@ -168,9 +160,14 @@ def _check_dataset(path: Path, result: Examination, quick: bool) -> None:
 
 def _check_replay(path: Path, result: Examination) -> None:
     """Verify a saved replay buffer: its manifest, and the very segments it names."""
-    for name, problem in replay.check_replay(path):
+    try:
+        with LogReader(path) as log:
+            problems = list(log.verify())
+    except DataError as error:
+        problems = [(MANIFEST, str(error))]
+    for name, problem in problems:
         result.findings.append(Finding(str(path / name), _without_name(path / name, problem)))
-    files = replay.replay_files(path)
+    files = [path / MANIFEST, *path.glob("segment_*.pack")]
     result.files += len(files)
     result.size_bytes += sum(file.stat().st_size for file in files)
 

@@ -1,9 +1,8 @@
-"""What is in a saved replay buffer or a folder of rollouts (`info`), and whether it is whole."""
+"""What is in a saved replay buffer or a folder of rollouts (`info`)."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +16,6 @@ from penstock.ui.report import aligned, text_table
 Facts = dict[str, Any]
 
 _NONSENSE = (LookupError, ValueError, TypeError, AttributeError)
-ROLLOUTS = "rollout_*.pack"
 
 
 def is_replay(path: Path) -> bool:
@@ -27,7 +25,12 @@ def is_replay(path: Path) -> bool:
 
 def is_rollouts(path: Path) -> bool:
     """Tell whether a folder holds rollouts."""
-    return path.is_dir() and next(path.glob(ROLLOUTS), None) is not None
+    return bool(rollout_files(path))
+
+
+def rollout_files(path: Path) -> list[Path]:
+    """List the rollouts in a folder."""
+    return sorted(path.glob("rollout_*.pack"))
 
 
 def describe_replay(path: Path) -> Facts:
@@ -109,25 +112,9 @@ def replay_text(facts: Facts) -> str:
     return f"{aligned(lines)}\n\n{table}" if rows else aligned(lines)
 
 
-def check_replay(path: Path) -> Iterator[tuple[str, str]]:
-    """Verify every byte of a saved replay buffer; yield (file, problem)."""
-    try:
-        log = LogReader(path)
-    except DataError as error:
-        yield MANIFEST, str(error)
-        return
-    with log:
-        yield from log.verify()
-
-
-def replay_files(path: Path) -> list[Path]:
-    """List the files that a saved replay buffer consists of."""
-    return [path / MANIFEST, *sorted(path.glob("segment_*.pack"))]
-
-
 def describe_rollouts(path: Path) -> Facts:
     """Say what rollouts are in a folder, from their headers."""
-    rollouts = [_describe_rollout(file) for file in sorted(path.glob(ROLLOUTS))]
+    rollouts = [_describe_rollout(file) for file in rollout_files(path)]
     return {
         "path": str(path),
         "kind": "folder of rollouts",

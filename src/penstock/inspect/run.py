@@ -22,15 +22,15 @@ _MAX_BYTES = 4 << 20
 _ACTIVE_S = 60.0
 _OWN = {"name", "run_dir", "resume"}  # of a run, not of what it trains
 _PHYSICS_S = 0.016  # a step of the simulator; a decision takes sim.substeps of them
-_SHOWN = (  # of the settings, by their place
-    ("env", "num_envs"),
-    ("env", "num_obstacles"),
-    ("env_dyn", "num_obstacles"),
-    ("env", "drone"),
-    ("algo", "name"),
-    ("collector",),
-    ("seed",),
-    ("max_frame_num",),
+_SHOWN = (  # of the settings
+    "env.num_envs",
+    "env.num_obstacles",
+    "env_dyn.num_obstacles",
+    "env.drone",
+    "algo.name",
+    "collector",
+    "seed",
+    "max_frame_num",
 )
 
 
@@ -177,7 +177,7 @@ def rate_note(rollouts: Path, fps: int) -> str | None:
     run = next((each for each in (rollouts, *rollouts.parents[:3]) if is_run(each)), None)
     if run is None:
         return None
-    found = _settings(run / "config.yaml", (("sim", "substeps"), ("env", "_target_")))
+    found = _settings(run / "config.yaml", ("sim.substeps", "env._target_"))
     substeps = found.get("sim.substeps")
     if not isinstance(substeps, int) or "env._target_" in found:
         return None
@@ -190,18 +190,12 @@ def rate_note(rollouts: Path, fps: int) -> str | None:
     )
 
 
-def _settings(path: Path, places: Sequence[tuple[str, ...]] = _SHOWN) -> Facts:
+def _settings(path: Path, names: Sequence[str] = _SHOWN) -> Facts:
     content = _load_yaml(path)
     if content is None:
         return {"damaged": str(path)}
-    found = {}
-    for place in places:
-        value = content
-        for key in place:
-            value = value.get(key) if isinstance(value, dict) else None
-        if value is not None:
-            found[".".join(place)] = value
-    return found
+    values = dict(_flattened(content))
+    return {name: values[name] for name in names if values.get(name) is not None}
 
 
 def _load_yaml(path: Path) -> Any:

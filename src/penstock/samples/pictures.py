@@ -5,8 +5,6 @@ The number is written as 16 black or white blocks along the top edge, lowest bit
 
 from __future__ import annotations
 
-import struct
-import zlib
 from collections.abc import Callable
 from fractions import Fraction
 from typing import Any, Final
@@ -154,18 +152,11 @@ def read_number(pixels: NDArray[Any], threshold: int = 128) -> int:
 
 def png_gray16(pixels: NDArray[np.uint16]) -> bytes:
     """Return a 16-bit grey PNG file."""
-    height, width = pixels.shape
-    rows = np.zeros((height, 1 + 2 * width), np.uint8)  # filter 0 in front of each row
-    rows[:, 1:] = pixels.astype(">u2").view(np.uint8).reshape(height, 2 * width)
+    import av
 
-    def part(name: bytes, data: bytes) -> bytes:
-        crc = zlib.crc32(name + data)
-        return struct.pack(">I", len(data)) + name + data + struct.pack(">I", crc)
-
-    head = struct.pack(">IIBBBBB", width, height, 16, 0, 0, 0, 0)
-    return (
-        b"\x89PNG\r\n\x1a\n"
-        + part(b"IHDR", head)
-        + part(b"IDAT", zlib.compress(rows.tobytes(), 1))
-        + part(b"IEND", b"")
-    )
+    encoder: Any = av.CodecContext.create("png", "w")
+    encoder.height, encoder.width = pixels.shape
+    encoder.pix_fmt, encoder.time_base = "gray16be", Fraction(1, 30)
+    encoder.options = {"compression_level": "1"}
+    frame = av.VideoFrame.from_ndarray(pixels, format="gray16le").reformat(format="gray16be")
+    return b"".join(bytes(packet) for packet in (*encoder.encode(frame), *encoder.encode(None)))

@@ -272,26 +272,27 @@ def terminal_width() -> int | None:
 def aligned(lines: Iterable[tuple[str, str]]) -> str:
     """Lay out labels and values for the terminal, one below the other."""
     indent = " " * _LABEL
-    found = [f"{label + ':':<{_LABEL}}{text}" for label, text in lines]
+    found = [f"{label + ': ':<{_LABEL}}{text}" for label, text in lines]
     return "\n".join(
         line.replace("\n", f"\n{indent}") if "\n" in line else wrapped(line, indent)
         for line in found
     )
 
 
-def wrapped(text: str, indent: str = "") -> str:
-    """Wrap a line of prose to the terminal, further lines indented."""
+def wrapped(text: str, indent: str = "", end: str = "") -> str:
+    """Wrap a line to the terminal: further lines are indented, all but the last have an end."""
     width = terminal_width()
     if width is None or len(text) <= width:
         return text
-    return textwrap.fill(
+    lines = textwrap.wrap(
         text,
-        width,
+        width - len(end),
         subsequent_indent=indent,
         break_long_words=False,
         break_on_hyphens=False,
         replace_whitespace=False,
     )
+    return f"{end}\n".join(lines)
 
 
 def text_table(columns: Sequence[str], rows: Sequence[Sequence[Any]]) -> str:
