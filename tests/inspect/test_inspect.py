@@ -279,3 +279,13 @@ def test_info_lists_the_recordings_of_a_folder(tmp_path, capsys):
     (takes / "c.mcap").unlink()
     assert main(["info", str(takes)]) == 0
     assert "/sensors_data_raw" in capsys.readouterr().out
+
+
+def test_info_names_each_source_of_a_feature_once(tmp_path, capsys):
+    from penstock.cli import main
+    from penstock.samples import write_sample
+
+    write_sample(tmp_path / "take.bag", seconds=0.5, cameras=1, width=64, height=48)
+    assert main(["info", str(tmp_path / "take.bag")]) == 0
+    guess = capsys.readouterr().out.split("guess at")[1].split("left out")[0]
+    assert guess.count("/leju_claw_state") == 1

@@ -196,7 +196,7 @@ def text(facts: Facts) -> str:
         clock = " by header stamps" if facts["guess"]["clock"] == "header" else ""
         guess = [f"guess at {facts['guess']['fps']} fps{clock} (--write-map map.yaml to edit it):"]
         features = facts["guess"]["features"]
-        sources = [(name, ", ".join(topics)) for name, topics in features.items()]
+        sources = [(name, ", ".join(dict.fromkeys(topics))) for name, topics in features.items()]
         if facts["guess"]["task"]:
             sources.append(("task", facts["guess"]["task"]))
         guess.append(text_table(("feature", "from"), sources))
