@@ -451,8 +451,11 @@ def test_the_motors_of_a_robot_are_taken_together(tmp_path):
         writer.finish()
     report = convert([tmp_path / "bag.mcap"], tmp_path / "out")
     assert report.ok, report.text()
-    assert sources(report.mapping) == {"observation.state": ["/lowstate motors"]}
-    assert Dataset(tmp_path / "out").features["observation.state"].shape == (6,)
+    assert sources(report.mapping) == {"observation.state": ["/lowstate motors.q"]}
+    frames = list(Dataset(tmp_path / "out").episode(0).frames())
+    assert [frame["observation.state"].tolist() for frame in frames] == [
+        [k, k + 2, k + 4] for k in range(20)
+    ]
 
 
 def test_counters_codes_and_lists_are_no_state(tmp_path, monkeypatch):
@@ -565,11 +568,11 @@ ROBOTS = {
         },
         {
             "observation.state": [
-                "/lowstate motor_state",
+                "/lowstate motor_state.q",
                 "/lowstate foot_force",
                 "/lowstate power_v",
             ],
-            "action": ["/lowcmd motor_cmd"],
+            "action": ["/lowcmd motor_cmd.q"],
         },
     ),
     "commands under short names, and a motor driver that answers": (
@@ -640,7 +643,61 @@ ROBOTS = {
     ),
     "a hand, whose motors are a list of any length": (
         {"/hand/state": ("lab_msgs/msg/HandState", "robot_msgs/Motor[] motor_state\nfloat32 v\n")},
-        {"observation.state": ["/hand/state motor_state", "/hand/state v"]},
+        {"observation.state": ["/hand/state motor_state.q", "/hand/state v"]},
+    ),
+    "lists of motors alone, and a low-level command under the name of a library": (
+        {
+            "/inspire/state": ("robot_msgs/msg/MotorStates", "robot_msgs/Motor[] states\n"),
+            "/arm_sdk": ("robot_msgs/msg/MotorCmd", "robot_msgs/Motor[2] all\nuint32 reserve\n"),
+            "/remote": ("robot_msgs/msg/WirelessController", "float32 lx\nuint16 keys\n"),
+        },
+        {"observation.state": ["/inspire/state states.q"], "action": ["/arm_sdk all.q"]},
+    ),
+    "a message of what is there and what is wanted": (
+        {
+            "/rtde": (
+                "lab_msgs/msg/Rtde",
+                "float64[6] actual_q\nfloat64[6] target_q\nfloat64[6] target_qdd\n"
+                "float64[3] goal_of_the_game\nint32 robot_mode\nuint32 runtime_state\n",
+            )
+        },
+        {
+            "observation.state": ["/rtde actual_q", "/rtde goal_of_the_game"],
+            "action": ["/rtde target_q", "/rtde target_qdd"],
+        },
+    ),
+    "what a car was told, beside the command itself": (
+        {
+            "/car/control_cmd": ("lab_msgs/msg/CarControl", "float32 throttle\nfloat32 steer\n"),
+            "/car/status": (
+                "lab_msgs/msg/CarStatus",
+                "float32 speed\nlab_msgs/CarControl control\n",
+            ),
+        },
+        {
+            "observation.state": ["/car/status speed"],
+            "action": ["/car/control_cmd throttle", "/car/control_cmd steer"],
+        },
+    ),
+    "a follower's pose as a Twist, an angle to set, and an autopilot's setpoints": (
+        {
+            "/puppet/end_pose_euler": ("geometry_msgs/msg/Twist", ""),
+            "/hand/set_angle": ("std_msgs/msg/Float32MultiArray", ""),
+            "/manual_control_setpoint": ("px4_msgs/msg/ManualControlSetpoint", "float32 roll\n"),
+            "/timesync": ("px4_msgs/msg/TimesyncStatus", "uint64 timestamp\nint64 offset\n"),
+            "/arm/report": (
+                "xarm_msgs/msg/RobotMsg",
+                "int16 state\nint16 cmdnum\nint16 mt_able\nint16 err\nfloat32[7] angle\n"
+                "float32 max_angle\nuint32 set_id\n",
+            ),
+        },
+        {
+            "observation.state": [
+                *("/puppet/end_pose_euler linear", "/puppet/end_pose_euler angular"),
+                "/arm/report angle",
+            ],
+            "action": ["/hand/set_angle data"],
+        },
     ),
     "a Franka of these days": (
         {
@@ -790,6 +847,27 @@ def test_the_pictures_of_a_camera_are_taken_once(tmp_path):
     some = [it for it in both if it[0] == packed or it[1] < 1]  # the raw ones ended early
     with open_bag(record_all(tmp_path / "some", some)) as bag:
         assert list(survey(bag).cameras) == [packed]
+
+
+def test_numbers_that_were_recorded_twice_are_taken_once(tmp_path, monkeypatch):
+    for name in ("/odom", "/odom_throttle", "/lf/odom", "/left/odom"):
+        monkeypatch.setitem(MESSAGES, name, odometry)
+    rates = {"/odom_throttle": 5.0, "/lf/odom": 5.0, "/odom": 20.0, "/left/odom": 20.0}
+    with open_bag(write(tmp_path / "bag", rates)) as bag:
+        found = survey(bag)
+    assert list(found.numbers) == ["/odom", "/left/odom"]
+    assert "once more" in found.left_out["/lf/odom"]
+
+
+def test_bytes_that_are_few_at_first_are_bytes(tmp_path):
+    kind = "event_msgs/msg/Packet"
+    STORE.register(get_types_from_msg("uint32 height\nuint8[] events\n", kind))
+    events = [("/events", k / 20, T[kind](480, np.zeros(k * 9, np.uint8))) for k in range(40)]
+    with (
+        open_bag(record_all(tmp_path / "bag", events)) as bag,
+        pytest.raises(DataError, match="bytes, and numbers that describe them"),
+    ):
+        guess_mapping(bag)
 
 
 def test_the_task_is_what_the_recording_says(tmp_path):

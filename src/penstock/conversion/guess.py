@@ -46,7 +46,9 @@ _MOST_IN_BURSTS: Final = 0.3
 _FAR_CLOCK_NS: Final = 10 * SECOND_NS  # between stamp and log time of one message
 _STAMPS_LOOKED_AT: Final = 500
 _MOST_OF_A_TASK: Final = 300  # characters
-_TRANSPORT: Final = re.compile(r"/(compressed|compressedDepth|zstd|theora|ffmpeg)$")
+_COPY: Final = re.compile(  # also of a topic that is recorded twice, once at a low rate
+    r"/(compressed|compressedDepth|zstd|theora|ffmpeg)$|_throttled?(?=/|$)|^/lf(?=/)"
+)
 _TASK: Final = re.compile(
     r"(?<![a-z])((language_)?instructions?|prompt|task(_(description|name|instruction))?"
     r"|language(_goal)?)$"
@@ -151,6 +153,7 @@ def guess_mapping(bag: Bag, found: Survey | None = None) -> Mapping:
         )
     fps = _camera_rate(bag, found.cameras) if found.cameras else common_rate(bag, found.numbers)
     groups: dict[str, list[Source]] = {}
+    commanded = any(choice.role == "action" for choice in found.numbers.values())
     has_state = any(choice.role == "state" for choice in found.numbers.values())
     for name, choice in found.numbers.items():
         narrow = not has_state and choice.numbers <= _MOST_OF_A_STATE and not choice.precise
@@ -163,6 +166,8 @@ def guess_mapping(bag: Bag, found: Survey | None = None) -> Mapping:
         groups.setdefault(key, []).extend(
             Source((name,), field, partial=choice.partial) for field in choice.fields
         )
+        if choice.commands and not commanded:
+            groups.setdefault("action", []).extend(Source((name,), it) for it in choice.commands)
     features: dict[str, Vector | Camera] = {}
     for key in sorted(groups, key=lambda key: (key != "observation.state", key != "action")):
         slowest = min(rate_of(bag, source.topics[0]).hz for source in groups[key])
@@ -275,7 +280,7 @@ def survey(bag: Bag) -> Survey:
             found.cameras.pop(name, None)
     if not spans:
         found.numbers = poor
-    _choose_transports(bag, found)
+    _choose_copies(bag, found)
     _choose_operators(found)
     found.task = next((name for name in bag.topics if _says_task(bag, name)), "")
     for name in (*found.numbers, found.task):
@@ -283,19 +288,21 @@ def survey(bag: Bag) -> Survey:
     return found
 
 
-def _choose_transports(bag: Bag, found: Survey) -> None:
-    """Take the pictures of a camera once: raw, unless it has fewer of them."""
-    groups: dict[str, list[str]] = {}
-    for name in found.cameras:
-        groups.setdefault(_TRANSPORT.sub("", name), []).append(name)
-    for names in groups.values():
+def _choose_copies(bag: Bag, found: Survey) -> None:
+    """Take a topic once that is recorded twice: a camera raw, unless it has fewer pictures so."""
+    groups: dict[tuple[str, str], list[str]] = {}
+    for name in [*found.cameras, *found.numbers]:
+        kind = "" if name in found.cameras else bag.topics[name].type
+        groups.setdefault((_COPY.sub("", name), kind), []).append(name)
+    for (_, kind), names in groups.items():
         counts = {name: bag.topics[name].count for name in names}
         most = max(counts.values())
         kept = min(names, key=lambda name: (counts[name] < 0.9 * most, len(name)))
         for name in names:
             if name != kept:
-                del found.cameras[name]
-                found.left_out[name] = f"the pictures of {kept} once more"
+                del (found.numbers if kind else found.cameras)[name]
+                what = "the same as" if kind else "the pictures of"
+                found.left_out[name] = f"{what} {kept} once more"
 
 
 def _choose_operators(found: Survey) -> None:
@@ -352,6 +359,8 @@ def _picture(bag: Bag, topic: str, data: bytes | memoryview) -> tuple[Kind, int,
     # 16 bits of grey may be either; 8 bits are a picture of distances for people.
     deep = image.encoding == "png" and png_bits(image.data) == 16
     grey = deep or image.encoding == "mono16"
+    if "confidence" in topic.lower() and (grey or image.encoding in DEPTH_ENCODINGS):
+        raise DataError("how sure the camera is, not what it sees")
     if (grey and "depth" in topic.lower()) or image.encoding in DEPTH_ENCODINGS:
         height, width = ImageDecoder().depth_mm(image).shape
         return "depth", width, height

@@ -89,34 +89,45 @@ _SENSORS: Final = re.compile(
 )
 _ACTIONS: Final = re.compile(r"(JointTrajectory(ControllerState)?|AckermannDrive(Stamped)?)$")
 # Unless their name says that they were measured.
-_COMMANDS: Final = re.compile(r"Twist(Stamped)?$|Actuator|GripperCommand$|.*RobotOutput$")
+_COMMANDS: Final = re.compile(
+    r"Twist(Stamped)?$|Actuator|.*(RobotOutput|Cmds?|Commands?|Ctrl|Setpoint|Target)(Stamped)?$"
+)
 _ACTION_WORDS: Final = re.compile(
     r"cmd|command|target|desired|goal|traj|setpoint|equilibrium"
-    r"|(?<![a-z])(actions?|act|des|refs?|references?|ctrl)(?![a-z])"
+    r"|(?<![a-z])(actions?|act|des|refs?|references?|ctrl|set)(?![a-z])"
 )
+# In a message that says both what is there and what is wanted.
+_WANTED: Final = re.compile(r"target|desired|des|command(ed)?|cmd|setpoint|reference|ref|goal")
+_THERE: Final = re.compile(r"actual|measured|current|feedback|state")
+_ACTION_PARTS: Final = re.compile(r"(.*\.)?(actions?|control)(\..*)?")
 # The arm or device that a person moves.
 _OPERATOR_WORDS: Final = re.compile(
     r"leader|master|gello|teleop|spacemouse|spacenav|joystick|haptic"
     r"|(?<![a-z])(operator|human|quest|oculus|vr)(?![a-z])"
 )
+_OPERATORS: Final = re.compile(r"Joy|R[Cc](In|Channels)|ManualControl\w*|WirelessController")
 _REPLY_WORDS: Final = re.compile(r"feedback|reached|result|(?<![a-z])(fb|status|error)(?![a-z])")
 _MEASURED_WORDS: Final = re.compile(
     r"odom|state|feedback|measured|actual|estimate|sensor|local|current|filtered|gps|fix|mocap"
-    r"|vicon"
+    r"|vicon|pose|puppet|follower|slave"
 )
 _BOOKKEEPING: Final = re.compile(
     r"(?<![a-z])(rewards?|done|success|terminated|truncated|episodes?|steps?|timestamp|seq)(?![a-z])"
 )
 _COUNTERS: Final = re.compile(
     r"(.*\.)?(\w*timestamp\w*|stamp|seq|tick|(\w+_)?time|time_\w+|n?sec|nanosec|crc\w*|\w+_dt"
-    r"|reserved?|sn|version|bandwidth)"
+    r"|(\w+_)?(reserved?|id|sequence)|sn|version|bandwidth|(min|max)_\w+|ref_(lat|lon|alt)|fan_\w+)"
+    r"|(.*\.)?bms\w*\..*"
 )
 _CODES: Final = re.compile(
-    r"(.*[._])?(mode|status|type|kind|id|flags?|error|code|(arming|nav|motion|controller)_state)"
+    r"(.*[._])?(mode|state|status|type|kind|flags?|err(or)?|warn(ing)?|code|mask|bits|keys|brake|able"
+    r"|lost|count|cmdnum|motorstate|serial_number|rssi)"
 )
+_STATUS: Final = re.compile(r"(?<!Wheel)(Status(Flags)?|Flags|Mode|Report)(Stamped)?$")
 _COORDINATES: Final = re.compile(r"(.*\.)?(lat|lon)(itude)?(_deg)?")
 _FIXED: Final = re.compile(r"\[\d+\]")
 _MOVED: Final = re.compile(r"(motor|joint|servo|actuator|finger|wheel)\w*", re.I)
+_CODED: Final = ("uint8", "int8", "byte", "char")  # beside numbers with fractions
 _SMALL: Final = re.compile(r"(uint8|int8|byte|char|octet|bool)\[")
 
 
@@ -132,6 +143,7 @@ class TopicChoice:
         precise: They need float64, as GPS does, and a feature of their own.
         partial: Each message names some of the joints alone.
         joints: They are one or more arms: joints, or numbers without a meaning of their own.
+        commands: Further fields, which say what is wanted: an action where nothing else is one.
     """
 
     fields: tuple[str, ...] = ()
@@ -141,6 +153,7 @@ class TopicChoice:
     precise: bool = False
     partial: bool = False
     joints: bool = False
+    commands: tuple[str, ...] = ()
 
 
 def kind_of(topic: Topic) -> str:
@@ -167,9 +180,10 @@ def choose_fields(topic: Topic, bag: Bag) -> TopicChoice:
     kept -= {path for path in kept if "int" in leaves[path] and _CODES.fullmatch(path)}
     known = _FIELDS.get(kind, ())
     fixed = _fixed_lists(topic, leaves, bag)
+    items = {path: _of_items(path, leaves) for path in sorted(fixed)}
     measured = kept | {path for path in leaves if path.partition("[0].")[0] in fixed}
     if any(leaves[path].startswith("float") for path in measured):  # small ones are codes then
-        kept = {path for path in kept if leaves[path] not in ("uint8", "int8", "byte", "char")}
+        kept = {path for path in kept if leaves[path] not in _CODED}
     small = [path for path, text in leaves.items() if _SMALL.match(text)]
     lists = [path for path in leaves if "[0]." in path and not path.startswith("layout.")]
     if not kept and not known and not fixed and kind not in _LISTS:
@@ -189,16 +203,21 @@ def choose_fields(topic: Topic, bag: Bag) -> TopicChoice:
         path, reason = _LISTS[kind]
         count = _count(decoder, data, path)
         return TopicChoice((path,) if count else (), "state", count, reason)
-    if any(_count(decoder, data, path) > _MOST_BYTES for path in small):
-        return TopicChoice(reason="bytes, and numbers that describe them")
+    for path in small:
+        counts = _counts(topic, bag, path) if leaves[path].endswith("[]") else set()
+        if len(counts) > 1 or max(counts, default=0) > _MOST_BYTES:
+            return TopicChoice(reason="bytes, and numbers that describe them")
     codes = all(re.match(r"u?int", leaves[path]) for path in kept)
     if kept and codes and lists and not fixed:
         return TopicChoice(reason="a list of messages, and numbers that describe it")
+    if kept and codes and _STATUS.search(kind) and not fixed:
+        return TopicChoice(reason="codes of a status")
     # A field of fixed length is one of several: position, q and velocity of an odometry.
     firsts = [path for path in _FIRST_OF if path in kept and not _FIXED.search(leaves[path])]
     chosen = next((path for path in firsts if _count(decoder, data, path)), "")
-    fields = tuple(_within(decoder, data, _beside(chosen, kept), fixed))
-    if chosen and (_ONE_THING.match(topic.type) or len(fields) > _MOST_FIELDS):
+    fields = tuple(_within(decoder, data, _beside(chosen, kept), items))
+    one = _ONE_THING.match(topic.type) or _ACTIONS.match(kind)
+    if chosen and (one or len(fields) > _MOST_FIELDS):
         fields = (chosen,)
     fields = tuple(path for path in known if _count(decoder, data, path)) or fields
     fields = tuple(path for path in fields if not _is_unset(topic, bag, decoder, data, path))
@@ -216,9 +235,29 @@ def choose_fields(topic: Topic, bag: Bag) -> TopicChoice:
     precise = any(_COORDINATES.fullmatch(path) for path in kept)
     if numbers == 1 and _BOOKKEEPING.search(topic.name.lower()):
         return TopicChoice(fields, "other", 1, "a reward or a counter, nothing to observe")
+    role = _role(topic)
+    commands = () if role == "action" else tuple(_commanded(fields))
+    if len(commands) == len(fields):
+        role, commands = "action", ()
+    fields = tuple(path for path in fields if path not in commands)
     partial = "Joint" in kind and _come_apart(topic, bag, fields[0])
     joints = re.search("Joint|Array|Float", kind) is not None
-    return TopicChoice(fields, _role(topic), numbers, "", precise, partial, joints)
+    return TopicChoice(fields, role, numbers, "", precise, partial, joints, commands)
+
+
+def _commanded(fields: tuple[str, ...]) -> Iterator[str]:
+    """Yield the fields that say what is wanted, of a message that says what is there as well."""
+    words = {path: re.split(r"[._]", path) for path in fields}
+    there = [[w for w in parts if not _THERE.fullmatch(w)] for parts in words.values()]
+    wanted = {
+        word
+        for parts in words.values()
+        for word in parts
+        if _WANTED.fullmatch(word) and [w for w in parts if w != word] in there
+    }
+    for path, parts in words.items():
+        if wanted.intersection(parts) or _ACTION_PARTS.fullmatch(path):
+            yield path
 
 
 def _come_apart(topic: Topic, bag: Bag, path: str) -> bool:
@@ -301,12 +340,14 @@ def _role(topic: Topic) -> Role:
     kind = kind_of(topic)
     name = re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", topic.name).lower()
     measured = _MEASURED_WORDS.search(name) or _MEASURED_WORDS.search(kind.lower())
+    if _OPERATORS.fullmatch(kind):
+        return "operator"
     if _ACTIONS.match(kind):
         return "action"
     if not _SENSORS.match(kind) and not _REPLY_WORDS.search(name):
         if _ACTION_WORDS.search(name) or (_COMMANDS.match(kind) and not measured):
             return "action"
-        if _OPERATOR_WORDS.search(name) or kind == "Joy":
+        if _OPERATOR_WORDS.search(name):
             return "operator"
     return "state" if _STATES.search(kind) or "joint" in name else "other"
 
@@ -327,17 +368,44 @@ def _is_measured(path: str, text: str) -> bool:
 
 def _fixed_lists(topic: Topic, leaves: dict[str, str], bag: Bag) -> set[str]:
     """Return the lists of messages that are always as long: the motors of a robot."""
-    lists = {path.partition("[0].")[0] for path in leaves if "[0]." in path}
     text = topic.definition if isinstance(topic.definition, str) else ""
-    fixed = {path for path in lists if re.search(rf"\[\d+\]\s+{re.escape(path)}\b", text)}
-    moved = [path for path in lists - fixed if _MOVED.fullmatch(path)]
-    return fixed | {path for path in moved if _is_always_as_long(topic, bag, path)}
+    fixed = set()
+    for path in {path.partition("[0].")[0] for path in leaves if "[0]." in path}:
+        written = re.search(rf"^\s*(\S+)\[(\d*)\]\s+{re.escape(path)}\b", text, re.M)
+        kind = written[1].rpartition("/")[2] if written else ""
+        moved = _MOVED.fullmatch(path) or _MOVED.fullmatch(kind)
+        if (written and written[2]) or (moved and _is_always_as_long(topic, bag, path)):
+            fixed.add(path)
+    return fixed
+
+
+def _of_items(path: str, leaves: dict[str, str]) -> tuple[str, ...]:
+    """Return what to take of the items of a list: where its motors are, or all they measure."""
+    inside = {
+        leaf.removeprefix(f"{path}[0]."): text
+        for leaf, text in leaves.items()
+        if leaf.startswith(f"{path}[0].")
+    }
+    kept = {leaf for leaf, text in inside.items() if _is_measured(leaf, text)}
+    kept -= {leaf for leaf in kept if "int" in inside[leaf] and _CODES.fullmatch(leaf)}
+    if any(inside[leaf].startswith("float") for leaf in kept):
+        kept = {leaf for leaf in kept if inside[leaf] not in _CODED}
+    chosen = next((leaf for leaf in _FIRST_OF if leaf in kept), "")
+    kept = {chosen} if chosen else kept
+    if len(kept) == len(inside):
+        return (path,)
+    return tuple(f"{path}.{leaf}" for leaf in inside if leaf in kept)
 
 
 def _is_always_as_long(topic: Topic, bag: Bag, path: str) -> bool:
-    decoder = bag.decoder(topic.name)
-    counts = {_count(decoder, data, path) for data in _sample(topic, bag)}
+    counts = _counts(topic, bag, path)
     return len(counts) == 1 and 0 not in counts
+
+
+def _counts(topic: Topic, bag: Bag, path: str) -> set[int]:
+    """Return how many numbers some messages have at a path."""
+    decoder = bag.decoder(topic.name)
+    return {_count(decoder, data, path) for data in _sample(topic, bag)}
 
 
 def _beside(chosen: str, kept: set[str]) -> set[str]:
@@ -364,15 +432,18 @@ def _sample(topic: Topic, bag: Bag) -> list[bytes]:
 
 
 def _within(
-    decoder: Decoder, data: Data, kept: set[str], lists: set[str], prefix: str = ""
+    decoder: Decoder,
+    data: Data,
+    kept: set[str],
+    lists: dict[str, tuple[str, ...]],
+    prefix: str = "",
 ) -> Iterator[str]:
     """Yield the fewest fields that hold these numbers and no others: whole sub-messages first."""
     leaves = [path for path in decoder.fields() if path.startswith(prefix)]
     for name in dict.fromkeys(path[len(prefix) :].split(".")[0] for path in leaves):
         path = (prefix + name).removesuffix("[0]")
         if path in kept or path in lists:
-            if _count(decoder, data, path):
-                yield path
+            yield from (one for one in lists.get(path, (path,)) if _count(decoder, data, one))
             continue
         inside = {leaf for leaf in kept if leaf.startswith(f"{path}.")}
         if not inside:
