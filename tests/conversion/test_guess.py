@@ -666,6 +666,15 @@ ROBOTS = {
             "action": ["/rtde target_q", "/rtde target_qdd"],
         },
     ),
+    "a controller of a kind of its own": (
+        {
+            "/arm/ctrl": (
+                "lab_msgs/msg/Arm2",
+                "float64[7] q_ref\nfloat64[7] q\nfloat64[7] q_error\n",
+            )
+        },
+        {"action": ["/arm/ctrl q_ref"]},
+    ),
     "what a car was told, beside the command itself": (
         {
             "/car/control_cmd": ("lab_msgs/msg/CarControl", "float32 throttle\nfloat32 steer\n"),

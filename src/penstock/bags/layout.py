@@ -30,6 +30,7 @@ NUMBERS: Final = {
 STEP: Final = re.compile(r"([A-Za-z_][A-Za-z0-9_]*)(?:\[([0-9]{1,9})\])?")
 HEADER: Final = "std_msgs/msg/Header"
 MOST_VALUES: Final = 200_000  # in one message, but for arrays of numbers and bytes
+_NAMES: Final = ("name", "joint_names", "joint_name", "names")  # the last of joints alone
 CUT: Final = "the message is cut"
 _UNWANTED: Final = object()
 _TIMES: Final = ("time", "duration")
@@ -142,18 +143,8 @@ class Layout(ABC):
         """
         path = path.rpartition("[")[0] if path.endswith("]") else path  # one item has its array's
         path = self._whole_path(path)
-        head, dot, _ = path.rpartition(".")
-        beside = f"{head}{dot}name"
-        if head.endswith("]"):  # a point of a JointTrajectory, whose names stand above the points
-            beside = f"{head.rpartition('.')[0]}.joint_names".lstrip(".")
-        try:
-            _, names = self._resolve(beside)
-            _, numbers = self._resolve(path)
-            parent = self._resolve(head)[1] if head else self.root
-        except DataError:
-            return None
-        lists = numbers.size is not None and names.size is not None
-        if names.type != "string" or not (lists or parent.size is not None):
+        beside = self._names_of(path)
+        if beside is None:
             return None
         get = self._getter(beside)
 
@@ -167,6 +158,24 @@ class Layout(ABC):
             return tuple(value if isinstance(value, str) else "" for value in values)
 
         return texts
+
+    def _names_of(self, path: str) -> str | None:
+        """Return the path of the names of the numbers at a path: beside them, or further up."""
+        try:
+            numbers, head = self._resolve(path)[1], path
+        except DataError:
+            return None
+        while head:
+            head = head.rpartition(".")[0]
+            parent = self._resolve(head)[1] if head else self.root
+            is_item = head == path.rpartition(".")[0] and parent.size is not None
+            for name in _NAMES[: None if "Joint" in parent.name else -1]:
+                node = parent.fields.get(name)
+                if node is None or node.type != "string":
+                    continue
+                if is_item or (node.size is not None and numbers.size is not None):
+                    return f"{head}.{name}".lstrip(".")
+        return None
 
     def find_texts(
         self, path: str, names: tuple[str, ...]

@@ -90,7 +90,7 @@ _SENSORS: Final = re.compile(
 _ACTIONS: Final = re.compile(r"(JointTrajectory(ControllerState)?|AckermannDrive(Stamped)?)$")
 # Unless their name says that they were measured.
 _COMMANDS: Final = re.compile(
-    r"Twist(Stamped)?$|Actuator|.*(RobotOutput|Cmds?|Commands?|Ctrl|Setpoint|Target)(Stamped)?$"
+    r"Twist(Stamped)?$|Actuator|JointJog|.*(RobotOutput|Cmds?|Commands?|Ctrl|Setpoint|Target)(Stamped)?$"
 )
 _ACTION_WORDS: Final = re.compile(
     r"cmd|command|target|desired|goal|traj|setpoint|equilibrium"
@@ -236,17 +236,20 @@ def choose_fields(topic: Topic, bag: Bag) -> TopicChoice:
     if numbers == 1 and _BOOKKEEPING.search(topic.name.lower()):
         return TopicChoice(fields, "other", 1, "a reward or a counter, nothing to observe")
     role = _role(topic)
-    commands = () if role == "action" else tuple(_commanded(fields))
-    if len(commands) == len(fields):
-        role, commands = "action", ()
-    fields = tuple(path for path in fields if path not in commands)
+    wanted = _commanded(fields)
+    if role != "action":
+        wanted |= {path for path in fields if _ACTION_PARTS.fullmatch(path)}
+    commands = tuple(path for path in fields if path in wanted)
+    fields = tuple(path for path in fields if path not in wanted)
+    if role == "action" or not fields:
+        role, fields, commands = "action", commands or fields, ()
     partial = "Joint" in kind and _come_apart(topic, bag, fields[0])
     joints = re.search("Joint|Array|Float", kind) is not None
     return TopicChoice(fields, role, numbers, "", precise, partial, joints, commands)
 
 
-def _commanded(fields: tuple[str, ...]) -> Iterator[str]:
-    """Yield the fields that say what is wanted, of a message that says what is there as well."""
+def _commanded(fields: tuple[str, ...]) -> set[str]:
+    """Return the fields that say what is wanted, of a message that says what is there as well."""
     words = {path: re.split(r"[._]", path) for path in fields}
     there = [[w for w in parts if not _THERE.fullmatch(w)] for parts in words.values()]
     wanted = {
@@ -255,9 +258,7 @@ def _commanded(fields: tuple[str, ...]) -> Iterator[str]:
         for word in parts
         if _WANTED.fullmatch(word) and [w for w in parts if w != word] in there
     }
-    for path, parts in words.items():
-        if wanted.intersection(parts) or _ACTION_PARTS.fullmatch(path):
-            yield path
+    return {path for path, parts in words.items() if wanted.intersection(parts)}
 
 
 def _come_apart(topic: Topic, bag: Bag, path: str) -> bool:
