@@ -666,6 +666,17 @@ ROBOTS = {
             "action": ["/rtde target_q", "/rtde target_qdd"],
         },
     ),
+    "a state by the name of its topic": (
+        {
+            "/robot/state": ("lab_msgs/msg/Schema", "float32 t\nfloat32[3] x\n"),
+            "/speed": ("std_msgs/msg/Float64", ""),
+            "/joint_states": ("sensor_msgs/msg/JointState", ""),
+        },
+        {
+            "observation.state": ["/robot/state x", "/joint_states position"],
+            "observation.speed": ["/speed data"],
+        },
+    ),
     "a controller of a kind of its own": (
         {
             "/arm/ctrl": (

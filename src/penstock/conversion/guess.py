@@ -146,10 +146,11 @@ def guess_mapping(bag: Bag, found: Survey | None = None) -> Mapping:
         mapping = robot.mapping(bag, _camera_rate(bag, found.cameras))
         return replace(mapping, clock=robot.clock or guess_clock(bag, mapping.topics & speaking))
     if not found.numbers and not found.cameras:
-        reasons = "; ".join(f"{name}: {reason}" for name, reason in found.left_out.items())
+        reasons = [f"{name}: {reason}" for name, reason in found.left_out.items()]
+        few = "; ".join(reasons[:3]) + (f"; and {len(reasons) - 3} more" if reasons[3:] else "")
         raise DataError(
-            f"{bag.path}: there is nothing to learn from ({reasons[:300] or 'no messages'}); map "
-            "what you need with --map"
+            f"{bag.path}: there is nothing to learn from ({few or 'no messages'}); map what you "
+            "need with --map"
         )
     fps = _camera_rate(bag, found.cameras) if found.cameras else common_rate(bag, found.numbers)
     groups: dict[str, list[Source]] = {}

@@ -83,6 +83,9 @@ _STATES: Final = re.compile(
     r"JointStates?$|Odometry|Pose|Motor|LowState|FrankaState"
     r"|(Robot|Arm|Hand|Gripper|Finger|Leg)\w*States?$"
 )
+_STATE_NAMES: Final = re.compile(
+    r"joint|(?<![a-z])((robot|arm)[_/]states?|qpos|proprio\w*|obs(ervations?)?)$"
+)
 _SENSORS: Final = re.compile(
     r"(Imu|LaserScan|NavSatFix|LocationFix|MagneticField|Temperature|BatteryState|Range"
     r"|FluidPressure|Illuminance|RelativeHumidity)$"
@@ -115,7 +118,7 @@ _BOOKKEEPING: Final = re.compile(
     r"(?<![a-z])(rewards?|done|success|terminated|truncated|episodes?|steps?|timestamp|seq)(?![a-z])"
 )
 _COUNTERS: Final = re.compile(
-    r"(.*\.)?(\w*timestamp\w*|stamp|seq|tick|(\w+_)?time|time_\w+|n?sec|nanosec|crc\w*|\w+_dt"
+    r"(.*\.)?(\w*timestamp\w*|stamp|seq|tick|t|(\w+_)?time|time_\w+|n?sec|nanosec|crc\w*|\w+_dt"
     r"|(\w+_)?(reserved?|id|sequence)|sn|version|bandwidth|(min|max)_\w+|ref_(lat|lon|alt)|fan_\w+)"
     r"|(.*\.)?bms\w*\..*"
 )
@@ -350,7 +353,7 @@ def _role(topic: Topic) -> Role:
             return "action"
         if _OPERATOR_WORDS.search(name):
             return "operator"
-    return "state" if _STATES.search(kind) or "joint" in name else "other"
+    return "state" if _STATES.search(kind) or _STATE_NAMES.search(name) else "other"
 
 
 def _is_number(path: str, text: str) -> bool:
