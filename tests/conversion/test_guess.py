@@ -879,6 +879,27 @@ def test_numbers_that_were_recorded_twice_are_taken_once(tmp_path, monkeypatch):
     assert "once more" in found.left_out["/lf/odom"]
 
 
+def test_a_scan_that_changes_its_length_is_left_out(tmp_path, monkeypatch):
+    """As cheap lidars have it; and of a message the numbers that do not."""
+    scan = "sensor_msgs/msg/LaserScan"
+    message("lab_msgs/msg/Taxels", "float32[] taxels\nfloat32[3] force\n")
+    rows = [("/joint_states", k / 20, joint_state(k / 20, ["a", "b"])) for k in range(40)]
+    for k in range(40):
+        ranges = np.ones(360 + k % 3, np.float32)
+        rows.append(("/scan", k / 20, message(scan, "", ranges=ranges, header=header())()))
+        skin = T["lab_msgs/msg/Taxels"](np.ones(5 + k % 2, np.float32), np.ones(3, np.float32))
+        rows.append(("/skin", k / 20, skin))
+    bag = record_all(tmp_path / "bag", rows)
+    with open_bag(bag) as opened:
+        assert "360 to 362 numbers" in survey(opened).left_out["/scan"]
+    report = convert([bag], tmp_path / "out")
+    assert report.ok
+    assert sources(report.mapping) == {
+        "observation.state": ["/joint_states position"],
+        "observation.skin": ["/skin force"],
+    }
+
+
 def test_bytes_that_are_few_at_first_are_bytes(tmp_path):
     kind = "event_msgs/msg/Packet"
     STORE.register(get_types_from_msg("uint32 height\nuint8[] events\n", kind))

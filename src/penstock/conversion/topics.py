@@ -224,6 +224,17 @@ def choose_fields(topic: Topic, bag: Bag) -> TopicChoice:
         fields = (chosen,)
     fields = tuple(path for path in known if _count(decoder, data, path)) or fields
     fields = tuple(path for path in fields if not _is_unset(topic, bag, decoder, data, path))
+    changing = {
+        path: counts
+        for path in fields
+        if leaves.get(path, "").endswith("[]")
+        and not decoder.names(data, path)
+        and len(counts := _counts(topic, bag, path) - {0}) > 1
+    }
+    fields = tuple(path for path in fields if path not in changing)
+    if changing and not fields:
+        path, counts = changing.popitem()
+        return TopicChoice(reason=f"{path} has {min(counts)} to {max(counts)} numbers, by turns")
     numbers = sum(_count(decoder, data, path) for path in fields)
     if not numbers:
         for path in kept:
