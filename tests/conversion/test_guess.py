@@ -666,6 +666,21 @@ ROBOTS = {
             "action": ["/rtde target_q", "/rtde target_qdd"],
         },
     ),
+    "what a person moves says its status, and a gripper beside an arm": (
+        {
+            "/arm_master_l_status": ("arx_msgs/msg/RobotStatus", "float64 ts\nfloat64[7] pos\n"),
+            "/arm_slave_l_status": ("arx_msgs/msg/RobotStatus", ""),
+            "/left/eef_pose": ("geometry_msgs/msg/PoseStamped", ""),
+            "/left/gripper_width": ("std_msgs/msg/Float32", ""),
+            "/flight_status": ("std_msgs/msg/UInt8", ""),
+            "/piper": ("lab_msgs/msg/PosCmd", "float64 x\nint32 mode1\n"),
+        },
+        {
+            "observation.state": ["/left/eef_pose pose", "/left/gripper_width data"],
+            "observation.arm_slave_l_status": ["/arm_slave_l_status pos"],
+            "action": ["/piper x"],
+        },
+    ),
     "a state by the name of its topic": (
         {
             "/robot/state": ("lab_msgs/msg/Schema", "float32 t\nfloat32[3] x\n"),

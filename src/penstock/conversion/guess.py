@@ -41,6 +41,7 @@ from penstock.media.images import ImageDecoder
 
 DEFAULT_FPS: Final = 30
 _MOST_OF_A_STATE: Final = 64
+_MOST_OF_HAND: Final = 4
 _MOST_FPS: Final = 100  # without a camera
 _MOST_IN_BURSTS: Final = 0.3
 _FAR_CLOCK_NS: Final = 10 * SECOND_NS  # between stamp and log time of one message
@@ -160,7 +161,7 @@ def guess_mapping(bag: Bag, found: Survey | None = None) -> Mapping:
         narrow = not has_state and choice.numbers <= _MOST_OF_A_STATE and not choice.precise
         if choice.role == "action":
             key = "action"
-        elif choice.role == "state" or narrow:
+        elif choice.role == "state" or narrow or (has_state and _is_gripper(name, choice)):
             key = "observation.state"
         else:
             key = free_key(groups, plain_name(name))
@@ -182,6 +183,11 @@ def guess_mapping(bag: Bag, found: Survey | None = None) -> Mapping:
     clock = guess_clock(bag, [*found.numbers, *found.cameras])
     tasks = Tasks(topic=found.task) if found.task else None
     return Mapping(fps, features, clock=clock, tasks=tasks)
+
+
+def _is_gripper(name: str, choice: TopicChoice) -> bool:
+    """Tell whether a topic is what is missing in the state of an arm."""
+    return "gripper" in name.lower() and choice.role == "other" and choice.numbers <= _MOST_OF_HAND
 
 
 def holding(sources: list[Source], slow: bool = True) -> Vector:

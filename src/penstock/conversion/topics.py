@@ -81,7 +81,7 @@ _NEVER: Final = {
 }
 _STATES: Final = re.compile(
     r"JointStates?$|Odometry|Pose|Motor|LowState|FrankaState"
-    r"|(Robot|Arm|Hand|Gripper|Finger|Leg)\w*States?$"
+    r"|(Robot|Arm|Hand|Gripper|Finger|Leg)\w*[Ss]tates?$"
 )
 _STATE_NAMES: Final = re.compile(
     r"joint|(?<![a-z])((robot|arm)[_/]states?|qpos|proprio\w*|obs(ervations?)?)$"
@@ -108,7 +108,7 @@ _OPERATOR_WORDS: Final = re.compile(
     r"leader|master|gello|teleop|spacemouse|spacenav|joystick|haptic"
     r"|(?<![a-z])(operator|human|quest|oculus|vr)(?![a-z])"
 )
-_OPERATORS: Final = re.compile(r"Joy|R[Cc](In|Channels)|ManualControl\w*|WirelessController")
+_OPERATORS: Final = re.compile(r"R[Cc](In|Channels)|ManualControl\w*|WirelessController")
 _REPLY_WORDS: Final = re.compile(r"feedback|reached|result|(?<![a-z])(fb|status|error)(?![a-z])")
 _MEASURED_WORDS: Final = re.compile(
     r"odom|state|feedback|measured|actual|estimate|sensor|local|current|filtered|gps|fix|mocap"
@@ -118,15 +118,15 @@ _BOOKKEEPING: Final = re.compile(
     r"(?<![a-z])(rewards?|done|success|terminated|truncated|episodes?|steps?|timestamp|seq)(?![a-z])"
 )
 _COUNTERS: Final = re.compile(
-    r"(.*\.)?(\w*timestamp\w*|stamp|seq|tick|t|(\w+_)?time|time_\w+|n?sec|nanosec|crc\w*|\w+_dt"
+    r"(.*\.)?(\w*timestamp\w*|stamp|seq|tick|ts?|(\w+_)?time|time_\w+|n?sec|nanosec|crc\w*|\w+_dt"
     r"|(\w+_)?(reserved?|id|sequence)|sn|version|bandwidth|(min|max)_\w+|ref_(lat|lon|alt)|fan_\w+)"
     r"|(.*\.)?bms\w*\..*"
 )
 _CODES: Final = re.compile(
-    r"(.*[._])?(mode|state|status|type|kind|flags?|err(or)?|warn(ing)?|code|mask|bits|keys|brake|able"
+    r"(.*[._])?(mode\d?|state|status|type|kind|flags?|err(or)?|warn(ing)?|code|mask|bits|keys|brake|able"
     r"|lost|count|cmdnum|motorstate|serial_number|rssi)"
 )
-_STATUS: Final = re.compile(r"(?<!Wheel)(Status(Flags)?|Flags|Mode|Report)(Stamped)?$")
+_STATUS: Final = re.compile(r"(?<!Wheel)(Status(Flags)?|Flags|Mode|Report)(Stamped)?$|[/_](status|mode|flags)$")
 _COORDINATES: Final = re.compile(r"(.*\.)?(lat|lon)(itude)?(_deg)?")
 _FIXED: Final = re.compile(r"\[\d+\]")
 _MOVED: Final = re.compile(r"(motor|joint|servo|actuator|finger|wheel)\w*", re.I)
@@ -213,7 +213,7 @@ def choose_fields(topic: Topic, bag: Bag) -> TopicChoice:
     codes = all(re.match(r"u?int", leaves[path]) for path in kept)
     if kept and codes and lists and not fixed:
         return TopicChoice(reason="a list of messages, and numbers that describe it")
-    if kept and codes and _STATUS.search(kind) and not fixed:
+    if kept and codes and not fixed and (_STATUS.search(kind) or _STATUS.search(topic.name)):
         return TopicChoice(reason="codes of a status")
     # A field of fixed length is one of several: position, q and velocity of an odometry.
     firsts = [path for path in _FIRST_OF if path in kept and not _FIXED.search(leaves[path])]
@@ -359,10 +359,11 @@ def _role(topic: Topic) -> Role:
         return "operator"
     if _ACTIONS.match(kind):
         return "action"
-    if not _SENSORS.match(kind) and not _REPLY_WORDS.search(name):
-        if _ACTION_WORDS.search(name) or (_COMMANDS.match(kind) and not measured):
+    if not _SENSORS.match(kind):
+        says_command = _ACTION_WORDS.search(name) or (_COMMANDS.match(kind) and not measured)
+        if says_command and not _REPLY_WORDS.search(name):
             return "action"
-        if _OPERATOR_WORDS.search(name):
+        if _OPERATOR_WORDS.search(name) or kind == "Joy":
             return "operator"
     return "state" if _STATES.search(kind) or _STATE_NAMES.search(name) else "other"
 
