@@ -347,7 +347,7 @@ def _span_s(bag: Bag, topic: str) -> float:
 def describe_camera(bag: Bag, topic: str) -> Camera:
     """Describe a camera by its first picture, which is decoded to see that it can be."""
     kind: Kind = "color"
-    if bag.topics[topic].media == "video":
+    if bag.is_video(topic):
         key = first_key(bag, topic)
         width, height = key.width, key.height
     else:

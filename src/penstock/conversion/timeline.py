@@ -113,7 +113,7 @@ class Stamps:
 
     def first_key(self, topic: str) -> KeyFrame | None:
         """Return the packet with which a video begins; None for topics of other kinds."""
-        if self._bag.topics[topic].media == "video" and topic not in self._keys:
+        if self._bag.is_video(topic) and topic not in self._keys:
             self._keys[topic] = first_key(self._bag, topic)
         return self._keys.get(topic)
 

@@ -126,7 +126,9 @@ _CODES: Final = re.compile(
     r"(.*[._])?(mode\d?|state|status|type|kind|flags?|err(or)?|warn(ing)?|code|mask|bits|keys|brake|able"
     r"|lost|count|cmdnum|motorstate|serial_number|rssi)"
 )
-_STATUS: Final = re.compile(r"(?<!Wheel)(Status(Flags)?|Flags|Mode|Report)(Stamped)?$|[/_](status|mode|flags)$")
+_STATUS: Final = re.compile(
+    r"(Status(Flags)?|Flags|Mode|Report)(Stamped)?$|[/_](status|mode|flags)$"
+)
 _COORDINATES: Final = re.compile(r"(.*\.)?(lat|lon)(itude)?(_deg)?")
 _FIXED: Final = re.compile(r"\[\d+\]")
 _MOVED: Final = re.compile(r"(motor|joint|servo|actuator|finger|wheel)\w*", re.I)
@@ -213,7 +215,8 @@ def choose_fields(topic: Topic, bag: Bag) -> TopicChoice:
     codes = all(re.match(r"u?int", leaves[path]) for path in kept)
     if kept and codes and lists and not fixed:
         return TopicChoice(reason="a list of messages, and numbers that describe it")
-    if kept and codes and not fixed and (_STATUS.search(kind) or _STATUS.search(topic.name)):
+    is_status = _STATUS.search(kind) or _STATUS.search(topic.name)
+    if kept and codes and is_status and not fixed and not _MOVED.match(kind):
         return TopicChoice(reason="codes of a status")
     # A field of fixed length is one of several: position, q and velocity of an odometry.
     firsts = [path for path in _FIRST_OF if path in kept and not _FIXED.search(leaves[path])]
