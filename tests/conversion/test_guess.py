@@ -344,6 +344,7 @@ def test_stamps_that_are_not_sane_are_left_alone(tmp_path, shift_s):
         ("/odom", [20] * 100 + [60_000] + [20] * 100, 50),  # nobody moved for a minute
         ("/cam", [50] * 100 + [60_000] + [50] * 100, 20),
         ("/cam", [1, 1, 98] * 40, 30),  # three pictures at once
+        ("/cam", [20, 30, 40, 60, 100] * 60, 20),  # of a bad network
     ],
 )
 def test_neither_pauses_nor_bursts_change_the_rate(tmp_path, capsys, message, steps_ms, fps):
@@ -357,6 +358,17 @@ def test_neither_pauses_nor_bursts_change_the_rate(tmp_path, capsys, message, st
     said = capsys.readouterr().out
     assert f"guess at {fps} fps" in said
     assert ("came in bursts" in said) == (1 in steps_ms)
+
+
+def test_a_clock_that_was_set_in_between(tmp_path):
+    """A robot that boots in 1970: without a camera, the message says what to do."""
+    rows = [("/joint_states", k / 50, joint_state(k / 50, ["a"])) for k in range(10)]
+    rows += [(topic, second + 1.6e9, content) for topic, second, content in rows]
+    bag = record_all(tmp_path / "bag", rows)
+    with pytest.raises(DataError, match="timeline=/topic"):
+        convert([bag], tmp_path / "out")
+    report = convert([bag], tmp_path / "out", timeline="/joint_states")
+    assert report.ok and report.frames_out == 20
 
 
 def test_log_times_that_are_all_the_same_have_a_way_out(tmp_path):

@@ -62,7 +62,7 @@ class Rate:
 
     Attributes:
         hz: Messages per second, over all of the time from the first to the last; 0 for fewer.
-        usual_hz: By the median time between two: other than `hz` for bursts, or with long gaps.
+        usual_hz: By the usual time between two: other than `hz` for bursts, or with long gaps.
         longest_gap_s: The longest time between two messages.
         disorder: Messages whose stamp does not rise.
         in_bursts: The share of the gaps that are below a tenth of the mean one, without pauses.
@@ -95,11 +95,19 @@ def rate_of(bag: Bag, topic: str) -> Rate:
     span_s = float(ordered.times[-1] - ordered.times[0]) / SECOND_NS
     return Rate(
         (len(times) - 1) / span_s,
-        SECOND_NS / ordered.period_ns,
+        SECOND_NS / _usual_step(steps),
         float(steps.max()) / SECOND_NS,
         ordered.duplicates + ordered.disordered,
         _in_bursts(np.sort(times)),
     )
+
+
+def _usual_step(steps: Times) -> float:
+    """Return the median, or, where hardly any step is near it (jitter), the mean without pauses."""
+    median = float(np.median(steps))
+    if np.mean(np.abs(steps - median) <= median / 4) >= 0.5:
+        return median
+    return float(np.sort(steps)[: len(steps) - len(steps) // 100].mean())
 
 
 def _in_bursts(times: Times) -> float:

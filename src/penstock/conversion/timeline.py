@@ -270,7 +270,7 @@ def _check_span(where: str, span_ns: int, hz: float) -> None:
     if span_ns / SECOND_NS * hz > _MAX_FRAMES:
         raise DataError(
             f"{where}: its stamps span {span_ns // SECOND_NS} s, more than {_MAX_FRAMES} frames: "
-            "check the clock of the recording"
+            "the clock was set in between? Let a topic give the frames: timeline=/topic"
         )
 
 
