@@ -704,6 +704,10 @@ ROBOTS = {
             "observation.speed": ["/speed data"],
         },
     ),
+    "a target of as many numbers": (
+        {"/arm": ("lab_msgs/msg/Arm3", "float64[3] joints\nfloat64[3] target\nfloat64[2] goal\n")},
+        {"observation.state": ["/arm joints", "/arm goal"], "action": ["/arm target"]},
+    ),
     "a controller of a kind of its own": (
         {
             "/arm/ctrl": (

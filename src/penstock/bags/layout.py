@@ -27,7 +27,7 @@ NUMBERS: Final = {
     **{"int16": "i2", "uint16": "u2", "int32": "i4", "uint32": "u4", "int64": "i8"},
     **{"uint64": "u8", "float32": "f4", "float64": "f8"},
 }
-STEP: Final = re.compile(r"([A-Za-z_][A-Za-z0-9_]*)(?:\[([0-9]{1,9})\])?")
+_STEP: Final = re.compile(r"([^\s.,*?<>\[\]][^,*?<>\[\]]{0,79})(?:\[([0-9]{1,9})\])?")
 HEADER: Final = "std_msgs/msg/Header"
 MOST_VALUES: Final = 200_000  # in one message, but for arrays of numbers and bytes
 _NAMES: Final = ("name", "joint_names", "joint_name", "names")  # the last of joints alone
@@ -76,6 +76,12 @@ class Node:
         """Whether it is a list of things with names, as the joints of a robot."""
         name = self.fields.get("name")
         return self.size is not None and name is not None and name.text == "string"
+
+
+def is_field_name(name: str) -> bool:
+    """Tell whether a name can be part of a path: "left-arm" can."""
+    match = _STEP.fullmatch(name)
+    return match is not None and match[2] is None and name.isprintable()
 
 
 class _Step:
@@ -131,7 +137,7 @@ class Layout(ABC):
                     _collect(node, value, found)
                 return np.array(found, np.float64)
             except (TypeError, ValueError, OverflowError):
-                raise DataError(f"a value of type {node.text} is none") from None
+                raise DataError(f"a value that should be {node.text} is no number") from None
 
         return vector
 
@@ -167,7 +173,10 @@ class Layout(ABC):
             return None
         while head:
             head = head.rpartition(".")[0]
-            parent = self._resolve(head)[1] if head else self.root
+            try:
+                parent = self._resolve(head)[1] if head else self.root
+            except DataError:  # a part of a name with dots
+                continue
             is_item = head == path.rpartition(".")[0] and parent.size is not None
             for name in _NAMES[: None if "Joint" in parent.name else -1]:
                 node = parent.fields.get(name)
@@ -248,8 +257,7 @@ class Layout(ABC):
 
     def _whole_path(self, path: str) -> str:
         """Return the path that a short one stands for: "position" in a type of joints alone."""
-        first = path.partition(".")[0].partition("[")[0]
-        if first in self.root.fields:
+        if any(re.match(rf"{re.escape(name)}(?![^.\[])", path) for name in self.root.fields):
             return path
         lists = [name for name, node in self.root.fields.items() if node.is_named_list]
         return f"{lists[0]}.{path}" if len(lists) == 1 else path
@@ -258,10 +266,15 @@ class Layout(ABC):
         """Return the steps that lead to the values at a path, and what they are."""
         steps: list[_Step] = []
         node = self.root
-        for part in self._whole_path(path).split("."):
-            match = STEP.fullmatch(part)
-            if match is None or match[1] not in node.fields:
+        parts = self._whole_path(path).split(".")
+        while parts:
+            for size in range(len(parts), 0, -1):  # names in JSON may hold dots
+                match = _STEP.fullmatch(".".join(parts[:size]))
+                if match is not None and match[1] in node.fields:
+                    break
+            else:
                 raise DataError(f"there is no field {path!r}")
+            del parts[:size]
             node = node.fields[match[1]]
             index = None if match[2] is None else int(match[2])
             if index is not None:

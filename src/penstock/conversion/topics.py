@@ -253,7 +253,7 @@ def choose_fields(topic: Topic, bag: Bag) -> TopicChoice:
     if numbers == 1 and _BOOKKEEPING.search(topic.name.lower()):
         return TopicChoice(fields, "other", 1, "a reward or a counter, nothing to observe")
     role = _role(topic)
-    wanted = _commanded(fields)
+    wanted = _commanded({path: _count(decoder, data, path) for path in fields})
     if role != "action":
         wanted |= {path for path in fields if _ACTION_PARTS.fullmatch(path)}
     commands = tuple(path for path in fields if path in wanted)
@@ -265,7 +265,7 @@ def choose_fields(topic: Topic, bag: Bag) -> TopicChoice:
     return TopicChoice(fields, role, numbers, "", precise, partial, joints, commands)
 
 
-def _commanded(fields: tuple[str, ...]) -> set[str]:
+def _commanded(fields: dict[str, int]) -> set[str]:
     """Return the fields that say what is wanted, of a message that says what is there as well."""
     words = {path: re.split(r"[._]", path) for path in fields}
     there = [[w for w in parts if not _THERE.fullmatch(w)] for parts in words.values()]
@@ -275,7 +275,10 @@ def _commanded(fields: tuple[str, ...]) -> set[str]:
         for word in parts
         if _WANTED.fullmatch(word) and [w for w in parts if w != word] in there
     }
-    return {path for path, parts in words.items() if wanted.intersection(parts)}
+    found = {path for path, parts in words.items() if wanted.intersection(parts)}
+    # "target" beside as many numbers of another name.
+    alone = {path for path in fields if _WANTED.fullmatch(path)} - found
+    return found | {path for path in alone if [*fields.values()].count(fields[path]) > 1}
 
 
 def _come_apart(topic: Topic, bag: Bag, path: str) -> bool:
