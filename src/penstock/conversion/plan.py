@@ -171,8 +171,8 @@ class _Planner:
         if not len(times):
             reasons = ", ".join(f"{n} x {why}" for why, n in account.dropped.most_common(3))
             raise DataError(
-                f"{self._bag.path}: no frame is left ({reasons or 'it is empty'}): topics that were "
-                "recorded at other times, or by other clocks, are not of one dataset"
+                f"{self._bag.path}: no frame is left ({reasons or 'it is empty'}): topics of other "
+                "times, or of another clock, do not belong into one dataset"
             )
         assert account.balanced, f"{account.balance} frames"
         episodes = split(
