@@ -7,7 +7,7 @@ What is left out has a reason that a person can read.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Final, Literal, TypeVar
@@ -100,7 +100,7 @@ _ACTION_WORDS: Final = re.compile(
     r"|(?<![a-z])(actions?|act|des|refs?|references?|ctrl|set)(?![a-z])"
 )
 # In a message that says both what is there and what is wanted.
-_WANTED: Final = re.compile(r"target|desired|des|command(ed)?|cmd|setpoint|reference|ref|goal")
+_WANTED: Final = re.compile(r"target|desired|des|command(ed)?|cmd|setpoint|reference|ref")
 _THERE: Final = re.compile(r"actual|measured|current|feedback|state")
 _ACTION_PARTS: Final = re.compile(r"(.*\.)?(actions?|control)(\..*)?")
 # The arm or device that a person moves.
@@ -208,10 +208,10 @@ def choose_fields(topic: Topic, bag: Bag) -> TopicChoice:
         path, reason = _LISTS[kind]
         count = _count(decoder, data, path)
         return TopicChoice((path,) if count else (), "state", count, reason)
-    for path in small:
-        counts = _counts(topic, bag, path) if leaves[path].endswith("[]") else set()
-        if len(counts) > 1 or max(counts, default=0) > _MOST_BYTES:
-            return TopicChoice(reason="bytes, and numbers that describe them")
+    large = any(_count(decoder, data, path) > _MOST_BYTES for path in small)
+    grown = () if large else [path for path in small if "int8[]" in leaves[path]]
+    if large or any(len(seen - {0}) > 1 for seen in _counts(topic, bag, grown).values()):
+        return TopicChoice(reason="bytes, and numbers that describe them")
     codes = all(re.match(r"u?int", leaves[path]) for path in kept)
     if kept and codes and lists and not fixed:
         return TopicChoice(reason="a list of messages, and numbers that describe it")
@@ -227,17 +227,13 @@ def choose_fields(topic: Topic, bag: Bag) -> TopicChoice:
         fields = (chosen,)
     fields = tuple(path for path in known if _count(decoder, data, path)) or fields
     fields = tuple(path for path in fields if not _is_unset(topic, bag, decoder, data, path))
-    changing = {
-        path: counts
-        for path in fields
-        if leaves.get(path, "").endswith("[]")
-        and not decoder.names(data, path)
-        and len(counts := _counts(topic, bag, path) - {0}) > 1
-    }
+    lists = [path for path in fields if leaves.get(path, "").endswith("[]")]
+    counts = _counts(topic, bag, [it for it in lists if not decoder.names(data, it)])
+    changing = {path: seen - {0} for path, seen in counts.items() if len(seen - {0}) > 1}
     fields = tuple(path for path in fields if path not in changing)
     if changing and not fields:
-        path, counts = changing.popitem()
-        return TopicChoice(reason=f"{path} has {min(counts)} to {max(counts)} numbers, by turns")
+        path, seen = changing.popitem()
+        return TopicChoice(reason=f"{path} has {min(seen)} to {max(seen)} numbers, by turns")
     numbers = sum(_count(decoder, data, path) for path in fields)
     if not numbers:
         for path in kept:
@@ -317,21 +313,18 @@ def _moving_frames(topic: Topic, bag: Bag) -> TopicChoice:
 def possible_fields(topic: Topic, bag: Bag) -> tuple[str, ...]:
     """Return what of a topic that is left out could be had: numbers that are always as many."""
     decoder = bag.decoder(topic.name)
-    messages = _sample(topic, bag)
     if kind_of(topic) in _TRANSFORMS:
-        return tuple(dict.fromkeys(decoder.transforms.pairs(messages[0])))[:_MOST_FIELDS]
+        first = first_message(bag, topic.name)
+        return tuple(dict.fromkeys(decoder.transforms.pairs(first)))[:_MOST_FIELDS]
     leaves = decoder.fields()
     if any(_SMALL.match(text) for text in leaves.values()):
         return ()  # the rest describes the bytes
     paths = [path for path, text in leaves.items() if _is_number(path, text) or text == "bool"]
     if kind_of(topic) in _LISTS:
         paths = [_LISTS[kind_of(topic)][0]]
-    found = []
-    for path in paths:
-        counts = {_count(decoder, data, path) for data in messages}
-        if len(counts) == 1 and 0 < counts.pop() <= _MOST_NUMBERS:
-            found.append(path)
-    return tuple(found[:_MOST_FIELDS])
+    counts = _counts(topic, bag, paths)
+    always = [path for path in paths if len(counts[path]) == 1]
+    return tuple(path for path in always if 0 < max(counts[path]) <= _MOST_NUMBERS)[:_MOST_FIELDS]
 
 
 def first_message(bag: Bag, topic: str) -> Data:
@@ -420,14 +413,18 @@ def _of_items(path: str, leaves: dict[str, str]) -> tuple[str, ...]:
 
 
 def _is_always_as_long(topic: Topic, bag: Bag, path: str) -> bool:
-    counts = _counts(topic, bag, path)
+    counts = _counts(topic, bag, [path])[path]
     return len(counts) == 1 and 0 not in counts
 
 
-def _counts(topic: Topic, bag: Bag, path: str) -> set[int]:
-    """Return how many numbers some messages have at a path."""
+def _counts(topic: Topic, bag: Bag, paths: Sequence[str]) -> dict[str, set[int]]:
+    """Return how many numbers some messages have at each path."""
     decoder = bag.decoder(topic.name)
-    return {_count(decoder, data, path) for data in _sample(topic, bag)}
+    counts: dict[str, set[int]] = {path: set() for path in paths}
+    for data in _sample(topic, bag) if paths else ():
+        for path, seen in counts.items():
+            seen.add(_count(decoder, data, path))
+    return counts
 
 
 def _beside(chosen: str, kept: set[str]) -> set[str]:
@@ -447,10 +444,10 @@ def _is_unset(topic: Topic, bag: Bag, decoder: Decoder, data: Data, path: str) -
     return all(np.isnan(decoder.vector(each, path)).all() for each in _sample(topic, bag))
 
 
-def _sample(topic: Topic, bag: Bag) -> list[bytes]:
-    """Return some messages of a topic, from its first to its last."""
+def _sample(topic: Topic, bag: Bag) -> Iterator[Data]:
+    """Yield some messages of a topic, from its first to its last."""
     places = np.unique(np.linspace(0, topic.count - 1, _SAMPLE).astype(np.int64))
-    return [bytes(m.data) for m in bag.read([topic.name], {topic.name: places})]
+    return (message.data for message in bag.read([topic.name], {topic.name: places}))
 
 
 def _within(
