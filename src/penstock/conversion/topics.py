@@ -26,6 +26,7 @@ _MOST_NUMBERS: Final = 2048
 _MOST_FIELDS: Final = 16
 _MOST_TRANSFORMS: Final = 8
 _MOST_BYTES: Final = 256  # of a list of bytes: beyond, the other numbers only describe them
+_LARGE: Final = 1 << 20  # bytes of a message: what is in it are more numbers than anyone wants
 _LOOKED_AT: Final = 500  # messages of transforms
 _NAMED: Final = 100  # messages of joints, to see whether they name the same
 _PICTURES: Final = 10  # that a camera may begin with before there is one
@@ -208,7 +209,8 @@ def choose_fields(topic: Topic, bag: Bag) -> TopicChoice:
         path, reason = _LISTS[kind]
         count = _count(decoder, data, path)
         return TopicChoice((path,) if count else (), "state", count, reason)
-    large = any(_count(decoder, data, path) > _MOST_BYTES for path in small)
+    large = bool(small) and len(data) > _LARGE
+    large = large or any(_count(decoder, data, path) > _MOST_BYTES for path in small)
     grown = () if large else [path for path in small if "int8[]" in leaves[path]]
     if large or any(len(seen - {0}) > 1 for seen in _counts(topic, bag, grown).values()):
         return TopicChoice(reason="bytes, and numbers that describe them")
@@ -423,7 +425,8 @@ def _counts(topic: Topic, bag: Bag, paths: Sequence[str]) -> dict[str, set[int]]
     counts: dict[str, set[int]] = {path: set() for path in paths}
     for data in _sample(topic, bag) if paths else ():
         for path, seen in counts.items():
-            seen.add(_count(decoder, data, path))
+            # A list of 100 MB would be 800 MB of numbers, to be counted.
+            seen.add(len(data) if len(data) > _LARGE else _count(decoder, data, path))
     return counts
 
 
