@@ -257,8 +257,11 @@ class Layout(ABC):
 
     def _whole_path(self, path: str) -> str:
         """Return the path that a short one stands for: "position" in a type of joints alone."""
-        if any(re.match(rf"{re.escape(name)}(?![^.\[])", path) for name in self.root.fields):
+        fields = self.root.fields
+        if path.partition(".")[0].partition("[")[0] in fields:
             return path
+        if any(path == name or path.startswith((f"{name}.", f"{name}[")) for name in fields):
+            return path  # a name with dots
         lists = [name for name, node in self.root.fields.items() if node.is_named_list]
         return f"{lists[0]}.{path}" if len(lists) == 1 else path
 
