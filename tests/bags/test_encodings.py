@@ -408,3 +408,27 @@ def test_damaged_messages_and_schemas(what: str) -> None:
 @pytest.mark.parametrize("what", ATTACKS)
 def test_damaged_messages_and_schemas_for_long(what: str) -> None:
     run_attack(what, 10_000)
+
+
+def test_json_names_that_are_no_identifiers(tmp_path: Path) -> None:
+    """As web recorders write them: with hyphens, blanks and dots."""
+    values = {
+        "left-arm": [1, 2],
+        "right arm": {"\u5173\u8282 1": 3},
+        "observation.state": [4, 5],
+        "observation": {"v": 6},
+        "a.b": [{"name": "x", "q-1": 7}],
+        "\x1b[31m": 8,
+        "x>y": 9,
+        "": 10,
+    }
+    data = json.dumps(values).encode()
+    found = Decoder(Topic("/t", "T", 1, None, "", "json"), "x.mcap", Limits(), data)
+    assert found.vector(data, "left-arm").tolist() == [1, 2]
+    assert found.vector(data, "left-arm[1]").tolist() == [2]
+    assert found.vector(data, "right arm").tolist() == [3]
+    assert found.vector(data, "observation.state").tolist() == [4, 5]
+    assert found.vector(data, "observation.v").tolist() == [6]
+    assert found.vector(data, "a.b.q-1").tolist() == [7]
+    assert found.names(data, "a.b.q-1") == ("x",)
+    assert not any("\x1b" in path or ">" in path for path in found.fields())

@@ -344,6 +344,7 @@ def test_stamps_that_are_not_sane_are_left_alone(tmp_path, shift_s):
         ("/odom", [20] * 100 + [60_000] + [20] * 100, 50),  # nobody moved for a minute
         ("/cam", [50] * 100 + [60_000] + [50] * 100, 20),
         ("/cam", [1, 1, 98] * 40, 30),  # three pictures at once
+        ("/cam", [20, 30, 40, 60, 100] * 60, 20),  # of a bad network
     ],
 )
 def test_neither_pauses_nor_bursts_change_the_rate(tmp_path, capsys, message, steps_ms, fps):
@@ -357,6 +358,17 @@ def test_neither_pauses_nor_bursts_change_the_rate(tmp_path, capsys, message, st
     said = capsys.readouterr().out
     assert f"guess at {fps} fps" in said
     assert ("came in bursts" in said) == (1 in steps_ms)
+
+
+def test_a_clock_that_was_set_in_between(tmp_path):
+    """A robot that boots in 1970: without a camera, the message says what to do."""
+    rows = [("/joint_states", k / 50, joint_state(k / 50, ["a"])) for k in range(10)]
+    rows += [(topic, second + 1.6e9, content) for topic, second, content in rows]
+    bag = record_all(tmp_path / "bag", rows)
+    with pytest.raises(DataError, match="timeline=/topic"):
+        convert([bag], tmp_path / "out")
+    report = convert([bag], tmp_path / "out", timeline="/joint_states")
+    assert report.ok and report.frames_out == 20
 
 
 def test_log_times_that_are_all_the_same_have_a_way_out(tmp_path):
@@ -451,8 +463,11 @@ def test_the_motors_of_a_robot_are_taken_together(tmp_path):
         writer.finish()
     report = convert([tmp_path / "bag.mcap"], tmp_path / "out")
     assert report.ok, report.text()
-    assert sources(report.mapping) == {"observation.state": ["/lowstate motors"]}
-    assert Dataset(tmp_path / "out").features["observation.state"].shape == (6,)
+    assert sources(report.mapping) == {"observation.state": ["/lowstate motors.q"]}
+    frames = list(Dataset(tmp_path / "out").episode(0).frames())
+    assert [frame["observation.state"].tolist() for frame in frames] == [
+        [k, k + 2, k + 4] for k in range(20)
+    ]
 
 
 def test_counters_codes_and_lists_are_no_state(tmp_path, monkeypatch):
@@ -565,11 +580,11 @@ ROBOTS = {
         },
         {
             "observation.state": [
-                "/lowstate motor_state",
+                "/lowstate motor_state.q",
                 "/lowstate foot_force",
                 "/lowstate power_v",
             ],
-            "action": ["/lowcmd motor_cmd"],
+            "action": ["/lowcmd motor_cmd.q"],
         },
     ),
     "commands under short names, and a motor driver that answers": (
@@ -640,7 +655,100 @@ ROBOTS = {
     ),
     "a hand, whose motors are a list of any length": (
         {"/hand/state": ("lab_msgs/msg/HandState", "robot_msgs/Motor[] motor_state\nfloat32 v\n")},
-        {"observation.state": ["/hand/state motor_state", "/hand/state v"]},
+        {"observation.state": ["/hand/state motor_state.q", "/hand/state v"]},
+    ),
+    "lists of motors alone, and a low-level command under the name of a library": (
+        {
+            "/inspire/state": ("robot_msgs/msg/MotorStates", "robot_msgs/Motor[] states\n"),
+            "/arm_sdk": ("robot_msgs/msg/MotorCmd", "robot_msgs/Motor[2] all\nuint32 reserve\n"),
+            "/remote": ("robot_msgs/msg/WirelessController", "float32 lx\nuint16 keys\n"),
+        },
+        {"observation.state": ["/inspire/state states.q"], "action": ["/arm_sdk all.q"]},
+    ),
+    "a message of what is there and what is wanted": (
+        {
+            "/rtde": (
+                "lab_msgs/msg/Rtde",
+                "float64[6] actual_q\nfloat64[6] target_q\nfloat64[6] target_qdd\n"
+                "float64[3] goal_of_the_game\nint32 robot_mode\nuint32 runtime_state\n",
+            )
+        },
+        {
+            "observation.state": ["/rtde actual_q", "/rtde goal_of_the_game"],
+            "action": ["/rtde target_q", "/rtde target_qdd"],
+        },
+    ),
+    "what a person moves says its status, and a gripper beside an arm": (
+        {
+            "/arm_master_l_status": ("arx_msgs/msg/RobotStatus", "float64 ts\nfloat64[7] pos\n"),
+            "/arm_slave_l_status": ("arx_msgs/msg/RobotStatus", ""),
+            "/left/eef_pose": ("geometry_msgs/msg/PoseStamped", ""),
+            "/left/gripper_width": ("std_msgs/msg/Float32", ""),
+            "/flight_status": ("std_msgs/msg/UInt8", ""),
+            "/piper": ("lab_msgs/msg/PosCmd", "float64 x\nint32 mode1\n"),
+        },
+        {
+            "observation.state": ["/left/eef_pose pose", "/left/gripper_width data"],
+            "observation.arm_slave_l_status": ["/arm_slave_l_status pos"],
+            "action": ["/piper x"],
+        },
+    ),
+    "a state by the name of its topic": (
+        {
+            "/robot/state": ("lab_msgs/msg/Schema", "float32 t\nfloat32[3] x\n"),
+            "/speed": ("std_msgs/msg/Float64", ""),
+            "/joint_states": ("sensor_msgs/msg/JointState", ""),
+        },
+        {
+            "observation.state": ["/robot/state x", "/joint_states position"],
+            "observation.speed": ["/speed data"],
+        },
+    ),
+    "a target of as many numbers": (
+        {"/arm": ("lab_msgs/msg/Arm3", "float64[3] joints\nfloat64[3] target\nfloat64[2] goal\n")},
+        {"observation.state": ["/arm joints", "/arm goal"], "action": ["/arm target"]},
+    ),
+    "a controller of a kind of its own": (
+        {
+            "/arm/ctrl": (
+                "lab_msgs/msg/Arm2",
+                "float64[7] q_ref\nfloat64[7] q\nfloat64[7] q_error\n",
+            )
+        },
+        {"action": ["/arm/ctrl q_ref"]},
+    ),
+    "what a car was told, beside the command itself": (
+        {
+            "/car/control_cmd": ("lab_msgs/msg/CarControl", "float32 throttle\nfloat32 steer\n"),
+            "/car/status": (
+                "lab_msgs/msg/CarStatus",
+                "float32 speed\nlab_msgs/CarControl control\n",
+            ),
+        },
+        {
+            "observation.state": ["/car/status speed"],
+            "action": ["/car/control_cmd throttle", "/car/control_cmd steer"],
+        },
+    ),
+    "a follower's pose as a Twist, an angle to set, and an autopilot's setpoints": (
+        {
+            "/puppet/end_pose_euler": ("geometry_msgs/msg/Twist", ""),
+            "/hand/set_angle": ("std_msgs/msg/Float32MultiArray", ""),
+            "/manual_control_setpoint": ("px4_msgs/msg/ManualControlSetpoint", "float32 roll\n"),
+            "/timesync": ("px4_msgs/msg/TimesyncStatus", "uint64 timestamp\nint64 offset\n"),
+            "/arm/report": (
+                "xarm_msgs/msg/RobotMsg",
+                "int16 state\nint16 cmdnum\nint16 mt_able\nint16 err\nfloat32[7] angle\n"
+                "float32 max_angle\nuint32 set_id\n",
+            ),
+        },
+        {
+            "observation.state": [
+                *("/puppet/end_pose_euler linear", "/puppet/end_pose_euler angular"),
+                "/arm/report angle",
+            ],
+            "action": ["/hand/set_angle data"],
+        },
     ),
     "a Franka of these days": (
         {
@@ -790,6 +898,48 @@ def test_the_pictures_of_a_camera_are_taken_once(tmp_path):
     some = [it for it in both if it[0] == packed or it[1] < 1]  # the raw ones ended early
     with open_bag(record_all(tmp_path / "some", some)) as bag:
         assert list(survey(bag).cameras) == [packed]
+
+
+def test_numbers_that_were_recorded_twice_are_taken_once(tmp_path, monkeypatch):
+    for name in ("/odom", "/odom_throttle", "/lf/odom", "/left/odom"):
+        monkeypatch.setitem(MESSAGES, name, odometry)
+    rates = {"/odom_throttle": 5.0, "/lf/odom": 5.0, "/odom": 20.0, "/left/odom": 20.0}
+    with open_bag(write(tmp_path / "bag", rates)) as bag:
+        found = survey(bag)
+    assert list(found.numbers) == ["/odom", "/left/odom"]
+    assert "once more" in found.left_out["/lf/odom"]
+
+
+def test_a_scan_that_changes_its_length_is_left_out(tmp_path, monkeypatch):
+    """As cheap lidars have it; and of a message the numbers that do not."""
+    scan = "sensor_msgs/msg/LaserScan"
+    message("lab_msgs/msg/Taxels", "float32[] taxels\nfloat32[3] force\n")
+    rows = [("/joint_states", k / 20, joint_state(k / 20, ["a", "b"])) for k in range(40)]
+    for k in range(40):
+        ranges = np.ones(360 + k % 3, np.float32)
+        rows.append(("/scan", k / 20, message(scan, "", ranges=ranges, header=header())()))
+        skin = T["lab_msgs/msg/Taxels"](np.ones(5 + k % 2, np.float32), np.ones(3, np.float32))
+        rows.append(("/skin", k / 20, skin))
+    bag = record_all(tmp_path / "bag", rows)
+    with open_bag(bag) as opened:
+        assert "360 to 362 numbers" in survey(opened).left_out["/scan"]
+    report = convert([bag], tmp_path / "out")
+    assert report.ok
+    assert sources(report.mapping) == {
+        "observation.state": ["/joint_states position"],
+        "observation.skin": ["/skin force"],
+    }
+
+
+def test_bytes_that_are_few_at_first_are_bytes(tmp_path):
+    kind = "event_msgs/msg/Packet"
+    STORE.register(get_types_from_msg("uint32 height\nuint8[] events\n", kind))
+    events = [("/events", k / 20, T[kind](480, np.zeros(k * 9, np.uint8))) for k in range(40)]
+    with (
+        open_bag(record_all(tmp_path / "bag", events)) as bag,
+        pytest.raises(DataError, match="bytes, and numbers that describe them"),
+    ):
+        guess_mapping(bag)
 
 
 def test_the_task_is_what_the_recording_says(tmp_path):

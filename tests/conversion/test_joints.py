@@ -11,7 +11,7 @@ import pytest
 from rosbags.rosbag1 import Writer as Writer1
 from rosbags.rosbag2 import StoragePlugin
 from rosbags.rosbag2 import Writer as Writer2
-from rosbags.typesys import Stores, get_typestore
+from rosbags.typesys import Stores, get_types_from_msg, get_typestore
 
 from penstock import convert
 from penstock.conversion import features
@@ -254,3 +254,65 @@ def test_hostile_names_stay_on_one_line(tmp_path):
     bags = [write(tmp_path / "1", ["abc"] * 12), write(tmp_path / "2", ["ab\n"] * 12)]
     report = convert(bags, tmp_path / "out", map=from_json(MAP), check=False)
     assert "lacks joint_c and has joint_? besides" in report.failed[bags[1]]
+
+
+@pytest.mark.parametrize(
+    ("kind", "definition", "field"),
+    [
+        ("baxter_core_msgs/msg/JointCommand", "float64[] command\nstring[] names\n", "command"),
+        (
+            "lab_msgs/msg/ControllerState",
+            "string[] joint_names\ntrajectory_msgs/JointTrajectoryPoint feedback\n",
+            "feedback.positions",
+        ),
+    ],
+)
+def test_names_stand_beside_the_numbers_or_above_them(tmp_path, kind, definition, field):
+    store = get_typestore(Stores.ROS2_HUMBLE)
+    store.register(get_types_from_msg(definition, kind))
+    with Writer2(tmp_path / "bag", version=9, storage_plugin=StoragePlugin.MCAP) as writer:
+        known = writer.add_connection("/joints", kind, typestore=store)
+        for number, order in enumerate(["abc"] * 6 + ["cab"] * 6):
+            values = np.array([VALUES[joint] for joint in order])
+            if "." in field:
+                point = store.types["trajectory_msgs/msg/JointTrajectoryPoint"]
+                time = store.types["builtin_interfaces/msg/Duration"](0, 0)
+                message = store.types[kind]([*order], point(values, *[np.empty(0)] * 3, time))
+            else:
+                message = store.types[kind](values, [*order])
+            writer.write(known, (number + 1) * 10**8, store.serialize_cdr(message, kind))
+    recipe = {"fps": 10, "features": {"observation.state": {"topic": "/joints", "field": field}}}
+    convert([tmp_path / "bag"], tmp_path / "out", map=from_json(recipe), check=False)
+    assert state(tmp_path / "out").tolist() == [[1.0, 2.0, 3.0]] * 12
+    assert names(tmp_path / "out") == ["a", "b", "c"]
+
+
+def test_joints_keep_their_names_beside_numbers_that_have_none(tmp_path):
+    store = get_typestore(Stores.ROS2_HUMBLE)
+    twist, xyz = store.types["geometry_msgs/msg/Twist"], store.types["geometry_msgs/msg/Vector3"]
+    array, layout = (
+        store.types[f"std_msgs/msg/{n}"] for n in ("Float64MultiArray", "MultiArrayLayout")
+    )
+    header = store.types["std_msgs/msg/Header"](
+        store.types["builtin_interfaces/msg/Time"](0, 0), ""
+    )
+    messages = {
+        "/joints": store.types[TYPE](
+            header, ["joint_a", "joint_b"], np.ones(2), *[np.empty(0)] * 2
+        ),
+        "/base": twist(xyz(1.0, 2.0, 3.0), xyz(4.0, 5.0, 6.0)),
+        "/numbers": array(layout([], 0), np.arange(2.0)),
+    }
+    with Writer2(tmp_path / "bag", version=9, storage_plugin=StoragePlugin.MCAP) as writer:
+        for topic, message in messages.items():
+            known = writer.add_connection(topic, message.__msgtype__, typestore=store)
+            for number in range(12):
+                data = store.serialize_cdr(message, message.__msgtype__)
+                writer.write(known, (number + 1) * 10**8, data)
+    fields = {"/joints": "position", "/base": "linear", "/numbers": "data"}
+    sources = [{"topic": topic, "field": field} for topic, field in fields.items()]
+    recipe = {"fps": 10, "features": {"observation.state": {"sources": sources}}}
+    convert([tmp_path / "bag"], tmp_path / "out", map=from_json(recipe), check=False)
+    assert names(tmp_path / "out") == [
+        *("joint_a", "joint_b", "linear.x", "linear.y", "linear.z", "data[0]", "data[1]")
+    ]

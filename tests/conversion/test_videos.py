@@ -93,7 +93,7 @@ def test_what_this_av_cannot_copy_is_refused(tmp_path):
         convert(path, tmp_path / "out", codec="copy")
 
 
-@pytest.mark.parametrize("encoding", ["protobuf", "json", "cdr"])
+@pytest.mark.parametrize("encoding", ["protobuf", "json", "cdr", "cdr of sensor_msgs"])
 @pytest.mark.parametrize("codec", COPY_OR_NOT)
 def test_every_encoding(tmp_path, encoding, codec):
     path = record(tmp_path / "a.mcap", "h264", placed(encode("h264", 90)), encoding)

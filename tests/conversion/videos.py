@@ -115,13 +115,13 @@ def record(
         path: The MCAP file.
         codec: As the messages name it.
         packets: In file order; the places, which count periods, are taken in rising order.
-        encoding: Of the packets: "protobuf", "json" or "cdr".
+        encoding: Of the packets: "protobuf", "json", "cdr" or "cdr of sensor_msgs".
     """
     with open(path, "wb") as file:
         writer = Writer(file, chunk_size=1 << 16)
         writer.start()
         make, schema = _writer_of(writer, encoding)
-        video = writer.register_channel("/cam", encoding, schema)
+        video = writer.register_channel("/cam", encoding.split()[0], schema)
         kind = json.dumps({"type": "object", "properties": {"n": {"type": "number"}}})
         state_schema = writer.register_schema("State", "jsonschema", kind.encode())
         state = writer.register_channel("/state", "json", state_schema)
@@ -165,20 +165,23 @@ def _writer_of(writer: Writer, encoding: str) -> tuple[Any, int]:
             return json.dumps(values | {"data": base64.b64encode(data).decode()}).encode()
 
         return as_json, writer.register_schema("foxglove.CompressedVideo", "jsonschema", schema)
+    isaac = encoding == "cdr of sensor_msgs"  # as Isaac ROS sends H.264
+    name = "sensor_msgs/msg/CompressedImage" if isaac else "foxglove_msgs/msg/CompressedVideo"
     store = get_typestore(Stores.ROS2_HUMBLE)
     store.register(get_types_from_msg(VIDEO_MSG, "foxglove_msgs/msg/CompressedVideo"))
     types = store.types
-    definition, _ = store.generate_msgdef("foxglove_msgs/msg/CompressedVideo", ros_version=2)
+    definition, _ = store.generate_msgdef(name, ros_version=2)
 
     def cdr(stamp_ns: int, codec: str, data: bytes) -> bytes:
         stamp = types["builtin_interfaces/msg/Time"](*divmod(stamp_ns, 10**9))
-        name = "foxglove_msgs/msg/CompressedVideo"
-        message = types[name](stamp, "cam", np.frombuffer(data, np.uint8), codec)
+        array = np.frombuffer(data, np.uint8)
+        if isaac:
+            message = types[name](types["std_msgs/msg/Header"](stamp, "cam"), codec, array)
+        else:
+            message = types[name](stamp, "cam", array, codec)
         return bytes(store.serialize_cdr(message, name))
 
-    return cdr, writer.register_schema(
-        "foxglove_msgs/msg/CompressedVideo", "ros2msg", definition.encode()
-    )
+    return cdr, writer.register_schema(name, "ros2msg", definition.encode())
 
 
 if __name__ == "__main__":

@@ -165,4 +165,4 @@ def _kind(path: Path) -> str:
     if head.startswith(ZSTD_MAGIC) and path.suffix == ".zstd":
         return "zstd"
     what = "is empty" if not head else "is not a bag"
-    raise UnknownFormat(f"{path} {what}; .bag (2.0), .db3 and .mcap files can be read")
+    raise UnknownFormat(f"{path}: it {what}; .bag (2.0), .db3 and .mcap files can be read")

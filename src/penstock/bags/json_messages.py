@@ -9,7 +9,16 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any, Final
 
-from penstock.bags.layout import MOST_VALUES, NUMBERS, STEP, Data, Layout, Node, Tree, Wants
+from penstock.bags.layout import (
+    MOST_VALUES,
+    NUMBERS,
+    Data,
+    Layout,
+    Node,
+    Tree,
+    Wants,
+    is_field_name,
+)
 from penstock.bags.limits import Limits
 from penstock.bags.reader import Topic
 from penstock.errors import DataError, LimitExceeded
@@ -81,7 +90,7 @@ class JsonLayout(Layout):
         node = Node("message", name=str(schema.get("title", "object"))[:80])
         for name, inner in schema.get("properties", {}).items():
             made = self._node(inner, depth + 1)
-            if made is not None and STEP.fullmatch(name):
+            if made is not None and is_field_name(name):
                 node.fields[name] = made
         return _as_time(node, str(schema.get("title", "")))
 
@@ -100,7 +109,7 @@ class JsonLayout(Layout):
         if isinstance(value, dict):
             node = Node("message", name="object")
             for name, inner in value.items():
-                if STEP.fullmatch(name) and inner is not None:
+                if is_field_name(name) and inner is not None:
                     node.fields[name] = self._like(inner, depth + 1)
             return _as_time(node, "")
         if isinstance(value, list):

@@ -27,9 +27,10 @@ NUMBERS: Final = {
     **{"int16": "i2", "uint16": "u2", "int32": "i4", "uint32": "u4", "int64": "i8"},
     **{"uint64": "u8", "float32": "f4", "float64": "f8"},
 }
-STEP: Final = re.compile(r"([A-Za-z_][A-Za-z0-9_]*)(?:\[([0-9]{1,9})\])?")
+_STEP: Final = re.compile(r"([^\s.,*?<>\[\]][^,*?<>\[\]]{0,79})(?:\[([0-9]{1,9})\])?")
 HEADER: Final = "std_msgs/msg/Header"
 MOST_VALUES: Final = 200_000  # in one message, but for arrays of numbers and bytes
+_NAMES: Final = ("name", "joint_names", "joint_name", "names")  # the last of joints alone
 CUT: Final = "the message is cut"
 _UNWANTED: Final = object()
 _TIMES: Final = ("time", "duration")
@@ -75,6 +76,12 @@ class Node:
         """Whether it is a list of things with names, as the joints of a robot."""
         name = self.fields.get("name")
         return self.size is not None and name is not None and name.text == "string"
+
+
+def is_field_name(name: str) -> bool:
+    """Tell whether a name can be part of a path: "left-arm" can."""
+    match = _STEP.fullmatch(name)
+    return match is not None and match[2] is None and name.isprintable()
 
 
 class _Step:
@@ -130,7 +137,7 @@ class Layout(ABC):
                     _collect(node, value, found)
                 return np.array(found, np.float64)
             except (TypeError, ValueError, OverflowError):
-                raise DataError(f"a value of type {node.text} is none") from None
+                raise DataError(f"a value that should be {node.text} is no number") from None
 
         return vector
 
@@ -142,18 +149,8 @@ class Layout(ABC):
         """
         path = path.rpartition("[")[0] if path.endswith("]") else path  # one item has its array's
         path = self._whole_path(path)
-        head, dot, _ = path.rpartition(".")
-        beside = f"{head}{dot}name"
-        if head.endswith("]"):  # a point of a JointTrajectory, whose names stand above the points
-            beside = f"{head.rpartition('.')[0]}.joint_names".lstrip(".")
-        try:
-            _, names = self._resolve(beside)
-            _, numbers = self._resolve(path)
-            parent = self._resolve(head)[1] if head else self.root
-        except DataError:
-            return None
-        lists = numbers.size is not None and names.size is not None
-        if names.type != "string" or not (lists or parent.size is not None):
+        beside = self._names_of(path)
+        if beside is None:
             return None
         get = self._getter(beside)
 
@@ -167,6 +164,27 @@ class Layout(ABC):
             return tuple(value if isinstance(value, str) else "" for value in values)
 
         return texts
+
+    def _names_of(self, path: str) -> str | None:
+        """Return the path of the names of the numbers at a path: beside them, or further up."""
+        try:
+            numbers, head = self._resolve(path)[1], path
+        except DataError:
+            return None
+        while head:
+            head = head.rpartition(".")[0]
+            try:
+                parent = self._resolve(head)[1] if head else self.root
+            except DataError:  # a part of a name with dots
+                continue
+            is_item = head == path.rpartition(".")[0] and parent.size is not None
+            for name in _NAMES[: None if "Joint" in parent.name else -1]:
+                node = parent.fields.get(name)
+                if node is None or node.type != "string":
+                    continue
+                if is_item or (node.size is not None and numbers.size is not None):
+                    return f"{head}.{name}".lstrip(".")
+        return None
 
     def find_texts(
         self, path: str, names: tuple[str, ...]
@@ -239,9 +257,11 @@ class Layout(ABC):
 
     def _whole_path(self, path: str) -> str:
         """Return the path that a short one stands for: "position" in a type of joints alone."""
-        first = path.partition(".")[0].partition("[")[0]
-        if first in self.root.fields:
+        fields = self.root.fields
+        if path.partition(".")[0].partition("[")[0] in fields:
             return path
+        if any(path == name or path.startswith((f"{name}.", f"{name}[")) for name in fields):
+            return path  # a name with dots
         lists = [name for name, node in self.root.fields.items() if node.is_named_list]
         return f"{lists[0]}.{path}" if len(lists) == 1 else path
 
@@ -249,10 +269,15 @@ class Layout(ABC):
         """Return the steps that lead to the values at a path, and what they are."""
         steps: list[_Step] = []
         node = self.root
-        for part in self._whole_path(path).split("."):
-            match = STEP.fullmatch(part)
-            if match is None or match[1] not in node.fields:
+        parts = self._whole_path(path).split(".")
+        while parts:
+            for size in range(len(parts), 0, -1):  # names in JSON may hold dots
+                match = _STEP.fullmatch(".".join(parts[:size]))
+                if match is not None and match[1] in node.fields:
+                    break
+            else:
                 raise DataError(f"there is no field {path!r}")
+            del parts[:size]
             node = node.fields[match[1]]
             index = None if match[2] is None else int(match[2])
             if index is not None:

@@ -15,7 +15,7 @@ from typing import Any, Final
 import numpy as np
 from numpy.typing import NDArray
 
-from penstock.bags.layout import CUT, MOST_VALUES, STEP, Data, Layout, Node, Tree, Wants
+from penstock.bags.layout import CUT, MOST_VALUES, Data, Layout, Node, Tree, Wants, is_field_name
 from penstock.bags.limits import Limits
 from penstock.bags.reader import Topic
 from penstock.errors import DataError, LimitExceeded
@@ -149,7 +149,7 @@ class ProtobufLayout(Layout):
             by_number = self._numbers[id(node.fields)] = {}
             for one in self._types.get(name, ()):
                 inner, field = self._field_node(one, depth), one.text(1)
-                if inner is not None and STEP.fullmatch(field):
+                if inner is not None and is_field_name(field):
                     node.fields[field] = inner
                     by_number[one.number(3)] = _Field(field, one.number(5), inner)
         return self._nodes[name]

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
@@ -29,6 +30,7 @@ from penstock.bags.limits import Limits
 from penstock.bags.source import ZSTD_MAGIC, inflate_message
 from penstock.bags.spool import Spool
 from penstock.errors import CorruptFile, DataError, UsageError
+from penstock.media.encodings import CODECS
 from penstock.ui.suggestions import did_you_mean
 
 if TYPE_CHECKING:
@@ -244,6 +246,17 @@ class Bag(ABC):
         """The small ones of the first messages that were asked for."""
         return {}
 
+    @cached_property
+    def _videos(self) -> set[str]:
+        """The topics of compressed pictures that hold packets of a video."""
+        packed = [name for name, it in self.topics.items() if it.type.endswith("CompressedImage")]
+        videos = set()
+        for name, first in self.first_messages(packed).items():
+            with suppress(DataError):
+                if self.decoder(name).image(first.data).encoding in CODECS:
+                    videos.add(name)
+        return videos
+
     @property
     def message_count(self) -> int:
         """Number of messages of all topics."""
@@ -359,6 +372,13 @@ class Bag(ABC):
             if len(found) == len(names):
                 break
         return found
+
+    def is_video(self, topic: str) -> bool:
+        """Tell whether a topic holds packets of a video: by its type, or by its pictures' format.
+
+        Isaac ROS sends H.264 as CompressedImage.
+        """
+        return self.topic(topic).media == "video" or topic in self._videos
 
     def decoder(self, topic: str) -> Decoder:
         """Return the decoder of a topic's messages, made from the definitions in the bag."""

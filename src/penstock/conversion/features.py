@@ -7,10 +7,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from fnmatch import fnmatchcase
+from typing import Final
 
 import numpy as np
 
-from penstock.bags import Bag, Message
+from penstock.bags import Bag, Decoder, Message
 from penstock.bags.transforms import is_pair
 from penstock.conversion.mapping import GAP_FLAG, STAMP, Mapping, Source, Vector
 from penstock.conversion.plan import CameraPlan, Plan
@@ -23,6 +24,7 @@ from penstock.media.headers import picture_size
 from penstock.media.video import video_info
 from penstock.ui.suggestions import did_you_mean
 
+_MOST_LABELS: Final = 256
 Joints = dict[tuple[str, str], tuple[str, ...]]
 """By topic and field: the names of the numbers, in the order that a dataset has them."""
 
@@ -127,8 +129,8 @@ def _vector(
         except DataError as error:
             raise DataError(f"{bag.path}: {part.topic}: {source.field} {error}") from None
         length += len(taken)
-        if known:
-            named_by += [(known[k], source.field, part.topic) for k in taken]
+        labels = known or _labels(decoder, source.field, len(values))
+        named_by += [(labels[k], source.field, part.topic) for k in taken]
     length //= feature.window or 1
     names = list(feature.names) if feature.names else _joint_names(named_by[:length], length)
     if names is not None and len(names) != length:
@@ -139,6 +141,15 @@ def _vector(
     return Feature(
         dtype, shape, {feature.names_key: names} if feature.names_key and names else names
     )
+
+
+def _labels(decoder: Decoder, path: str, count: int) -> list[str]:
+    """Name the numbers at a path by their fields: linear.x, or data[0]; a scan's are too many."""
+    leaves = decoder.fields()
+    inside = [leaf for leaf in leaves if leaf == path or leaf.startswith(f"{path}.")]
+    if len(inside) == count and not any(leaves[leaf].endswith("]") for leaf in inside):
+        return inside
+    return [f"{path}[{k}]" if count <= _MOST_LABELS else "" for k in range(count)]
 
 
 def places_of(source: Source, names: Sequence[str], count: int) -> list[int]:

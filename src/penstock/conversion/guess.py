@@ -41,12 +41,15 @@ from penstock.media.images import ImageDecoder
 
 DEFAULT_FPS: Final = 30
 _MOST_OF_A_STATE: Final = 64
+_MOST_OF_HAND: Final = 4
 _MOST_FPS: Final = 100  # without a camera
 _MOST_IN_BURSTS: Final = 0.3
 _FAR_CLOCK_NS: Final = 10 * SECOND_NS  # between stamp and log time of one message
 _STAMPS_LOOKED_AT: Final = 500
 _MOST_OF_A_TASK: Final = 300  # characters
-_TRANSPORT: Final = re.compile(r"/(compressed|compressedDepth|zstd|theora|ffmpeg)$")
+_COPY: Final = re.compile(  # also of a topic that is recorded twice, once at a low rate
+    r"/(compressed|compressedDepth|zstd|theora|ffmpeg)$|_throttled?(?=/|$)|^/lf(?=/)"
+)
 _TASK: Final = re.compile(
     r"(?<![a-z])((language_)?instructions?|prompt|task(_(description|name|instruction))?"
     r"|language(_goal)?)$"
@@ -59,7 +62,7 @@ class Rate:
 
     Attributes:
         hz: Messages per second, over all of the time from the first to the last; 0 for fewer.
-        usual_hz: By the median time between two: other than `hz` for bursts, or with long gaps.
+        usual_hz: By the usual time between two: other than `hz` for bursts, or with long gaps.
         longest_gap_s: The longest time between two messages.
         disorder: Messages whose stamp does not rise.
         in_bursts: The share of the gaps that are below a tenth of the mean one, without pauses.
@@ -92,11 +95,19 @@ def rate_of(bag: Bag, topic: str) -> Rate:
     span_s = float(ordered.times[-1] - ordered.times[0]) / SECOND_NS
     return Rate(
         (len(times) - 1) / span_s,
-        SECOND_NS / ordered.period_ns,
+        SECOND_NS / _usual_step(steps),
         float(steps.max()) / SECOND_NS,
         ordered.duplicates + ordered.disordered,
         _in_bursts(np.sort(times)),
     )
+
+
+def _usual_step(steps: Times) -> float:
+    """Return the median, or, where hardly any step is near it (jitter), the mean without pauses."""
+    median = float(np.median(steps))
+    if np.mean(np.abs(steps - median) <= median / 4) >= 0.5:
+        return median
+    return float(np.sort(steps)[: len(steps) - len(steps) // 100].mean())
 
 
 def _in_bursts(times: Times) -> float:
@@ -144,25 +155,29 @@ def guess_mapping(bag: Bag, found: Survey | None = None) -> Mapping:
         mapping = robot.mapping(bag, _camera_rate(bag, found.cameras))
         return replace(mapping, clock=robot.clock or guess_clock(bag, mapping.topics & speaking))
     if not found.numbers and not found.cameras:
-        reasons = "; ".join(f"{name}: {reason}" for name, reason in found.left_out.items())
+        reasons = [f"{name}: {reason}" for name, reason in found.left_out.items()]
+        few = "; ".join(reasons[:3]) + (f"; and {len(reasons) - 3} more" if reasons[3:] else "")
         raise DataError(
-            f"{bag.path}: there is nothing to learn from ({reasons[:300] or 'no messages'}); map "
-            "what you need with --map"
+            f"{bag.path}: there is nothing to learn from ({few or 'no messages'}); map what you "
+            "need with --map"
         )
     fps = _camera_rate(bag, found.cameras) if found.cameras else common_rate(bag, found.numbers)
     groups: dict[str, list[Source]] = {}
+    commanded = any(choice.role == "action" for choice in found.numbers.values())
     has_state = any(choice.role == "state" for choice in found.numbers.values())
     for name, choice in found.numbers.items():
         narrow = not has_state and choice.numbers <= _MOST_OF_A_STATE and not choice.precise
         if choice.role == "action":
             key = "action"
-        elif choice.role == "state" or narrow:
+        elif choice.role == "state" or narrow or (has_state and _is_gripper(name, choice)):
             key = "observation.state"
         else:
             key = free_key(groups, plain_name(name))
         groups.setdefault(key, []).extend(
             Source((name,), field, partial=choice.partial) for field in choice.fields
         )
+        if choice.commands and not commanded:
+            groups.setdefault("action", []).extend(Source((name,), it) for it in choice.commands)
     features: dict[str, Vector | Camera] = {}
     for key in sorted(groups, key=lambda key: (key != "observation.state", key != "action")):
         slowest = min(rate_of(bag, source.topics[0]).hz for source in groups[key])
@@ -176,6 +191,11 @@ def guess_mapping(bag: Bag, found: Survey | None = None) -> Mapping:
     clock = guess_clock(bag, [*found.numbers, *found.cameras])
     tasks = Tasks(topic=found.task) if found.task else None
     return Mapping(fps, features, clock=clock, tasks=tasks)
+
+
+def _is_gripper(name: str, choice: TopicChoice) -> bool:
+    """Tell whether a topic is what is missing in the state of an arm."""
+    return "gripper" in name.lower() and choice.role == "other" and choice.numbers <= _MOST_OF_HAND
 
 
 def holding(sources: list[Source], slow: bool = True) -> Vector:
@@ -275,7 +295,7 @@ def survey(bag: Bag) -> Survey:
             found.cameras.pop(name, None)
     if not spans:
         found.numbers = poor
-    _choose_transports(bag, found)
+    _choose_copies(bag, found)
     _choose_operators(found)
     found.task = next((name for name in bag.topics if _says_task(bag, name)), "")
     for name in (*found.numbers, found.task):
@@ -283,19 +303,21 @@ def survey(bag: Bag) -> Survey:
     return found
 
 
-def _choose_transports(bag: Bag, found: Survey) -> None:
-    """Take the pictures of a camera once: raw, unless it has fewer of them."""
-    groups: dict[str, list[str]] = {}
-    for name in found.cameras:
-        groups.setdefault(_TRANSPORT.sub("", name), []).append(name)
-    for names in groups.values():
+def _choose_copies(bag: Bag, found: Survey) -> None:
+    """Take a topic once that is recorded twice: a camera raw, unless it has fewer pictures so."""
+    groups: dict[tuple[str, str], list[str]] = {}
+    for name in [*found.cameras, *found.numbers]:
+        kind = "" if name in found.cameras else bag.topics[name].type
+        groups.setdefault((_COPY.sub("", name), kind), []).append(name)
+    for (_, kind), names in groups.items():
         counts = {name: bag.topics[name].count for name in names}
         most = max(counts.values())
         kept = min(names, key=lambda name: (counts[name] < 0.9 * most, len(name)))
         for name in names:
             if name != kept:
-                del found.cameras[name]
-                found.left_out[name] = f"the pictures of {kept} once more"
+                del (found.numbers if kind else found.cameras)[name]
+                what = "the same as" if kind else "the pictures of"
+                found.left_out[name] = f"{what} {kept} once more"
 
 
 def _choose_operators(found: Survey) -> None:
@@ -333,7 +355,7 @@ def _span_s(bag: Bag, topic: str) -> float:
 def describe_camera(bag: Bag, topic: str) -> Camera:
     """Describe a camera by its first picture, which is decoded to see that it can be."""
     kind: Kind = "color"
-    if bag.topics[topic].media == "video":
+    if bag.is_video(topic):
         key = first_key(bag, topic)
         width, height = key.width, key.height
     else:
@@ -352,6 +374,8 @@ def _picture(bag: Bag, topic: str, data: bytes | memoryview) -> tuple[Kind, int,
     # 16 bits of grey may be either; 8 bits are a picture of distances for people.
     deep = image.encoding == "png" and png_bits(image.data) == 16
     grey = deep or image.encoding == "mono16"
+    if "confidence" in topic.lower() and (grey or image.encoding in DEPTH_ENCODINGS):
+        raise DataError("how sure the camera is, not what it sees")
     if (grey and "depth" in topic.lower()) or image.encoding in DEPTH_ENCODINGS:
         height, width = ImageDecoder().depth_mm(image).shape
         return "depth", width, height

@@ -170,7 +170,10 @@ class _Planner:
         account.frames_out = len(times)
         if not len(times):
             reasons = ", ".join(f"{n} x {why}" for why, n in account.dropped.most_common(3))
-            raise DataError(f"{self._bag.path}: no frame is left ({reasons or 'it is empty'})")
+            raise DataError(
+                f"{self._bag.path}: no frame is left ({reasons or 'it is empty'}): topics of other "
+                "times, or of another clock, do not belong into one dataset"
+            )
         assert account.balanced, f"{account.balance} frames"
         episodes = split(
             times, mapping, account, None if numbers is None else numbers[: len(times)]

@@ -58,7 +58,8 @@ class _Topic:
             if len(values) != self.lengths.setdefault(path, len(values)):
                 raise DataError(
                     f"{self.name}: {path} has {len(values)} numbers in message {message.ordinal}, "
-                    f"and {self.lengths[path]} before: the recording changes its shape"
+                    f"and {self.lengths[path]} before: the recording changes its shape; take those "
+                    "that are always there with select, or leave the feature out"
                 )
             self.values[path].append(values)
         self.next_wanted += 1

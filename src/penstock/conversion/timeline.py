@@ -113,7 +113,7 @@ class Stamps:
 
     def first_key(self, topic: str) -> KeyFrame | None:
         """Return the packet with which a video begins; None for topics of other kinds."""
-        if self._bag.topics[topic].media == "video" and topic not in self._keys:
+        if self._bag.is_video(topic) and topic not in self._keys:
             self._keys[topic] = first_key(self._bag, topic)
         return self._keys.get(topic)
 
@@ -270,7 +270,7 @@ def _check_span(where: str, span_ns: int, hz: float) -> None:
     if span_ns / SECOND_NS * hz > _MAX_FRAMES:
         raise DataError(
             f"{where}: its stamps span {span_ns // SECOND_NS} s, more than {_MAX_FRAMES} frames: "
-            "check the clock of the recording"
+            "the clock was set in between? Let a topic give the frames: timeline=/topic"
         )
 
 

@@ -7,7 +7,7 @@ What is left out has a reason that a person can read.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Final, Literal, TypeVar
@@ -26,6 +26,7 @@ _MOST_NUMBERS: Final = 2048
 _MOST_FIELDS: Final = 16
 _MOST_TRANSFORMS: Final = 8
 _MOST_BYTES: Final = 256  # of a list of bytes: beyond, the other numbers only describe them
+_LARGE: Final = 1 << 20  # bytes of a message: what is in it are more numbers than anyone wants
 _LOOKED_AT: Final = 500  # messages of transforms
 _NAMED: Final = 100  # messages of joints, to see whether they name the same
 _PICTURES: Final = 10  # that a camera may begin with before there is one
@@ -81,7 +82,10 @@ _NEVER: Final = {
 }
 _STATES: Final = re.compile(
     r"JointStates?$|Odometry|Pose|Motor|LowState|FrankaState"
-    r"|(Robot|Arm|Hand|Gripper|Finger|Leg)\w*States?$"
+    r"|(Robot|Arm|Hand|Gripper|Finger|Leg)\w*[Ss]tates?$"
+)
+_STATE_NAMES: Final = re.compile(
+    r"joint|(?<![a-z])((robot|arm)[_/]states?|qpos|proprio\w*|obs(ervations?)?)$"
 )
 _SENSORS: Final = re.compile(
     r"(Imu|LaserScan|NavSatFix|LocationFix|MagneticField|Temperature|BatteryState|Range"
@@ -89,34 +93,47 @@ _SENSORS: Final = re.compile(
 )
 _ACTIONS: Final = re.compile(r"(JointTrajectory(ControllerState)?|AckermannDrive(Stamped)?)$")
 # Unless their name says that they were measured.
-_COMMANDS: Final = re.compile(r"Twist(Stamped)?$|Actuator|GripperCommand$|.*RobotOutput$")
+_COMMANDS: Final = re.compile(
+    r"Twist(Stamped)?$|Actuator|JointJog|.*(RobotOutput|Cmds?|Commands?|Ctrl|Setpoint|Target)(Stamped)?$"
+)
 _ACTION_WORDS: Final = re.compile(
     r"cmd|command|target|desired|goal|traj|setpoint|equilibrium"
-    r"|(?<![a-z])(actions?|act|des|refs?|references?|ctrl)(?![a-z])"
+    r"|(?<![a-z])(actions?|act|des|refs?|references?|ctrl|set)(?![a-z])"
 )
+# In a message that says both what is there and what is wanted.
+_WANTED: Final = re.compile(r"target|desired|des|command(ed)?|cmd|setpoint|reference|ref")
+_THERE: Final = re.compile(r"actual|measured|current|feedback|state")
+_ACTION_PARTS: Final = re.compile(r"(.*\.)?(actions?|control)(\..*)?")
 # The arm or device that a person moves.
 _OPERATOR_WORDS: Final = re.compile(
     r"leader|master|gello|teleop|spacemouse|spacenav|joystick|haptic"
     r"|(?<![a-z])(operator|human|quest|oculus|vr)(?![a-z])"
 )
+_OPERATORS: Final = re.compile(r"R[Cc](In|Channels)|ManualControl\w*|WirelessController")
 _REPLY_WORDS: Final = re.compile(r"feedback|reached|result|(?<![a-z])(fb|status|error)(?![a-z])")
 _MEASURED_WORDS: Final = re.compile(
     r"odom|state|feedback|measured|actual|estimate|sensor|local|current|filtered|gps|fix|mocap"
-    r"|vicon"
+    r"|vicon|pose|puppet|follower|slave"
 )
 _BOOKKEEPING: Final = re.compile(
     r"(?<![a-z])(rewards?|done|success|terminated|truncated|episodes?|steps?|timestamp|seq)(?![a-z])"
 )
 _COUNTERS: Final = re.compile(
-    r"(.*\.)?(\w*timestamp\w*|stamp|seq|tick|(\w+_)?time|time_\w+|n?sec|nanosec|crc\w*|\w+_dt"
-    r"|reserved?|sn|version|bandwidth)"
+    r"(.*\.)?(\w*timestamp\w*|stamp|seq|tick|ts?|(\w+_)?time|time_\w+|n?sec|nanosec|crc\w*|\w+_dt"
+    r"|(\w+_)?(reserved?|id|sequence)|sn|version|bandwidth|(min|max)_\w+|ref_(lat|lon|alt)|fan_\w+)"
+    r"|(.*\.)?bms\w*\..*"
 )
 _CODES: Final = re.compile(
-    r"(.*[._])?(mode|status|type|kind|id|flags?|error|code|(arming|nav|motion|controller)_state)"
+    r"(.*[._])?(mode\d?|state|status|type|kind|flags?|err(or)?|warn(ing)?|code|mask|bits|keys|brake|able"
+    r"|lost|count|cmdnum|motorstate|serial_number|rssi)"
+)
+_STATUS: Final = re.compile(
+    r"(Status(Flags)?|Flags|Mode|Report)(Stamped)?$|[/_](status|mode|flags)$"
 )
 _COORDINATES: Final = re.compile(r"(.*\.)?(lat|lon)(itude)?(_deg)?")
 _FIXED: Final = re.compile(r"\[\d+\]")
 _MOVED: Final = re.compile(r"(motor|joint|servo|actuator|finger|wheel)\w*", re.I)
+_CODED: Final = ("uint8", "int8", "byte", "char")  # beside numbers with fractions
 _SMALL: Final = re.compile(r"(uint8|int8|byte|char|octet|bool)\[")
 
 
@@ -132,6 +149,7 @@ class TopicChoice:
         precise: They need float64, as GPS does, and a feature of their own.
         partial: Each message names some of the joints alone.
         joints: They are one or more arms: joints, or numbers without a meaning of their own.
+        commands: Further fields, which say what is wanted: an action where nothing else is one.
     """
 
     fields: tuple[str, ...] = ()
@@ -141,6 +159,7 @@ class TopicChoice:
     precise: bool = False
     partial: bool = False
     joints: bool = False
+    commands: tuple[str, ...] = ()
 
 
 def kind_of(topic: Topic) -> str:
@@ -167,9 +186,10 @@ def choose_fields(topic: Topic, bag: Bag) -> TopicChoice:
     kept -= {path for path in kept if "int" in leaves[path] and _CODES.fullmatch(path)}
     known = _FIELDS.get(kind, ())
     fixed = _fixed_lists(topic, leaves, bag)
+    items = {path: _of_items(path, leaves) for path in sorted(fixed)}
     measured = kept | {path for path in leaves if path.partition("[0].")[0] in fixed}
     if any(leaves[path].startswith("float") for path in measured):  # small ones are codes then
-        kept = {path for path in kept if leaves[path] not in ("uint8", "int8", "byte", "char")}
+        kept = {path for path in kept if leaves[path] not in _CODED}
     small = [path for path, text in leaves.items() if _SMALL.match(text)]
     lists = [path for path in leaves if "[0]." in path and not path.startswith("layout.")]
     if not kept and not known and not fixed and kind not in _LISTS:
@@ -189,19 +209,33 @@ def choose_fields(topic: Topic, bag: Bag) -> TopicChoice:
         path, reason = _LISTS[kind]
         count = _count(decoder, data, path)
         return TopicChoice((path,) if count else (), "state", count, reason)
-    if any(_count(decoder, data, path) > _MOST_BYTES for path in small):
+    large = bool(small) and len(data) > _LARGE
+    large = large or any(_count(decoder, data, path) > _MOST_BYTES for path in small)
+    grown = () if large else [path for path in small if "int8[]" in leaves[path]]
+    if large or any(len(seen - {0}) > 1 for seen in _counts(topic, bag, grown).values()):
         return TopicChoice(reason="bytes, and numbers that describe them")
     codes = all(re.match(r"u?int", leaves[path]) for path in kept)
     if kept and codes and lists and not fixed:
         return TopicChoice(reason="a list of messages, and numbers that describe it")
+    is_status = _STATUS.search(kind) or _STATUS.search(topic.name)
+    if kept and codes and is_status and not fixed and not _MOVED.match(kind):
+        return TopicChoice(reason="codes of a status")
     # A field of fixed length is one of several: position, q and velocity of an odometry.
     firsts = [path for path in _FIRST_OF if path in kept and not _FIXED.search(leaves[path])]
     chosen = next((path for path in firsts if _count(decoder, data, path)), "")
-    fields = tuple(_within(decoder, data, _beside(chosen, kept), fixed))
-    if chosen and (_ONE_THING.match(topic.type) or len(fields) > _MOST_FIELDS):
+    fields = tuple(_within(decoder, data, _beside(chosen, kept), items))
+    one = _ONE_THING.match(topic.type) or _ACTIONS.match(kind)
+    if chosen and (one or len(fields) > _MOST_FIELDS):
         fields = (chosen,)
     fields = tuple(path for path in known if _count(decoder, data, path)) or fields
     fields = tuple(path for path in fields if not _is_unset(topic, bag, decoder, data, path))
+    lists = [path for path in fields if leaves.get(path, "").endswith("[]")]
+    counts = _counts(topic, bag, [it for it in lists if not decoder.names(data, it)])
+    changing = {path: seen - {0} for path, seen in counts.items() if len(seen - {0}) > 1}
+    fields = tuple(path for path in fields if path not in changing)
+    if changing and not fields:
+        path, seen = changing.popitem()
+        return TopicChoice(reason=f"{path} has {min(seen)} to {max(seen)} numbers, by turns")
     numbers = sum(_count(decoder, data, path) for path in fields)
     if not numbers:
         for path in kept:
@@ -216,9 +250,33 @@ def choose_fields(topic: Topic, bag: Bag) -> TopicChoice:
     precise = any(_COORDINATES.fullmatch(path) for path in kept)
     if numbers == 1 and _BOOKKEEPING.search(topic.name.lower()):
         return TopicChoice(fields, "other", 1, "a reward or a counter, nothing to observe")
+    role = _role(topic)
+    wanted = _commanded({path: _count(decoder, data, path) for path in fields})
+    if role != "action":
+        wanted |= {path for path in fields if _ACTION_PARTS.fullmatch(path)}
+    commands = tuple(path for path in fields if path in wanted)
+    fields = tuple(path for path in fields if path not in wanted)
+    if role == "action" or not fields:
+        role, fields, commands = "action", commands or fields, ()
     partial = "Joint" in kind and _come_apart(topic, bag, fields[0])
     joints = re.search("Joint|Array|Float", kind) is not None
-    return TopicChoice(fields, _role(topic), numbers, "", precise, partial, joints)
+    return TopicChoice(fields, role, numbers, "", precise, partial, joints, commands)
+
+
+def _commanded(fields: dict[str, int]) -> set[str]:
+    """Return the fields that say what is wanted, of a message that says what is there as well."""
+    words = {path: re.split(r"[._]", path) for path in fields}
+    there = [[w for w in parts if not _THERE.fullmatch(w)] for parts in words.values()]
+    wanted = {
+        word
+        for parts in words.values()
+        for word in parts
+        if _WANTED.fullmatch(word) and [w for w in parts if w != word] in there
+    }
+    found = {path for path, parts in words.items() if wanted.intersection(parts)}
+    # "target" beside as many numbers of another name.
+    alone = {path for path in fields if _WANTED.fullmatch(path)} - found
+    return found | {path for path in alone if [*fields.values()].count(fields[path]) > 1}
 
 
 def _come_apart(topic: Topic, bag: Bag, path: str) -> bool:
@@ -257,21 +315,18 @@ def _moving_frames(topic: Topic, bag: Bag) -> TopicChoice:
 def possible_fields(topic: Topic, bag: Bag) -> tuple[str, ...]:
     """Return what of a topic that is left out could be had: numbers that are always as many."""
     decoder = bag.decoder(topic.name)
-    messages = _sample(topic, bag)
     if kind_of(topic) in _TRANSFORMS:
-        return tuple(dict.fromkeys(decoder.transforms.pairs(messages[0])))[:_MOST_FIELDS]
+        first = first_message(bag, topic.name)
+        return tuple(dict.fromkeys(decoder.transforms.pairs(first)))[:_MOST_FIELDS]
     leaves = decoder.fields()
     if any(_SMALL.match(text) for text in leaves.values()):
         return ()  # the rest describes the bytes
     paths = [path for path, text in leaves.items() if _is_number(path, text) or text == "bool"]
     if kind_of(topic) in _LISTS:
         paths = [_LISTS[kind_of(topic)][0]]
-    found = []
-    for path in paths:
-        counts = {_count(decoder, data, path) for data in messages}
-        if len(counts) == 1 and 0 < counts.pop() <= _MOST_NUMBERS:
-            found.append(path)
-    return tuple(found[:_MOST_FIELDS])
+    counts = _counts(topic, bag, paths)
+    always = [path for path in paths if len(counts[path]) == 1]
+    return tuple(path for path in always if 0 < max(counts[path]) <= _MOST_NUMBERS)[:_MOST_FIELDS]
 
 
 def first_message(bag: Bag, topic: str) -> Data:
@@ -301,14 +356,17 @@ def _role(topic: Topic) -> Role:
     kind = kind_of(topic)
     name = re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", topic.name).lower()
     measured = _MEASURED_WORDS.search(name) or _MEASURED_WORDS.search(kind.lower())
+    if _OPERATORS.fullmatch(kind):
+        return "operator"
     if _ACTIONS.match(kind):
         return "action"
-    if not _SENSORS.match(kind) and not _REPLY_WORDS.search(name):
-        if _ACTION_WORDS.search(name) or (_COMMANDS.match(kind) and not measured):
+    if not _SENSORS.match(kind):
+        says_command = _ACTION_WORDS.search(name) or (_COMMANDS.match(kind) and not measured)
+        if says_command and not _REPLY_WORDS.search(name):
             return "action"
         if _OPERATOR_WORDS.search(name) or kind == "Joy":
             return "operator"
-    return "state" if _STATES.search(kind) or "joint" in name else "other"
+    return "state" if _STATES.search(kind) or _STATE_NAMES.search(name) else "other"
 
 
 def _is_number(path: str, text: str) -> bool:
@@ -327,17 +385,49 @@ def _is_measured(path: str, text: str) -> bool:
 
 def _fixed_lists(topic: Topic, leaves: dict[str, str], bag: Bag) -> set[str]:
     """Return the lists of messages that are always as long: the motors of a robot."""
-    lists = {path.partition("[0].")[0] for path in leaves if "[0]." in path}
     text = topic.definition if isinstance(topic.definition, str) else ""
-    fixed = {path for path in lists if re.search(rf"\[\d+\]\s+{re.escape(path)}\b", text)}
-    moved = [path for path in lists - fixed if _MOVED.fullmatch(path)]
-    return fixed | {path for path in moved if _is_always_as_long(topic, bag, path)}
+    fixed = set()
+    for path in {path.partition("[0].")[0] for path in leaves if "[0]." in path}:
+        written = re.search(rf"^\s*(\S+)\[(\d*)\]\s+{re.escape(path)}\b", text, re.M)
+        kind = written[1].rpartition("/")[2] if written else ""
+        moved = _MOVED.fullmatch(path) or _MOVED.fullmatch(kind)
+        if (written and written[2]) or (moved and _is_always_as_long(topic, bag, path)):
+            fixed.add(path)
+    return fixed
+
+
+def _of_items(path: str, leaves: dict[str, str]) -> tuple[str, ...]:
+    """Return what to take of the items of a list: where its motors are, or all they measure."""
+    inside = {
+        leaf.removeprefix(f"{path}[0]."): text
+        for leaf, text in leaves.items()
+        if leaf.startswith(f"{path}[0].")
+    }
+    kept = {leaf for leaf, text in inside.items() if _is_measured(leaf, text)}
+    kept -= {leaf for leaf in kept if "int" in inside[leaf] and _CODES.fullmatch(leaf)}
+    if any(inside[leaf].startswith("float") for leaf in kept):
+        kept = {leaf for leaf in kept if inside[leaf] not in _CODED}
+    chosen = next((leaf for leaf in _FIRST_OF if leaf in kept), "")
+    kept = {chosen} if chosen else kept
+    if len(kept) == len(inside):
+        return (path,)
+    return tuple(f"{path}.{leaf}" for leaf in inside if leaf in kept)
 
 
 def _is_always_as_long(topic: Topic, bag: Bag, path: str) -> bool:
-    decoder = bag.decoder(topic.name)
-    counts = {_count(decoder, data, path) for data in _sample(topic, bag)}
+    counts = _counts(topic, bag, [path])[path]
     return len(counts) == 1 and 0 not in counts
+
+
+def _counts(topic: Topic, bag: Bag, paths: Sequence[str]) -> dict[str, set[int]]:
+    """Return how many numbers some messages have at each path."""
+    decoder = bag.decoder(topic.name)
+    counts: dict[str, set[int]] = {path: set() for path in paths}
+    for data in _sample(topic, bag) if paths else ():
+        for path, seen in counts.items():
+            # A list of 100 MB would be 800 MB of numbers, to be counted.
+            seen.add(len(data) if len(data) > _LARGE else _count(decoder, data, path))
+    return counts
 
 
 def _beside(chosen: str, kept: set[str]) -> set[str]:
@@ -357,22 +447,25 @@ def _is_unset(topic: Topic, bag: Bag, decoder: Decoder, data: Data, path: str) -
     return all(np.isnan(decoder.vector(each, path)).all() for each in _sample(topic, bag))
 
 
-def _sample(topic: Topic, bag: Bag) -> list[bytes]:
-    """Return some messages of a topic, from its first to its last."""
+def _sample(topic: Topic, bag: Bag) -> Iterator[Data]:
+    """Yield some messages of a topic, from its first to its last."""
     places = np.unique(np.linspace(0, topic.count - 1, _SAMPLE).astype(np.int64))
-    return [bytes(m.data) for m in bag.read([topic.name], {topic.name: places})]
+    return (message.data for message in bag.read([topic.name], {topic.name: places}))
 
 
 def _within(
-    decoder: Decoder, data: Data, kept: set[str], lists: set[str], prefix: str = ""
+    decoder: Decoder,
+    data: Data,
+    kept: set[str],
+    lists: dict[str, tuple[str, ...]],
+    prefix: str = "",
 ) -> Iterator[str]:
     """Yield the fewest fields that hold these numbers and no others: whole sub-messages first."""
     leaves = [path for path in decoder.fields() if path.startswith(prefix)]
     for name in dict.fromkeys(path[len(prefix) :].split(".")[0] for path in leaves):
         path = (prefix + name).removesuffix("[0]")
         if path in kept or path in lists:
-            if _count(decoder, data, path):
-                yield path
+            yield from (one for one in lists.get(path, (path,)) if _count(decoder, data, one))
             continue
         inside = {leaf for leaf in kept if leaf.startswith(f"{path}.")}
         if not inside:

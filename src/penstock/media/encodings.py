@@ -108,6 +108,8 @@ def compressed_image(text: str, data: memoryview) -> ImageMessage:
         encoding = "jpeg"
     elif "png" in text.lower():
         encoding = "png"
+    elif video_packet(text, data).encoding in CODECS:
+        return video_packet(text, data)
     else:
         encoding = text.split()[0].rstrip(";") if text.split() else "unknown"
     return ImageMessage(encoding, data, depth_quantization=quantization)

@@ -175,7 +175,7 @@ class RecordingEpisode(EpisodeView):
         if not 0 <= frame < chosen.count:
             raise UsageError(f"there is no frame {frame}: there are {chosen.count}")
         with self._lock, self._recordings.use(self._index) as bag:
-            if bag.topics[chosen.name].media == "video":
+            if bag.is_video(chosen.name):
                 return self._packet(bag, chosen.name, frame, width)
             wanted = {chosen.name: np.array([frame], np.int64)}
             for message in bag.read([chosen.name], wanted):
