@@ -132,4 +132,4 @@ def interrupt_often(setup: str) -> subprocess.CompletedProcess:
     It hangs, and times out, if an interrupt makes `work` wait for ever.
     """
     code = _INTERRUPTS.format(setup=setup)
-    return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=100)
+    return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=240)

@@ -52,6 +52,6 @@ def test_nav_can_be_deleted(tmp_path):
         env={**os.environ, "PYTHONPATH": str(tmp_path), "PYTHONWARNINGS": "ignore"},
         capture_output=True,
         text=True,
-        timeout=100,
+        timeout=240,
     )
     assert done.returncode == 0, done.stderr[-2000:]

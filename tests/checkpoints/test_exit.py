@@ -61,7 +61,7 @@ def start(tmp_path, program, **options):
     )
 
 
-def finish(process, timeout=60):
+def finish(process, timeout=240):
     out, err = process.communicate(timeout=timeout)
     return process.returncode, out, err
 
@@ -274,7 +274,7 @@ def test_worker_processes_while_a_save_is_in_flight(tmp_path, method):
         stderr=subprocess.PIPE,
         text=True,
     )
-    _, err = process.communicate(timeout=100)
+    _, err = process.communicate(timeout=240)
     assert process.returncode == 0, err
     assert_saved(tmp_path / "out", 0, 1)
 

@@ -100,7 +100,7 @@ def run_on_full_disk(path, how):
         [sys.executable, "-c", FULL_DISK, str(path), how],
         capture_output=True,
         text=True,
-        timeout=100,
+        timeout=240,
         check=False,
     )
     assert result.returncode == 0, result.stderr

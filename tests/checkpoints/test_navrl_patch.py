@@ -60,7 +60,7 @@ def start(script, wandb, *words):
 def run(script, wandb, *words):
     """Run it to its end; return what it printed and what it logged, by frames."""
     process = start(script, wandb, *words)
-    printed, _ = process.communicate(timeout=100)
+    printed, _ = process.communicate(timeout=240)
     assert process.returncode == 0, printed
     (log,) = wandb.glob("*/log.jsonl")
     rows = map(json.loads, log.read_text().splitlines())
@@ -155,7 +155,7 @@ def test_a_complete_run_is_not_trained_on(script, straight, tmp_path):
     process = start(
         script, tmp_path / "wandb", f"+checkpoint_dir={tmp_path}", f"+resume={place}/run"
     )
-    printed, _ = process.communicate(timeout=100)
+    printed, _ = process.communicate(timeout=240)
     assert process.returncode != 0
     assert "max_frame_num" in printed.splitlines()[-1]
 

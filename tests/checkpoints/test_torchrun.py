@@ -78,7 +78,7 @@ def test_ddp_and_sharded_states(tmp_path):
         capture_output=True,
         text=True,
         check=False,
-        timeout=100,
+        timeout=240,
         env=os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": source},
     )
     assert result.returncode == 0, result.stderr[-3000:]

@@ -509,7 +509,7 @@ def stopped(bags: Path, out: Path, workers: int, number: int, after: int, group:
         workers_found = children_of(process.pid)
         (os.killpg if group else os.kill)(process.pid, number)
         sent_s = time.monotonic()
-        output, error = process.communicate(timeout=60)
+        output, error = process.communicate(timeout=240)
         took_s = time.monotonic() - sent_s
     finally:
         with contextlib.suppress(ProcessLookupError):
@@ -572,7 +572,7 @@ def test_a_worker_that_dies_is_a_failed_bag(bags, whole, tmp_path):
                 victim = pid if unit.exists() else None  # it is at work on it, and stays so
                 os.kill(pid, signal.SIGKILL if victim else signal.SIGCONT)
                 break
-    output, error = process.communicate(timeout=100)
+    output, error = process.communicate(timeout=240)
     assert process.returncode == 1, error
     facts = json.loads(output)
     (reason,) = facts["failed"].values()
@@ -611,7 +611,7 @@ def test_the_second_writer_is_refused_at_once(bags, tmp_path):
                 [sys.executable, "-c", program],
                 capture_output=True,
                 text=True,
-                timeout=60,
+                timeout=240,
                 check=True,
             )
             took_s, _, text = result.stdout.partition(" ")
@@ -620,7 +620,7 @@ def test_the_second_writer_is_refused_at_once(bags, tmp_path):
             line = one_line(command(bags, out, mode), 4)
             assert f"process {first.pid}" in line
         first.send_signal(signal.SIGCONT)
-        _, error = first.communicate(timeout=60)
+        _, error = first.communicate(timeout=240)
         assert first.returncode == 0, error
     finally:
         if first.poll() is None:

@@ -63,7 +63,7 @@ def test_a_signal_stops_it_and_builds_what_is_committed(bags, tmp_path):
         assert process.poll() is None
         time.sleep(0.01)
     process.send_signal(signal.SIGINT)
-    _, err = process.communicate(timeout=60)
+    _, err = process.communicate(timeout=240)
     assert process.returncode == 130, err
     assert "go on with --resume" in err.splitlines()[-1]
     assert (out / "meta/info.json").is_file()

@@ -57,7 +57,7 @@ def shard(bags: Path, out: Path, which: str, *words: str) -> subprocess.Popen:
 
 
 def report_of(process: subprocess.Popen) -> dict:
-    out, err = process.communicate(timeout=120)
+    out, err = process.communicate(timeout=240)
     assert process.returncode in (0, 1), err
     return json.loads(out)
 
@@ -144,7 +144,7 @@ def test_a_signal_stops_a_shard_and_says_how_to_go_on(bags, tmp_path):
     while not list((tmp_path / "out" / UNITS).glob("*/unit.json")):
         time.sleep(0.005)
     process.send_signal(signal.SIGTERM)
-    _, err = process.communicate(timeout=60)
+    _, err = process.communicate(timeout=240)
     assert process.returncode == 143
     assert "bags of shard 0/1 are done; run it again" in err
 

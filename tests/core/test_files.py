@@ -42,14 +42,14 @@ def line_of(process: subprocess.Popen[str]) -> str:
 
 def end(process: subprocess.Popen[str]) -> str:
     """Let a process run to its end, by closing its input; return what it still said."""
-    output, _ = process.communicate(timeout=60)
+    output, _ = process.communicate(timeout=240)
     assert process.returncode == 0
     return output
 
 
 def kill(process: subprocess.Popen[str]) -> None:
     process.kill()
-    process.communicate(timeout=60)
+    process.communicate(timeout=240)
 
 
 def failing(code: int) -> object:
@@ -423,7 +423,7 @@ def test_a_dead_holder_does_not_block(tmp_path: Path) -> None:
     holder = start(HOLDER, tmp_path)
     assert line_of(holder) == "ready"
     holder.send_signal(signal.SIGKILL)
-    holder.communicate(timeout=60)
+    holder.communicate(timeout=240)
     with FolderLock(tmp_path):
         assert f"process {os.getpid()} " in (tmp_path / ".penstock.lock").read_text()
 
@@ -452,7 +452,7 @@ except Exception as error:
 def test_a_forked_child_does_not_keep_the_lock(tmp_path: Path) -> None:
     parent = start(FORKING, tmp_path, "die")
     child = int(line_of(parent))
-    assert parent.wait(timeout=60) == -signal.SIGKILL
+    assert parent.wait(timeout=240) == -signal.SIGKILL
     try:
         assert psutil.pid_exists(child)
         deadline = time.monotonic() + 20

@@ -221,7 +221,7 @@ items = parallel_map(abs, iter(int, 1), name="t", helpers=2, size=lambda _: 1, l
 next(items)
 sys.kept = items
 """
-    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=240)
 
 
 @pytest.mark.parametrize(("nbytes", "alone"), [(1 << 10, True), (64 << 20, False)])

@@ -496,7 +496,7 @@ def test_two_workers_make_the_same_unit(tmp_path: Path) -> None:
         runs = [
             subprocess.Popen([*words, str(writer.units)], stdout=subprocess.PIPE) for _ in range(3)
         ]
-        told = {run.communicate(timeout=60)[0] for run in runs}
+        told = {run.communicate(timeout=240)[0] for run in runs}
         assert [run.returncode for run in runs] == [0, 0, 0]
         assert len(told) == 1
         assert len(list(writer.units.iterdir())) == 1

@@ -201,7 +201,7 @@ def run(out: Path, version: str, kill_after_s: float | None) -> tuple[bool, set[
     if kill_after_s is not None:
         time.sleep(kill_after_s)
         process.send_signal(signal.SIGKILL)
-    text, error = process.communicate(timeout=60)
+    text, error = process.communicate(timeout=240)
     assert process.returncode in (0, -signal.SIGKILL), error
     words = [line.split() for line in text.splitlines() if line.startswith("committed")]
     return process.returncode == 0, {int(number) for _, number in words}

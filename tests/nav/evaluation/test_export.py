@@ -130,7 +130,7 @@ def test_it_flies_without_torch(save: Save, tmp_path: Path):
     run = save()
     export_policy(run, tmp_path / "policy.onnx")
     command = [sys.executable, "-c", WITHOUT_TORCH, str(tmp_path / "policy.onnx")]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=240)
     assert done.returncode == 0, done.stderr
     (velocity,), interventions = json.loads(done.stdout)
     assert interventions == 1

@@ -31,7 +31,7 @@ def words(*more: str) -> list[str]:
 
 
 def run(command: list[str], **options) -> subprocess.CompletedProcess:
-    return subprocess.run(command, capture_output=True, text=True, timeout=100, **options)
+    return subprocess.run(command, capture_output=True, text=True, timeout=240, **options)
 
 
 @pytest.fixture(scope="module")
@@ -100,7 +100,7 @@ def test_a_signal_saves_the_state_and_the_run_goes_on(tmp_path, processes, numbe
         # Ctrl-C reaches all processes of the terminal, kill only the one.
         (os.killpg if number == signal.SIGINT else os.kill)(process.pid, number)
         seen = len(metrics.read_text().splitlines())
-        _, error = process.communicate(timeout=100)
+        _, error = process.communicate(timeout=240)
     finally:
         process.kill()
     assert process.returncode == 128 + number, error
@@ -195,7 +195,7 @@ def test_a_process_that_dies_ends_the_training_with_a_line(tmp_path):
         for child in psutil.Process(process.pid).children():
             if "spawn_main" in " ".join(child.cmdline()):
                 child.kill()
-        _, error = process.communicate(timeout=60)
+        _, error = process.communicate(timeout=240)
     finally:
         process.kill()
     assert process.returncode == 1
