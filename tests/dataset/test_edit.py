@@ -7,8 +7,11 @@ import json
 import os
 import runpy
 import shutil
+import signal
 import subprocess
 import sys
+import time
+from contextlib import suppress
 from fractions import Fraction
 from pathlib import Path
 from types import SimpleNamespace
@@ -18,6 +21,8 @@ import numpy as np
 import pytest
 
 from penstock.cli import main as penstock
+from penstock.core.interrupt import check_stop
+from penstock.dataset import build
 from penstock.dataset import check as doctor
 from penstock.dataset.edit import Edits, edit, undo
 from penstock.dataset.layout import AUTO_FEATURES
@@ -302,6 +307,35 @@ def test_a_full_disk_leaves_the_dataset_as_it_was(dataset, monkeypatch):
         edit(dataset, Edits(delete=[0]))
     assert s.files_of(dataset) == before
     assert not sibling(dataset, "new").exists()
+
+
+def test_a_signal_stops_it_before_anything_is_exchanged(tmp_path, monkeypatch):
+    """An edit, and a build; after which both can be done."""
+    out = tmp_path / "out"
+    s.write_dataset(out, 2)
+    before = s.files_of(out)
+    writing = build.join
+
+    def interrupted(*words):
+        os.kill(os.getpid(), signal.SIGTERM)
+        with suppress(KeyboardInterrupt):
+            while True:
+                check_stop()
+                time.sleep(0.001)
+        return writing(*words)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(build, "join", interrupted)
+        assert penstock(["edit", str(out), "delete", "0"]) == 143
+        assert s.files_of(out) == before
+        with s.open_writer(out, "resume") as writer:
+            s.commit(writer, 2)
+        assert penstock(["build", str(out)]) == 143
+        assert len(Dataset(out)) == 2
+    assert penstock(["build", str(out)]) == 0
+    assert penstock(["edit", str(out), "delete", "0"]) == 0
+    assert len(Dataset(out)) == 2
+    assert check(out) == []
 
 
 def test_the_command(dataset, capsys, tmp_path):
