@@ -287,6 +287,22 @@ def test_what_cannot_be_done_changes_nothing(dataset, edits, what):
     assert not sibling(dataset, "new").exists()
 
 
+@pytest.mark.parametrize(
+    ("words", "what"),
+    [
+        (["relabel", " ", "0"], "task"),
+        (["delete", "4-2"], "4-2"),
+        (["delete", "-1"], "-1"),
+        (["cut", "0=3:3"], "3:3"),
+    ],
+)
+def test_words_that_cannot_be_meant_change_nothing(dataset, capsys, words, what):
+    before = s.files_of(dataset)
+    assert penstock(["edit", str(dataset), *words]) == 2
+    assert what in capsys.readouterr().err
+    assert s.files_of(dataset) == before
+
+
 def test_units_that_wait_are_built_first(tmp_path):
     out = tmp_path / "out"
     s.write_dataset(out, 2)

@@ -409,6 +409,24 @@ def test_what_is_nothing_is_said(tmp_path: Path, bag: Path) -> None:
         open_viewer(str(bag), None, "marks.yaml")
 
 
+@pytest.mark.parametrize(
+    ("words", "what"),
+    [
+        (["--port", "99999999"], "port"),
+        (["--port", "taken"], "port"),
+        (["--episode", "77"], "77"),
+        (["--marks", "nowhere/marks.yaml"], "folder"),
+        (["--screenshot", "nowhere/page.png"], "folder"),
+    ],
+)
+def test_what_cannot_be_shown_is_said_at_once(dataset: Path, capsys, words, what) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        words = [str(taken.getsockname()[1]) if word == "taken" else word for word in words]
+        assert penstock(["view", str(dataset), "--no-browser", *words]) == 2
+    out, err = capsys.readouterr()
+    assert out == "" and what in err and len(err.splitlines()) == 1
+
+
 def test_no_browser_is_said(dataset: Path, monkeypatch, capsys) -> None:
     monkeypatch.setenv("PATH", "/nonexistent")
     assert penstock(["view", str(dataset), "--screenshot", "x.png"]) == 2

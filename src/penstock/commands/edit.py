@@ -19,6 +19,7 @@ OPERATIONS = (
     "delete", "keep", "trim", "split", "cut", "relabel", "drop", "rename", "reencode", "merge",
     "apply", "undo",
 )  # fmt: skip
+_MOST = 10_000_000  # episodes
 
 
 def run(
@@ -118,10 +119,12 @@ def _numbers(words: Sequence[str]) -> list[int]:
     found: list[int] = []
     for word in (part for each in words for part in each.split(",") if part):
         first, dash, last = word.partition("-")
-        if dash:
-            found += range(_number(first), _number(last) + 1)
-        else:
-            found.append(_number(word))
+        if not (first and (last or not dash)):
+            raise UsageError(f"{word!r} is no episode, nor a range such as 10-20")
+        low, high = _number(first), _number(last or first)
+        if not 0 <= high - low < _MOST:
+            raise UsageError(f"{word!r} is no range of episodes")
+        found += range(low, high + 1)
     return found
 
 

@@ -32,14 +32,14 @@ def _run(a: argparse.Namespace) -> Outcome:
         return _export(a)
     if a.screenshot:
         show.screenshot(
-            lambda: show.open_viewer(a.path, a.bags, a.marks),
+            lambda: show.open_viewer(a.path, a.bags, a.marks, a.episode),
             Path(a.screenshot),
             a.episode,
             a.width,
             a.dark,
         )
         return Outcome(f"wrote {a.screenshot}", {"wrote": [a.screenshot]}, answer=False)
-    viewer = show.open_viewer(a.path, a.bags, a.marks)
+    viewer = show.open_viewer(a.path, a.bags, a.marks, a.episode)
     marks = f"; marks go to {viewer.marks.path}" if viewer.marks else ""
 
     def say(url: str) -> None:

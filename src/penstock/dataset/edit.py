@@ -103,6 +103,8 @@ class Edits:
         named = [*self.delete, *(self.keep or ()), *self.trim, *self.split, *self.cut]
         for index in [*named, *(i for i in self.relabel if i is not None)]:
             dataset.episode(index)  # says which there are
+        if not all(task.strip() for task in self.relabel.values()):
+            raise UsageError("a task is empty: say what is done")
         keep = set(range(len(dataset)) if self.keep is None else self.keep) - set(self.delete)
         found = []
         for index in sorted(keep):
@@ -113,7 +115,7 @@ class Edits:
             inside_it = all(start < begin < stop for begin in begins)
             inside_it = inside_it and all(start <= first < end <= stop for first, end in out)
             if not (inside_it and 0 <= start < stop <= episode.length):
-                without = f" without {list(out)}" if out else ""
+                without = f" without {', '.join(f'{a}:{b}' for a, b in out)}" if out else ""
                 split = f" split at {list(begins)}" if begins else ""
                 raise UsageError(
                     f"episode {index} has the frames 0 to {episode.length - 1}: "

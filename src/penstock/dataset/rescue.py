@@ -103,6 +103,8 @@ def rescue(path: Path | str, out: Path | str, like: Path | str | None = None) ->
     try:
         info = metadata.read_info(root)
     except DataError as error:
+        if like is None and not root.is_dir():
+            raise
         if like is None:
             hint = "if it is cut, give a dataset of the same features: --like OTHER"
             raise type(error)(f"{error}; {hint}") from error

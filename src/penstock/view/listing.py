@@ -27,7 +27,7 @@ class Findings:
     """What `doctor` says of a dataset.
 
     Attributes:
-        state: "none", "running", "done" or "failed".
+        state: "none", "running", "done", "failed", or "absent": it is not run for such a dataset.
         general: What is of no one episode.
         of: By episode.
     """
@@ -53,7 +53,7 @@ class Check:
             if self._thread is not None:
                 return
             if self._path is None:
-                self.findings = Findings("done", ["doctor needs a copy of it on this machine"])
+                self.findings = Findings("absent", ["not here: run penstock doctor on it"])
                 return
             self.findings = Findings("running")
             command = [sys.executable, "-m", "penstock", "doctor", self._path, "--quick", "--json"]
