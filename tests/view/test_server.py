@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import runpy
+import signal
 import socket
 import subprocess
 import sys
@@ -425,6 +426,25 @@ def test_what_cannot_be_shown_is_said_at_once(dataset: Path, capsys, words, what
         assert penstock(["view", str(dataset), "--no-browser", *words]) == 2
     out, err = capsys.readouterr()
     assert out == "" and what in err and len(err.splitlines()) == 1
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_ends_it_and_nothing_is_left(dataset: Path, tmp_path: Path, number: int) -> None:
+    words = [sys.executable, "-m", "penstock", "view", str(dataset), "--no-browser"]
+    process = subprocess.Popen(
+        words,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "TMPDIR": str(tmp_path)},
+        # A shell in the background lets its programs ignore SIGINT: not what is tested here.
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
+    )
+    assert process.stdout is not None and "127.0.0.1" in process.stdout.readline()
+    process.send_signal(number)
+    _, err = process.communicate(timeout=60)
+    assert (process.returncode, err) == (0, "")
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_no_browser_is_said(dataset: Path, monkeypatch, capsys) -> None:

@@ -76,5 +76,6 @@ COMMAND = Command(
     "penstock view dataset --with bags/",
     _add_arguments,
     _run,
+    interruptible=True,
     objects=True,
 )

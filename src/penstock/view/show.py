@@ -5,12 +5,13 @@ from __future__ import annotations
 import os
 import shutil
 import subprocess
-import threading
+import time
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
 from penstock.bags.find import to_path
+from penstock.core.interrupt import check_stop
 from penstock.dataset.layout import INFO_PATH
 from penstock.errors import UsageError
 from penstock.inspect.dataset import is_dataset
@@ -23,6 +24,7 @@ from penstock.view.server import Viewer, ViewServer
 
 _BROWSERS = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable", "chrome")
 _SHOT_S = 60.0
+_POLL_S = 0.1
 
 
 def open_source(path: str, recordings: list[str] | None = None) -> Source:
@@ -77,7 +79,7 @@ def _check_folder(file: Path) -> None:
 
 
 def serve(viewer: Viewer, port: int, say: Callable[[str], None]) -> None:
-    """Serve the page until Ctrl-C; `say` is told the address."""
+    """Serve the page until a signal comes; `say` is told the address."""
     try:
         server = ViewServer(viewer, port)
     except (OSError, OverflowError) as error:
@@ -86,7 +88,9 @@ def serve(viewer: Viewer, port: int, say: Callable[[str], None]) -> None:
     with server:
         say(server.url)
         with suppress(KeyboardInterrupt):
-            threading.Event().wait()
+            while True:
+                check_stop()
+                time.sleep(_POLL_S)
 
 
 def screenshot(

@@ -30,6 +30,7 @@ async function start() {
   await list.reload();
   const [index, t] = location.hash.slice(1).split("@").map(Number);
   if (list.total) await open(index || 0, t || 0);
+  else $("title").textContent = `No ${list.noun}`;
   if (about.can_mark) watchCheck();
   if (shot) await post("api/ready", {});
 }
