@@ -102,8 +102,8 @@ def text(report: EditReport) -> str:
 
     lines = [
         ("dataset", str(report.out)),
-        ("episodes", f"{report.episodes} of {report.episodes_before}"),
-        ("frames", f"{report.frames} of {report.frames_before}"),
+        ("episodes", f"{report.episodes}; before {report.episodes_before}"),
+        ("frames", f"{report.frames}; before {report.frames_before}"),
     ]
     if report.files:
         lines.append(("files", f"{report.files}, {report.kept_files} of them as they were"))
