@@ -64,7 +64,8 @@ class Check:
             start(self._thread)
 
     def _run(self) -> None:
-        assert self._process is not None
+        assert self._process is not None and self._path is not None
+        own = re.compile(rf"{re.escape(self._path)}(/|: )")
         output, _ = self._process.communicate()
         try:
             found = json.loads(output)
@@ -73,7 +74,7 @@ class Check:
         except (ValueError, KeyError, TypeError):
             self.findings = Findings("failed", ["doctor could not be run"])
             return
-        self.findings = sort_findings([text.replace(f"{self._path}/", "") for text in said])
+        self.findings = sort_findings([own.sub("", text) for text in said])
 
     def close(self) -> None:
         """Stop it."""
