@@ -78,6 +78,8 @@ def _edits(operation: str, words: Sequence[str]) -> Edits:
             return Edits(split={_number(e): [_number(f) for f in at.split(",")] for e, at in cuts})
         case "relabel":
             task, *episodes = words
+            if not task.strip():
+                raise UsageError("the task is empty: say what is done")
             chosen: list[int | None] = [*_numbers(episodes)] if episodes else [None]
             return Edits(relabel=dict.fromkeys(chosen, task))
         case "drop":

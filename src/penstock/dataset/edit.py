@@ -103,8 +103,6 @@ class Edits:
         named = [*self.delete, *(self.keep or ()), *self.trim, *self.split, *self.cut]
         for index in [*named, *(i for i in self.relabel if i is not None)]:
             dataset.episode(index)  # says which there are
-        if not all(task.strip() for task in self.relabel.values()):
-            raise UsageError("a task is empty: say what is done")
         keep = set(range(len(dataset)) if self.keep is None else self.keep) - set(self.delete)
         found = []
         for index in sorted(keep):

@@ -141,7 +141,7 @@ class VideoCamera extends ShownCamera {
     this.video = video;
     video.muted = true;
     video.playsInline = true;
-    video.preload = "metadata"; // and the frame that is shown: a third less work than "auto"
+    video.preload = "auto";
     video.addEventListener("loadeddata", () => { this.fit(video.videoWidth, video.videoHeight); });
     video.addEventListener("seeked", () => { this.arrived(); this.again(); });
     video.addEventListener("error", () => player.replace(this), { once: true });
