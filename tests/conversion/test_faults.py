@@ -543,6 +543,21 @@ def test_a_signal_stops_it_at_once_and_it_can_be_resumed(
     assert leftovers(out) == []
 
 
+def test_a_signal_while_the_files_are_built_costs_no_bag(
+    bags, whole, tmp_path, monkeypatch, capsys
+):
+    def stopped(*_):
+        raise KeyboardInterrupt
+
+    words = ["convert", str(bags), str(tmp_path / "out"), "--memory", "1GB", "--no-check", "-q"]
+    with monkeypatch.context() as patch:
+        patch.setattr("penstock.dataset.writer.build", stopped)
+        assert main(words) == 130
+    assert "--resume" in capsys.readouterr().err
+    assert main([*words, "--resume"]) == 0
+    assert same_dataset(tmp_path / "out", whole) == []
+
+
 def test_workers_end_with_whoever_started_them(bags, tmp_path):
     code, _, _, _, children = stopped(bags, tmp_path / "out", 2, signal.SIGKILL, 1, False)
     assert code == -signal.SIGKILL

@@ -7,8 +7,11 @@ import json
 import os
 import runpy
 import shutil
+import signal
 import subprocess
 import sys
+import time
+from contextlib import suppress
 from fractions import Fraction
 from pathlib import Path
 from types import SimpleNamespace
@@ -18,6 +21,8 @@ import numpy as np
 import pytest
 
 from penstock.cli import main as penstock
+from penstock.core.interrupt import check_stop
+from penstock.dataset import build
 from penstock.dataset import check as doctor
 from penstock.dataset.edit import Edits, edit, undo
 from penstock.dataset.layout import AUTO_FEATURES
@@ -282,6 +287,22 @@ def test_what_cannot_be_done_changes_nothing(dataset, edits, what):
     assert not sibling(dataset, "new").exists()
 
 
+@pytest.mark.parametrize(
+    ("words", "what"),
+    [
+        (["relabel", " ", "0"], "task"),
+        (["delete", "4-2"], "4-2"),
+        (["delete", "-1"], "-1"),
+        (["cut", "0=3:3"], "3:3"),
+    ],
+)
+def test_words_that_cannot_be_meant_change_nothing(dataset, capsys, words, what):
+    before = s.files_of(dataset)
+    assert penstock(["edit", str(dataset), *words]) == 2
+    assert what in capsys.readouterr().err
+    assert s.files_of(dataset) == before
+
+
 def test_units_that_wait_are_built_first(tmp_path):
     out = tmp_path / "out"
     s.write_dataset(out, 2)
@@ -302,6 +323,35 @@ def test_a_full_disk_leaves_the_dataset_as_it_was(dataset, monkeypatch):
         edit(dataset, Edits(delete=[0]))
     assert s.files_of(dataset) == before
     assert not sibling(dataset, "new").exists()
+
+
+def test_a_signal_stops_it_before_anything_is_exchanged(tmp_path, monkeypatch):
+    """An edit, and a build; after which both can be done."""
+    out = tmp_path / "out"
+    s.write_dataset(out, 2)
+    before = s.files_of(out)
+    writing = build.join
+
+    def interrupted(*words):
+        os.kill(os.getpid(), signal.SIGTERM)
+        with suppress(KeyboardInterrupt):
+            while True:
+                check_stop()
+                time.sleep(0.001)
+        return writing(*words)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(build, "join", interrupted)
+        assert penstock(["edit", str(out), "delete", "0"]) == 143
+        assert s.files_of(out) == before
+        with s.open_writer(out, "resume") as writer:
+            s.commit(writer, 2)
+        assert penstock(["build", str(out)]) == 143
+        assert len(Dataset(out)) == 2
+    assert penstock(["build", str(out)]) == 0
+    assert penstock(["edit", str(out), "delete", "0"]) == 0
+    assert len(Dataset(out)) == 2
+    assert check(out) == []
 
 
 def test_the_command(dataset, capsys, tmp_path):

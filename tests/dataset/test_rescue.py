@@ -6,6 +6,7 @@ import hashlib
 import json
 import runpy
 import shutil
+import tempfile
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -141,6 +142,56 @@ def test_half_a_video_gives_the_episodes_in_it(killed: Path, tmp_path: Path) -> 
     report = rescue(killed, tmp_path / "out")
     assert report.episodes == 2 and "episode 2" in " ".join(report.lost)
     same(tmp_path / "out", [0, 1])
+
+
+def test_a_video_whose_copy_was_cut_off_comes_from_the_temporary_folder(
+    killed: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """lerobot joins into the system's temporary folder, and moves that: a copy, on another disk."""
+    temporary = tmp_path / "tmp"
+    temporary.mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(temporary))
+    video = killed / layout.V30.video_path(hand.TOP, 0, 0)
+    faststart(video)
+    data = video.read_bytes()
+    (temporary / "tmp1.mp4").write_bytes(bytes(len(data) + 1))  # of another recording
+    (temporary / "tmp2.mp4").write_bytes(data)
+    video.write_bytes(data[: max(len(data) // 2, 4500)])
+    assert video.stat().st_size < len(data)
+    before = digest(temporary)
+    report = rescue(killed, tmp_path / "out")
+    assert report.lost == [] and "tmp2.mp4" in " ".join(report.notes)
+    same(tmp_path / "out", [0, 1, 2])
+    assert digest(temporary) == before
+
+
+@pytest.mark.parametrize("whole", [True, False])
+def test_a_video_that_was_encoded_while_it_was_recorded(
+    killed: Path, tmp_path: Path, whole: bool
+) -> None:
+    """With streaming_encoding: the rows are saved, the video not yet joined, or not yet whole."""
+    for number, camera in enumerate((hand.TOP, hand.SIDE)):
+        video = killed / layout.V30.video_path(camera, 0, 0)
+        video.unlink()
+        shown = [hand.picture(e, k, camera) for e in (0, 1) for k in range(hand.LENGTHS[e])]
+        hand.write_video(video, shown)
+        rest = killed / f"tmpab{number}" / f"{camera}_streaming.mp4"
+        rest.parent.mkdir()
+        hand.write_video(rest, [hand.picture(2, k, camera) for k in range(hand.LENGTHS[2])])
+        if not whole:
+            rest.write_bytes(rest.read_bytes()[:-200])
+    report = rescue(killed, tmp_path / "out")
+    assert bool(report.lost) != whole
+    same(tmp_path / "out", [0, 1, 2] if whole else [0, 1])
+
+
+def test_an_episode_under_way_that_is_encoded_at_once_is_told(killed: Path, tmp_path: Path) -> None:
+    rest = killed / "tmpabc" / f"{hand.TOP}_streaming.mp4"
+    rest.parent.mkdir()
+    rest.write_bytes(b"\0\0\0\x20ftypisom")
+    report = rescue(killed, tmp_path / "out")
+    assert report.episodes == 3 and "episode 3" in " ".join(report.lost)
+    same(tmp_path / "out", [0, 1, 2])
 
 
 def test_pictures_that_waited_are_encoded(killed: Path, tmp_path: Path) -> None:

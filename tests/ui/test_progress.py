@@ -56,8 +56,8 @@ def test_a_short_job_may_leave_no_line(clock: Clock, capsys: pytest.CaptureFixtu
     for seconds in (1.0, 7.0):
         with Progress(2, "build", "steps", last_line=False) as progress:
             clock.now_s += seconds
-            progress.count()
-            progress.count()
+            progress.advance()
+            progress.advance()
     assert [line.split()[1] for line in capsys.readouterr().err.splitlines()] == ["1/2", "2/2"]
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import runpy
 import shutil
 from collections.abc import Iterator
@@ -13,6 +14,7 @@ import numpy as np
 import pytest
 
 from penstock.cli import main as penstock
+from penstock.dataset.layout import INFO_PATH
 from penstock.samples import read_number, write_sample
 from penstock.view.marks import read_marks
 from penstock.view.server import ViewServer
@@ -207,6 +209,28 @@ def test_it_fits_every_screen(made: Path, browser: Browser, width: int, scheme: 
     finally:
         browser.resize(1280, 900)
         browser.scheme("light")
+
+
+def test_an_empty_dataset_says_so_and_its_buttons_do_nothing(
+    browser: Browser, tmp_path: Path
+) -> None:
+    root = hand.make_dataset(tmp_path / "set")
+    info = json.loads((root / INFO_PATH).read_text())
+    info |= {"total_episodes": 0, "total_frames": 0, "total_tasks": 0, "splits": {}}
+    for name in ("data", "videos", "meta"):
+        shutil.rmtree(root / name)
+    (root / "meta").mkdir()
+    (root / INFO_PATH).write_text(json.dumps(info))
+    with ViewServer(open_viewer(str(root), None, None)) as server:
+        browser.problems.clear()
+        browser.open(server.url)
+        browser.wait("document.getElementById('title')?.textContent.startsWith('No ')")
+        browser.run("document.querySelectorAll('main button').forEach((each) => each.click())")
+        for key in ("ArrowRight", "ArrowDown", " ", "x", "m"):
+            browser.key(key)
+        browser.run("new Promise((done) => setTimeout(done, 100))")
+        browser.open("about:blank")
+    assert browser.problems == []
 
 
 def test_a_screenshot(made: Path, tmp_path: Path) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import runpy
+import signal
 import socket
 import subprocess
 import sys
@@ -132,7 +133,7 @@ def test_a_large_video_comes_in_parts(tmp_path: Path) -> None:
         out.write(bytes(9 << 20))
     with serve(root) as server:
         status, headers, data = Visitor(server).ask("video/0/0", headers={"Range": "bytes=0-"})
-    assert status == 206 and len(data) <= 2 << 20
+    assert status == 206 and len(data) <= 512 << 10
     assert headers["Content-Range"].endswith(f"/{file.stat().st_size}")
 
 
@@ -407,6 +408,43 @@ def test_what_is_nothing_is_said(tmp_path: Path, bag: Path) -> None:
         open_viewer(str(bag), [str(bag)], None)
     with pytest.raises(UsageError, match="marked"):
         open_viewer(str(bag), None, "marks.yaml")
+
+
+@pytest.mark.parametrize(
+    ("words", "what"),
+    [
+        (["--port", "99999999"], "port"),
+        (["--port", "taken"], "port"),
+        (["--episode", "77"], "77"),
+        (["--marks", "nowhere/marks.yaml"], "folder"),
+        (["--screenshot", "nowhere/page.png"], "folder"),
+    ],
+)
+def test_what_cannot_be_shown_is_said_at_once(dataset: Path, capsys, words, what) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        words = [str(taken.getsockname()[1]) if word == "taken" else word for word in words]
+        assert penstock(["view", str(dataset), "--no-browser", *words]) == 2
+    out, err = capsys.readouterr()
+    assert out == "" and what in err and len(err.splitlines()) == 1
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_ends_it_and_nothing_is_left(dataset: Path, tmp_path: Path, number: int) -> None:
+    words = [sys.executable, "-m", "penstock", "view", str(dataset), "--no-browser"]
+    process = subprocess.Popen(
+        words,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "TMPDIR": str(tmp_path)},
+        # A shell in the background lets its programs ignore SIGINT: not what is tested here.
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
+    )
+    assert process.stdout is not None and "127.0.0.1" in process.stdout.readline()
+    process.send_signal(number)
+    _, err = process.communicate(timeout=60)
+    assert (process.returncode, err) == (0, "")
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_no_browser_is_said(dataset: Path, monkeypatch, capsys) -> None:

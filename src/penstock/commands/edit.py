@@ -19,6 +19,7 @@ OPERATIONS = (
     "delete", "keep", "trim", "split", "cut", "relabel", "drop", "rename", "reencode", "merge",
     "apply", "undo",
 )  # fmt: skip
+_MOST = 10_000_000  # episodes
 
 
 def run(
@@ -77,6 +78,8 @@ def _edits(operation: str, words: Sequence[str]) -> Edits:
             return Edits(split={_number(e): [_number(f) for f in at.split(",")] for e, at in cuts})
         case "relabel":
             task, *episodes = words
+            if not task.strip():
+                raise UsageError("the task is empty: say what is done")
             chosen: list[int | None] = [*_numbers(episodes)] if episodes else [None]
             return Edits(relabel=dict.fromkeys(chosen, task))
         case "drop":
@@ -101,8 +104,8 @@ def text(report: EditReport) -> str:
 
     lines = [
         ("dataset", str(report.out)),
-        ("episodes", f"{report.episodes} of {report.episodes_before}"),
-        ("frames", f"{report.frames} of {report.frames_before}"),
+        ("episodes", f"{report.episodes}; before {report.episodes_before}"),
+        ("frames", f"{report.frames}; before {report.frames_before}"),
     ]
     if report.files:
         lines.append(("files", f"{report.files}, {report.kept_files} of them as they were"))
@@ -118,10 +121,12 @@ def _numbers(words: Sequence[str]) -> list[int]:
     found: list[int] = []
     for word in (part for each in words for part in each.split(",") if part):
         first, dash, last = word.partition("-")
-        if dash:
-            found += range(_number(first), _number(last) + 1)
-        else:
-            found.append(_number(word))
+        if not (first and (last or not dash)):
+            raise UsageError(f"{word!r} is no episode, nor a range such as 10-20")
+        low, high = _number(first), _number(last or first)
+        if not 0 <= high - low < _MOST:
+            raise UsageError(f"{word!r} is no range of episodes")
+        found += range(low, high + 1)
     return found
 
 

@@ -6,16 +6,9 @@ import argparse
 import sys
 import webbrowser
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from penstock.commands.base import Command, Outcome, natural
-from penstock.errors import UsageError
 from penstock.objects import is_object
-
-if TYPE_CHECKING:
-    from penstock.view.server import Viewer
-
-_LAST_PORT = 65535
 
 
 def _add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -41,20 +34,18 @@ def _run(a: argparse.Namespace) -> Outcome:
     known = is_object(a.path) or kind_of(Path(a.path)) in ("dataset", "recording", "recordings")
     if not known and Path(a.path).is_file():
         open_bag(a.path).close()  # a recording of another name; of anything else it says so
-    if a.port > _LAST_PORT:
-        raise UsageError(f"--port {a.port}: ports end at {_LAST_PORT}; leave it out for a free one")
     if a.rerun or a.foxglove:
         return _export(a)
     if a.screenshot:
         show.screenshot(
-            lambda: _open(a),
+            lambda: show.open_viewer(a.path, a.bags, a.marks, a.episode),
             Path(a.screenshot),
             a.episode,
             a.width,
             a.dark,
         )
         return Outcome(f"wrote {a.screenshot}", {"wrote": [a.screenshot]}, answer=False)
-    viewer = _open(a)
+    viewer = show.open_viewer(a.path, a.bags, a.marks, a.episode)
     marks = f"; marks go to {viewer.marks.path}" if viewer.marks else ""
 
     def say(url: str) -> None:
@@ -66,17 +57,6 @@ def _run(a: argparse.Namespace) -> Outcome:
 
     show.serve(viewer, a.port, say)
     return Outcome("", {})
-
-
-def _open(a: argparse.Namespace) -> Viewer:
-    """Open what is to be shown; the episode to begin with must be one of it."""
-    from penstock.view import show
-
-    viewer = show.open_viewer(a.path, a.bags, a.marks)
-    count = len(viewer.source.rows)
-    if a.episode and a.episode >= count:
-        raise UsageError(f"--episode {a.episode}: {a.path} has {count}, from 0")
-    return viewer
 
 
 def _export(a: argparse.Namespace) -> Outcome:
@@ -102,5 +82,6 @@ COMMAND = Command(
     "penstock view dataset --with bags/",
     _add_arguments,
     _run,
+    interruptible=True,
     objects=True,
 )

@@ -24,7 +24,7 @@ from penstock.conversion.recordings import Recording, fingerprint, look_at, size
 from penstock.conversion.report import Report
 from penstock.conversion.request import Paths, Request, make_request
 from penstock.conversion.workers import run_jobs
-from penstock.core.interrupt import check_stop, interruptible
+from penstock.core.interrupt import check_stop, interruptible, not_stopped
 from penstock.dataset.check import check
 from penstock.dataset.layout import INFO_PATH, Feature
 from penstock.dataset.metadata import read_info
@@ -101,7 +101,8 @@ def _make_dataset(request: Request, report: Report) -> None:
         try:
             _make_units(request, writer, recordings, report)
         except KeyboardInterrupt as stop:
-            writer.build()  # a dataset can be had at any time
+            with not_stopped():
+                writer.build()  # a dataset can be had at any time
             done = len(report.bags) + len(report.skipped)
             stop.args = (
                 f"{done} of {len(request.bags)} bags are in {request.target}; go on with --resume",
@@ -111,7 +112,11 @@ def _make_dataset(request: Request, report: Report) -> None:
             reasons = list(report.failed.values())
             more = f" (and {len(reasons) - 1} more bags failed)" if len(reasons) > 1 else ""
             raise DataError(f"nothing was converted: {reasons[0] if reasons else 'no bag'}{more}")
-        writer.build()
+        try:
+            writer.build()
+        except KeyboardInterrupt as stop:
+            stop.args = ("every bag is made; go on with --resume",)
+            raise
         writer.clear_units()
         report.total_episodes, report.total_frames = writer.total_episodes, writer.total_frames
 

@@ -117,6 +117,16 @@ def check_stop() -> None:
         raise KeyboardInterrupt
 
 
+@contextmanager
+def not_stopped() -> Iterator[None]:
+    """Do what is to be done although a signal has asked this work to stop."""
+    token = _asked.set(None)
+    try:
+        yield
+    finally:
+        _asked.reset(token)
+
+
 def interruptible(work: Callable[[], R]) -> R:
     """Do long work that calls `check_stop`; a signal ends it there, within a moment.
 

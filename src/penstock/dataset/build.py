@@ -124,7 +124,7 @@ def build(
     base_stats: dict[str, AnyStats] | None = None,
     fetch: Fetch | None = None,
 ) -> Built:
-    """Put new units into a dataset.
+    """Put new units into a dataset; a signal stops it before anything is exchanged.
 
     Args:
         root: The dataset's folder.
@@ -201,7 +201,7 @@ class Build(ABC):
     def run(self) -> Built:
         """Write everything; info.json is the last."""
         self._link_rest()
-        steps = len(self._sources) * (2 + len(self._spec.video_keys))
+        steps = len(self._sources) * (2 + len(self._spec.video_keys)) + len(self._records)
         with Progress(steps, "build", "steps", last_line=False) as progress:
             self._progress = progress
             self._write_data()
@@ -215,6 +215,7 @@ class Build(ABC):
             else:
                 self._write_lines()
             folded = self._write_stats()
+            progress.update(steps)
         result = Built(self._base, self._records, self._infos, self._tasks, folded, self._files)
         info = _json(self._info())
         self._files[layout.INFO_PATH] = json_digest(info)
@@ -291,7 +292,7 @@ class Build(ABC):
             else:
                 self._join_rows(group, self._target(path))
                 self._note(path)
-            self._progress.count(len(group))
+            self._progress.advance(len(group))
 
     def _rows_stay(self, source: Source, number: int) -> bool:
         """Whether the rows of an episode are in the dataset just as they are to be."""
@@ -322,7 +323,7 @@ class Build(ABC):
                 self._note(path)
             for number, first in zip(group, firsts, strict=True):
                 self._places[number].videos[camera] = (*where, first)
-            self._progress.count(len(group))
+            self._progress.advance(len(group))
 
     def _is_whole_file(self, sources: Sequence[Source], paths: Sequence[Path]) -> bool:
         """Whether these are all the episodes of one file of the dataset, and in its order."""
@@ -411,7 +412,7 @@ class Build(ABC):
         for first in numbers[::_RECORDS_AT_ONCE]:
             block = slice(first, min(first + _RECORDS_AT_ONCE, numbers.stop))
             yield self._record_table(block, where)
-            self._progress.count(block.stop - first)
+            self._progress.advance(block.stop - first)
 
     def _record_table(self, block: slice, where: tuple[int, int]) -> pa.Table:
         schema = layout.episodes_schema(self._spec.features)
@@ -621,6 +622,7 @@ class _UnitBuild(Build):
             write_stats(self._new / TOTAL_STATS, total)
         size, more = 0, list[dict[str, AnyStats]]()
         for number, record in enumerate(self._records[done:], done):
+            self._progress.advance()
             unit = self._units.get(record.key)
             kept = f"{STATS_FOLDER}/{record.key}.pack"
             path = unit.folder / UNIT_STATS if unit else inside(self._root, kept)

@@ -113,7 +113,7 @@ class Edits:
             inside_it = all(start < begin < stop for begin in begins)
             inside_it = inside_it and all(start <= first < end <= stop for first, end in out)
             if not (inside_it and 0 <= start < stop <= episode.length):
-                without = f" without {list(out)}" if out else ""
+                without = f" without {', '.join(f'{a}:{b}' for a, b in out)}" if out else ""
                 split = f" split at {list(begins)}" if begins else ""
                 raise UsageError(
                     f"episode {index} has the frames 0 to {episode.length - 1}: "

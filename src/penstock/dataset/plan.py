@@ -246,8 +246,8 @@ def check_fits(root: Path, stored: Spec, given: Spec) -> None:
     mine, theirs = own_features(stored.features), own_features(given.features)
     for name in [*mine, *theirs]:
         if name not in theirs or name not in mine:
-            where = "the dataset" if name in mine else "the new episodes"
-            raise UsageError(f"{root}: only {where} have the feature {name!r}")
+            where = "the dataset has" if name in mine else "the new episodes have"
+            raise UsageError(f"{root}: only {where} the feature {name!r}")
         one, other = _kind(mine[name]), _kind(theirs[name])
         for what in one:
             if one[what] != other.get(what):

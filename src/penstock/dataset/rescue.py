@@ -13,6 +13,7 @@ import json
 import os
 import re
 import shutil
+import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -37,6 +38,9 @@ from penstock.media.video import VideoSettings, VideoWriter, open_video
 
 _PLACE = re.compile(r"chunk-(\d+)/file-(\d+)\.\w+$")
 _MOST_TASKS = 1 << 16
+_STREAMED = "_streaming.mp4"  # encoded while it is recorded
+_BEGINNING = 4096
+_AT_ONCE = 1 << 20
 _OPEN_ERRORS = (pa.ArrowException, OSError, ValueError)
 
 
@@ -99,6 +103,8 @@ def rescue(path: Path | str, out: Path | str, like: Path | str | None = None) ->
     try:
         info = metadata.read_info(root)
     except DataError as error:
+        if like is None and not root.is_dir():
+            raise
         if like is None:
             hint = "if it is cut, give a dataset of the same features: --like OTHER"
             raise type(error)(f"{error}; {hint}") from error
@@ -185,14 +191,14 @@ class _Rescue:
         shutil.copyfile(source, copy)
         return copy
 
-    def _linked(self, source: Path) -> None:
+    def _linked(self, source: Path, name: str) -> None:
         """Give a file that is only read a second name; it may be most of the disk."""
+        target = self._scratch / name
+        target.parent.mkdir(parents=True, exist_ok=True)
         try:
-            target = self._scratch / source.relative_to(self._root)
-            target.parent.mkdir(parents=True, exist_ok=True)
             os.link(source.resolve(), target)
         except OSError:
-            self._copied(source)
+            shutil.copyfile(source, target)
 
     def _readable(self, copy: Path, name: str) -> int:
         """Leave out row groups that cannot be read; return the rows that are left."""
@@ -252,11 +258,15 @@ class _Rescue:
         for source in sorted(self._root.glob(f"videos/{key}/*/*.mp4")):
             check_stop()
             name = source.relative_to(self._root).as_posix()
+            copied_from = _copied_from(source)
+            if copied_from is not None:
+                source = copied_from
+                self._report.notes.append(f"{name} was being copied: taken from {source}")
             place, frames = _place(name), whole_frames(source)
             if place is None or not frames:
                 self._report.lost.append(f"{name}: it holds no video that can be read")
                 continue
-            self._linked(source)
+            self._linked(source, name)
             found.append((place, frames))
         self._videos[key] = found
 
@@ -270,6 +280,7 @@ class _Rescue:
         frames = dict(self._videos[key])
         places = list(frames)
         at, used = 0, 0
+        last = episodes[-1].index
         for one in episodes:
             span = known.get(one.index, {}).get(key)
             place = None if span is None else _place(span.file)
@@ -281,15 +292,16 @@ class _Rescue:
                 one.spans[key] = (*places[at], used)
                 used += one.length
                 continue
-            made = self._from_rest(key, one)
+            made = self._from_rest(key, one, one.index == last)
             if isinstance(made, str):
                 self._report.lost.append(f"episode {one.index}: {made}")
             else:
                 one.spans[key] = (*made, 0)
 
-    def _from_rest(self, key: str, one: _Episode) -> tuple[int, int] | str:
+    def _from_rest(self, key: str, one: _Episode, last: bool) -> tuple[int, int] | str:
         """Make the video of an episode from what waited to be joined or encoded; or say why not."""
-        for source in sorted(self._root.glob(f"tmp*/{key}_{one.index:03d}.mp4")):
+        names = [f"{key}_{one.index:03d}.mp4", *([f"{key}{_STREAMED}"] if last else [])]
+        for source in (each for name in names for each in sorted(self._root.glob(f"tmp*/{name}"))):
             if whole_frames(source) == one.length:
                 place, target = self._new_video(key)
                 shutil.copyfile(source, target)
@@ -337,6 +349,12 @@ class _Rescue:
                     f"{folder.parent.name}; its rows were only in memory"
                 )
 
+        for video in sorted(self._root.glob(f"tmp*/*{_STREAMED}")):
+            if not whole_frames(video):
+                self._report.lost.append(
+                    f"episode {saved} was being recorded: {video.name} has no table of its frames"
+                )
+
     def _write(self, episodes: Sequence[_Episode], tasks: Sequence[str]) -> None:
         """Write the metadata of everything, the lost episodes included: they are taken out next."""
         lengths = np.array([one.length for one in episodes])
@@ -379,6 +397,21 @@ def whole_frames(path: Path) -> int:
                 break
             frames += 1
     return frames
+
+
+def _copied_from(path: Path) -> Path | None:
+    """Return the video that lerobot was copying here from the system's temporary folder, if any.
+
+    It joins videos there; on another disk than the dataset's, moving the result is copying it.
+    """
+    size = path.stat().st_size
+    for whole in sorted(Path(tempfile.gettempdir()).glob("tmp*.mp4")) if size > _BEGINNING else ():
+        with suppress(OSError), path.open("rb") as mine, whole.open("rb") as other:
+            if whole.stat().st_size > size and all(
+                part == other.read(len(part)) for part in iter(lambda: mine.read(_AT_ONCE), b"")
+            ):
+                return whole
+    return None
 
 
 def _opens(path: Path) -> bool:

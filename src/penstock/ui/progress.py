@@ -73,10 +73,6 @@ class Progress:
         A job that shows how far it is can be stopped there: see `core.interrupt`.
         """
         check_stop()
-        self.count(n)
-
-    def count(self, n: int = 1) -> None:
-        """Say that n more are done, of a job that is not to be stopped there."""
         with self._lock:
             self.done += n
             self._show_when_due()

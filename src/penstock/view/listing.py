@@ -27,7 +27,7 @@ class Findings:
     """What `doctor` says of a dataset.
 
     Attributes:
-        state: "none", "running", "done" or "failed".
+        state: "none", "running", "done", "failed", or "absent": it is not run for such a dataset.
         general: What is of no one episode.
         of: By episode.
     """
@@ -53,7 +53,7 @@ class Check:
             if self._thread is not None:
                 return
             if self._path is None:
-                self.findings = Findings("done", ["doctor needs a copy of it on this machine"])
+                self.findings = Findings("absent", ["not here: run penstock doctor on it"])
                 return
             self.findings = Findings("running")
             command = [sys.executable, "-m", "penstock", "doctor", self._path, "--quick", "--json"]
@@ -64,7 +64,8 @@ class Check:
             start(self._thread)
 
     def _run(self) -> None:
-        assert self._process is not None
+        assert self._process is not None and self._path is not None
+        own = re.compile(rf"{re.escape(self._path)}(/|: )")
         output, _ = self._process.communicate()
         try:
             found = json.loads(output)
@@ -73,7 +74,7 @@ class Check:
         except (ValueError, KeyError, TypeError):
             self.findings = Findings("failed", ["doctor could not be run"])
             return
-        self.findings = sort_findings([text.replace(f"{self._path}/", "") for text in said])
+        self.findings = sort_findings([own.sub("", text) for text in said])
 
     def close(self) -> None:
         """Stop it."""

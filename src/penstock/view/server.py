@@ -44,7 +44,7 @@ _POLICY = (
     "media-src 'self'; connect-src 'self'; base-uri 'none'; form-action 'none'; "
     "frame-ancestors 'none'"
 )
-_MOST_RANGE = 2 << 20  # bytes of one answer: a browser asks for the next, and no line stays busy
+_MOST_RANGE = 512 << 10  # bytes of one answer: a browser that seeks throws most of them away
 _PIECE = 256 << 10
 _MOST_BODY = 64 << 10
 _MOST_WIDTH = 1920
@@ -366,7 +366,7 @@ class _Handler(BaseHTTPRequestHandler):
         self.end_headers()
 
     def _video(self, video: Path | BinaryIO) -> None:
-        """Send a video file, or a part of it: at most 2 MB of what is asked for."""
+        """Send a video file, or a part of it: at most 512 KB of what is asked for."""
         with video.open("rb") if isinstance(video, Path) else video as file:
             size = file.seek(0, os.SEEK_END)
             wanted = _range(self.headers.get("Range"), size)

@@ -5,24 +5,26 @@ from __future__ import annotations
 import os
 import shutil
 import subprocess
-import threading
+import time
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
 from penstock.bags.find import to_path
+from penstock.core.interrupt import check_stop
 from penstock.dataset.layout import INFO_PATH
 from penstock.errors import UsageError
 from penstock.inspect.dataset import is_dataset
 from penstock.objects import ObjectPath, is_object
 from penstock.view.datasets import DatasetSource
 from penstock.view.marks import Marks
-from penstock.view.model import Source
+from penstock.view.model import Source, pick
 from penstock.view.recordings import Recordings
 from penstock.view.server import Viewer, ViewServer
 
 _BROWSERS = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable", "chrome")
 _SHOT_S = 60.0
+_POLL_S = 0.1
 
 
 def open_source(path: str, recordings: list[str] | None = None) -> Source:
@@ -44,29 +46,51 @@ def open_source(path: str, recordings: list[str] | None = None) -> Source:
     return Recordings([to_path(path)])
 
 
-def open_viewer(path: str, recordings: list[str] | None, marks: str | None) -> Viewer:
+def open_viewer(
+    path: str, recordings: list[str] | None, marks: str | None, episode: int = 0
+) -> Viewer:
     """Open what is to be served, and the reviewer's marks.
 
     Raises:
-        UsageError: There is nothing under a name, or the marks are of another dataset.
+        UsageError: There is nothing under a name, no such episode to begin with, or the marks are
+            of another dataset.
     """
     source = open_source(path, recordings)
-    if not source.can_mark:
-        if marks is not None:
-            raise UsageError(f"{path} is no dataset: only episodes of one can be marked")
-        return Viewer(source, None)
-    # Those of a dataset in object storage are in the folder in which the command was given.
-    root = Path(ObjectPath(path).name if is_object(path) else path).resolve()
-    file = Path(marks) if marks else root.with_name(f"{root.name}.marks.yaml")
-    return Viewer(source, Marks(file, [row.size for row in source.rows]))
+    try:
+        if episode:
+            pick(source.rows, episode, "episode")
+        if not source.can_mark:
+            if marks is not None:
+                raise UsageError(f"{path} is no dataset: only episodes of one can be marked")
+            return Viewer(source, None)
+        # Those of a dataset in object storage are in the folder in which the command was given.
+        root = Path(ObjectPath(path).name if is_object(path) else path).resolve()
+        file = Path(marks) if marks else root.with_name(f"{root.name}.marks.yaml")
+        _check_folder(file)
+        return Viewer(source, Marks(file, [row.size for row in source.rows]))
+    except BaseException:
+        source.close()
+        raise
+
+
+def _check_folder(file: Path) -> None:
+    if not file.resolve().parent.is_dir():
+        raise UsageError(f"there is no folder for {file}")
 
 
 def serve(viewer: Viewer, port: int, say: Callable[[str], None]) -> None:
-    """Serve the page until Ctrl-C; `say` is told the address."""
-    with ViewServer(viewer, port) as server:
+    """Serve the page until a signal comes; `say` is told the address."""
+    try:
+        server = ViewServer(viewer, port)
+    except (OSError, OverflowError) as error:
+        viewer.close()
+        raise UsageError(f"port {port} cannot be had ({error}): leave --port out") from error
+    with server:
         say(server.url)
         with suppress(KeyboardInterrupt):
-            threading.Event().wait()
+            while True:
+                check_stop()
+                time.sleep(_POLL_S)
 
 
 def screenshot(
@@ -87,6 +111,7 @@ def screenshot(
     browser = next(filter(None, map(shutil.which, _BROWSERS)), None)
     if browser is None:
         raise UsageError("--screenshot needs Chromium or Chrome, and neither is on the PATH")
+    _check_folder(target)
     target.unlink(missing_ok=True)
     with ViewServer(opened()) as server:
         words = [

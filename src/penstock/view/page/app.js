@@ -30,6 +30,7 @@ async function start() {
   await list.reload();
   const [index, t] = location.hash.slice(1).split("@").map(Number);
   if (list.total) await open(index || 0, t || 0);
+  else $("title").textContent = `No ${list.noun}`;
   if (about.can_mark) watchCheck();
   if (shot) await post("api/ready", {});
 }
@@ -198,9 +199,9 @@ function showFindings() {
 
 async function watchCheck() {
   const found = await get("api/findings").catch(() => ({ state: "failed" }));
-  const general = found.general?.length ? ` and ${found.general.length} of all` : "";
-  $("check").textContent = { none: "Check", running: "Checking…", failed: "Check failed" }[found.state]
-    ?? (found.episodes || general ? `Findings in ${found.episodes} episodes${general}` : "Checked: ok");
+  const general = found.general?.length ?? 0;
+  $("check").textContent = { none: "Check", running: "Checking…", failed: "Check failed", absent: "Not checked" }[found.state]
+    ?? (found.episodes || general ? `Findings: ${found.episodes} episodes, ${general} general` : "Checked: ok");
   $("check").title = (found.general ?? []).join("\n");
   if (found.state === "running") { setTimeout(watchCheck, 1000); return; }
   if (found.state !== "done") return;
@@ -214,7 +215,8 @@ async function watchCheck() {
 async function check() {
   if (!about.can_mark) return;
   await post("api/check", {});
-  watchCheck();
+  await watchCheck();
+  if ($("check").title) say($("check").title, true);
 }
 
 let quiet;

@@ -139,7 +139,8 @@ class Panel {
         const [low, high] = [line.low[at], line.high[at]];
         if (Number.isNaN(low)) { pen_down = false; continue; }
         const across = x(line.t[point]);
-        if (pen_down) pen.lineTo(across, y(low)); else pen.moveTo(across, y(low));
+        if (!pen_down) pen.moveTo(across - 1.5, y(low)); // a lone point is seen, too
+        pen.lineTo(pen_down ? across : across + 1.5, y(low));
         if (high !== low) pen.lineTo(across, y(high));
         pen_down = true;
       }

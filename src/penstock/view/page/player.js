@@ -57,6 +57,7 @@ export class Player {
   }
 
   step(frames) {
+    if (!this.episode) return;
     this.pause();
     const at = this.episode.frames ? this.frame : Math.floor(this.t * this.episode.fps + 1e-6);
     this.seek((at + frames) / this.episode.fps);
