@@ -311,7 +311,7 @@ def test_options_of_every_verb_may_stand_before_it(take, capsys):
         (["info", "notes.txt"], "give"),
         (["view", "notes.txt", "--no-browser"], "not a bag"),  # a page of nothing was served
         (["view", "a.bag", "--no-browser", "--port", "70000"], "--port"),  # an internal error
-        (["view", "a.bag", "--no-browser", "--episode", "9"], "--episode"),  # an empty page
+        (["view", "a.bag", "--no-browser", "--episode", "9"], "episode 9"),  # an empty page
         (["convert", "a.bag", "out", "--memory", "lots"], "memory"),
         (["convert", "a.bag", "out", "--map", "."], "is a folder"),
         (["convert", "a.bag", "out", "--report", "none/x.html"], "--report"),

@@ -86,7 +86,7 @@ def _run(request: Request) -> Report:
             size_bytes = size_of(request.out)
             with Progress(size_bytes, "check", "bytes", request.progress) as progress:
                 checkup = check(request.out, "sample", progress)
-                progress.count(size_bytes - progress.done)  # metadata
+                progress.update(size_bytes)  # metadata
             report.findings, report.checked = checkup.findings, checkup.checked
             report.training = checkup.notes
     report.peak_bytes, report.memory = watch.peak_bytes, watch.samples

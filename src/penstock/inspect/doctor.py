@@ -144,7 +144,7 @@ def _check_dataset(path: Path, result: Examination, quick: bool) -> None:
     size_bytes = sum(file.stat().st_size for file in path.rglob("*") if file.is_file())
     with Progress(size_bytes, "doctor", "bytes") as progress:
         checkup = check_lerobot(path, "sample" if quick else "all", progress)
-        progress.count(size_bytes - progress.done)  # metadata, and what is no part of it
+        progress.update(size_bytes)  # metadata, and what is no part of it
     for found in checkup.findings:
         problem = f"{found.what}; {found.todo}"
         if found.severity == "error":
