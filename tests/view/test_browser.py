@@ -133,6 +133,16 @@ def test_it_plays_and_seeks_to_the_frame(made: Path, browser: Browser, codec: st
         browser.until(lambda: number_shown(browser) == first, 10, "the first picture")
 
 
+def test_a_key_counts_while_the_list_is_read_anew(made: Path, browser: Browser) -> None:
+    """It is read anew whenever a mark is saved, and when the check has ended."""
+    with page(browser, made / "copy"):
+        browser.run(
+            "void window.penstock.list.reload(), document.body.dispatchEvent("
+            "new KeyboardEvent('keydown', {key: 'ArrowDown', bubbles: true}))"
+        )
+        browser.wait("document.getElementById('title').textContent === 'Episode 1'")
+
+
 def test_keys_mark_and_it_is_saved_at_once(made: Path, browser: Browser, tmp_path: Path) -> None:
     marks = tmp_path / "m.yaml"
     with page(browser, made / "h264", marks=marks):

@@ -49,30 +49,38 @@ export class EpisodeList {
     return this.change({ [name]: select.value });
   }
 
+  // The lines that are there stay until the new ones have come: keys find their way meanwhile.
   async reload() {
-    this.round += 1;
-    this.pages.clear();
-    await this.load(Math.floor(this.box.scrollTop / HEIGHT / PAGE));
+    const round = ++this.round, pages = new Map();
+    await this.load(Math.floor(this.box.scrollTop / HEIGHT / PAGE), pages);
+    if (round !== this.round) return;
+    this.pages = pages;
+    this.draw();
   }
 
-  async load(number) {
-    if (this.pages.has(number)) return;
-    this.pages.set(number, []);
+  async load(number, pages = this.pages) {
+    if (!pages.has(number)) {
+      const page = { rows: [] };
+      pages.set(number, page);
+      page.loaded = this.fill(number, page, pages);
+    }
+    await pages.get(number).loaded;
+  }
+
+  async fill(number, page, pages) {
     const round = this.round;
     const words = new URLSearchParams({
       ...this.query, down: this.query.down ? "1" : "0", first: number * PAGE, count: PAGE,
     });
-    try {
-      const found = await get(`api/episodes?${words}`);
-      if (round !== this.round) return;
-      this.pages.set(number, found.rows);
-      this.total = found.total;
-      const of = found.total === found.of ? "" : ` of ${found.of}`;
-      document.getElementById("count").textContent = `${found.total}${of} ${this.noun}`;
-      this.rows.style.height = `${found.total * HEIGHT}px`;
-      this.draw();
-    } catch { this.pages.delete(number); }
-    while (this.pages.size > MOST_PAGES) this.pages.delete(this.pages.keys().next().value);
+    const found = await get(`api/episodes?${words}`).catch(() => null);
+    if (!found || round !== this.round) { pages.delete(number); return; }
+    page.rows = found.rows;
+    this.total = found.total;
+    const of = found.total === found.of ? "" : ` of ${found.of}`;
+    document.getElementById("count").textContent = `${found.total}${of} ${this.noun}`;
+    this.rows.style.height = `${found.total * HEIGHT}px`;
+    while (pages.size > MOST_PAGES) pages.delete(pages.keys().next().value);
+    if (pages === this.pages) this.draw();
   }
 
   draw() {
@@ -81,7 +89,7 @@ export class EpisodeList {
     const lines = [];
     for (let place = first; place < last; place++) {
       const page = Math.floor(place / PAGE);
-      const row = this.pages.get(page)?.[place % PAGE];
+      const row = this.pages.get(page)?.rows[place % PAGE];
       if (row) lines.push(this.line(row, place));
       else this.load(page);
     }
@@ -119,7 +127,7 @@ export class EpisodeList {
   }
 
   async place(index) {
-    for (const [page, rows] of this.pages) {
+    for (const [page, { rows }] of this.pages) {
       const at = rows.findIndex((row) => row.index === index);
       if (at >= 0) return page * PAGE + at;
     }
@@ -129,11 +137,11 @@ export class EpisodeList {
 
   // The episode that is so many lines further in the list, as it is sorted.
   async neighbour(step) {
-    const place = await this.place(this.current);
+    const pages = this.pages, place = await this.place(this.current);
     const next = Math.min(Math.max((place ?? -1) + step, 0), this.total - 1);
     const page = Math.floor(next / PAGE);
-    await this.load(page);
-    return this.pages.get(page)?.[next % PAGE]?.index ?? null;
+    await this.load(page, pages);
+    return pages.get(page)?.rows[next % PAGE]?.index ?? null;
   }
 }
 
