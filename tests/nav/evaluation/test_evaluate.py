@@ -151,7 +151,7 @@ def test_the_old_spelling_works_with_a_note(save: Save, capsys: pytest.CaptureFi
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        ([], "evaluate needs one run, and was given 0"),
+        ([], "evaluate needs one run.* was given 0"),
         (["a", "b"], "was given 2"),
         (["a", "env.num_obstacle=3"], "did you mean 'env.num_obstacles'"),
         (["a", "shield=maybe"], "use on or off"),
