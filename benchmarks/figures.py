@@ -58,12 +58,13 @@ class Campaign:
     day: str
 
 
-# A run of its own, after the stored one: since then the call copies before it returns.
-_STALLS = ("python -m benchmarks checkpoint", "2026-11-17")
-# As well: the codec of pictures is lz4 since then, it was lz4hc.
-_REPLAY = ("python -m benchmarks replay", "2026-11-17")
 _BATCH = "random batch of 256 depth pictures and 5 small keys"
 _BYTES = "memory per depth picture"
+_BLOCKED = "blocked, 100 ms before the step"
+_LOST = "training time lost in 4 iterations after a save"
+_STAGER, _QUEUE = "DCP async_save, DefaultStager", "deepcopy + queue (proposal)"
+_SB3 = "sb3-extra-buffers, zstd-3"
+_ZIPNN = "torch.save, ZipNN + fsync"
 _CPU = "CPU per frame of 3 cameras"
 _SIM = "environment, 1024 drones (fast), 350 + 80 obstacles"
 _PICKLE = "pickle + LZ4-9 (proposal)"
@@ -73,16 +74,17 @@ _LZ4 = "torch.save, LZ4-9 + fsync (proposal)"
 
 FIGURES: dict[str, Measured | Campaign] = {
     # checkpoints
-    "stall": Campaign("22 ms", *_STALLS),
-    "stall-lazy": Campaign("2.5 ms", *_STALLS),
-    "stall-torch": Campaign("354 ms", *_STALLS),
-    "stall-dcp": Campaign("169 ms", *_STALLS),
-    "stall-stager": Campaign("40 ms", *_STALLS),
-    "stall-queue": Campaign("138 ms", *_STALLS),
-    "stall-copy": Campaign("27 ms", *_STALLS),
-    "lost": Campaign("95 ms", *_STALLS),
-    "lost-plain": Campaign("105 ms", *_STALLS),
-    "lost-torch": Campaign("433 ms", *_STALLS),
+    "stall": Measured("checkpoint", _BLOCKED, "penstock", "{:.0f} ms"),
+    "stall-lazy": Measured("checkpoint", _BLOCKED, "penstock, lazy=True", "{:.2f} ms"),
+    "stall-torch": Measured("checkpoint", _BLOCKED, "torch.save", "{:.0f} ms"),
+    "stall-dcp": Measured("checkpoint", _BLOCKED, "DCP async_save", "{:.0f} ms"),
+    "stall-stager": Measured("checkpoint", _BLOCKED, _STAGER, "{:.0f} ms"),
+    "stall-queue": Measured("checkpoint", _BLOCKED, _QUEUE, "{:.0f} ms"),
+    "stall-copy": Measured("checkpoint", _BLOCKED, "copy_ into reused buffers", "{:.0f} ms"),
+    "lost": Measured("checkpoint", _LOST, "penstock", "{:.0f} ms"),
+    "lost-plain": Measured("checkpoint", _LOST, "penstock, compress=False", "{:.0f} ms"),
+    "lost-stager": Measured("checkpoint", _LOST, _STAGER, "{:.0f} ms"),
+    "lost-torch": Measured("checkpoint", _LOST, "torch.save", "{:.0f} ms"),
     "extra-memory": Measured("checkpoint", "extra peak memory", "penstock, 5 saves", "{:.2f}"),
     "extra-memory-queue": Measured(
         "checkpoint", "extra peak memory", "proposal, queue of 3", "{:.1f}"
@@ -93,6 +95,11 @@ FIGURES: dict[str, Measured | Campaign] = {
     "saved-delta-bf16": Measured("checkpoint", _SAVED16, _DELTA, "{:.0f} %"),
     "saved-lz4-f32": Measured("checkpoint", _SAVED32, _LZ4, "{:.1f} %"),
     "saved-lz4-bf16": Measured("checkpoint", _SAVED16, _LZ4, "{:.1f} %"),
+    "saved-zipnn-f32": Measured("checkpoint", _SAVED32, _ZIPNN, "{:.1f} %"),
+    "saved-zipnn-bf16": Measured("checkpoint", _SAVED16, _ZIPNN, "{:.1f} %"),
+    "durable-zipnn": Measured(
+        "checkpoint", "speed to durable disk, float32", _ZIPNN, "{:.0f} MB/s"
+    ),
     "durable": Measured("checkpoint", "speed to durable disk, float32", _FULL, "{:.0f} MB/s"),
     "durable-torch": Measured(
         "checkpoint", "speed to durable disk, float32", "torch.save + fsync", "{:.0f} MB/s"
@@ -114,6 +121,9 @@ FIGURES: dict[str, Measured | Campaign] = {
     "cpu-copy": Measured("convert", _CPU, "penstock copy", "{:.1f} ms"),
     "cpu-lerobot": Measured(
         "convert", _CPU, "lerobot 0.4.4 add_frame + save_episode (av1)", "{:.0f} ms"
+    ),
+    "cpu-lerobot-streaming": Measured(
+        "convert", _CPU, "lerobot 0.6.1, streaming (av1)", "{:.0f} ms"
     ),
     "memory-h264": Measured("convert", "peak memory", "penstock h264", "{:.0f} MB"),
     "memory-copy": Measured("convert", "peak memory", "penstock copy", "{:.0f} MB"),
@@ -137,16 +147,21 @@ FIGURES: dict[str, Measured | Campaign] = {
         "convert", "processor time, chunk_size=100 against 2000", "penstock copy", "{:.2f}"
     ),
     # replay
-    "batch": Campaign("0.85 ms", *_REPLAY),
-    "batch-lazy": Campaign("1.18 ms", *_REPLAY),
+    "batch": Measured("replay", _BATCH, "penstock", "{:.2f} ms"),
+    "batch-lazy": Measured("replay", _BATCH, "LazyTensorStorage", "{:.2f} ms"),
     "batch-list": Measured("replay", _BATCH, "CompressedListStorage", "{:.0f} ms"),
-    "picture": Campaign("965 B", *_REPLAY),
-    "picture-hc": Measured("replay", _BYTES, "penstock", "{:.0f} B"),
-    "picture-hc-times": Measured("replay", _BYTES, "LazyTensorStorage", "{:.0f}", over="penstock"),
+    "picture": Measured("replay", _BYTES, "penstock", "{:.0f} B"),
+    "picture-hc": Measured("replay", _BYTES, "penstock, lz4hc", "{:.0f} B"),
+    "picture-hc-times": Measured(
+        "replay", _BYTES, "LazyTensorStorage", "{:.0f}", over="penstock, lz4hc"
+    ),
     "picture-lazy": Measured("replay", _BYTES, "LazyTensorStorage", "{:.0f} B"),
     "picture-list": Measured("replay", _BYTES, "CompressedListStorage", "{:.0f} B"),
     "picture-noisy": Measured("replay", "memory per noisy depth picture", "penstock", "{:.0f} B"),
-    "picture-times": Campaign("7", *_REPLAY),
+    "picture-times": Measured("replay", _BYTES, "LazyTensorStorage", "{:.0f}", over="penstock"),
+    "next-batch": Measured("replay", "pictures of 256 transitions", "penstock", "{:.1f} ms"),
+    "next-batch-sb3": Measured("replay", "pictures of 256 transitions", _SB3, "{:.1f} ms"),
+    "picture-sb3": Measured("replay", "memory per depth picture, beside SB3", _SB3, "{:.0f} B"),
     "episodes-batch": Measured(
         "replay", "DictReplayBuffer, batch of 256 depth pictures", "penstock", "{:.1f} ms"
     ),
@@ -209,7 +224,6 @@ FIGURES: dict[str, Measured | Campaign] = {
     "link": Measured("rollout", "link below which compressing pays", "penstock", "{:.1f} Gb/s"),
     # navigation
     "steps": Measured("nav", _SIM, "penstock, numba, 2 threads", "{:,.0f},000", 1e-3),
-    "steps-eager": Measured("nav", _SIM, "eager torch, a thread per core", "{:,.0f},000", 1e-3),
     "frames": Measured("nav", "training, algo=fast", "penstock train", "{:,.0f}"),
     "frames-navrl": Measured("nav", "training, algo=navrl", "penstock train", "{:,.0f}"),
     "torchrl-one": Measured(
@@ -256,7 +270,7 @@ FIGURES: dict[str, Measured | Campaign] = {
     "fly-straight": Campaign("85.0 %", "penstock evaluate, worlds 7 to 14", "2026-11-16"),
     "fly-boxes": Campaign("90.9 %", "penstock evaluate, worlds 7 to 14", "2026-11-16"),
     "fly-boxes-shield": Campaign("97.2 %", "penstock evaluate, worlds 7 to 14", "2026-11-16"),
-    "delete-32": Campaign("1.75 s", "penstock edit: 32 of 79 episodes, 2 cameras", "2026-11-17"),
+    "delete-32": Campaign("1.2 s", "penstock edit: 32 of 79 episodes, 2 cameras", "2026-11-19"),
 }
 
 

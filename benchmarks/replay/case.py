@@ -139,6 +139,8 @@ def _sizes(data: TensorDict, noisy: TensorDict) -> list[Row]:
         count, raw = len(only), only["pixels"][0].numel()
         storage = CompressedStorage(count)
         _buffer(storage, only)
+        hard = CompressedStorage(count, codecs="lz4hc")
+        _buffer(hard, only)
         listed = CompressedListStorage(count)
         _buffer(listed, only[:500])
         held = storage.nbytes / count
@@ -147,6 +149,7 @@ def _sizes(data: TensorDict, noisy: TensorDict) -> list[Row]:
         strict = name == "depth"
         rows += [
             Row(what, OURS, held, "B", count, ratio=1.0),
+            Row(what, f"{OURS}, lz4hc", hard.nbytes / count, "B", count),
             Row(
                 what,
                 "LazyTensorStorage",
