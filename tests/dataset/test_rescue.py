@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 import runpy
 import shutil
 import tempfile
@@ -159,10 +160,21 @@ def test_a_video_whose_copy_was_cut_off_comes_from_the_temporary_folder(
     video.write_bytes(data[: max(len(data) // 2, 4500)])
     assert video.stat().st_size < len(data)
     before = digest(temporary)
+    os.mkfifo(temporary / "tmp0.mp4")  # nobody waits for what another program may say
     report = rescue(killed, tmp_path / "out")
+    (temporary / "tmp0.mp4").unlink()
     assert report.lost == [] and "tmp2.mp4" in " ".join(report.notes)
     same(tmp_path / "out", [0, 1, 2])
     assert digest(temporary) == before
+
+
+def test_a_video_that_is_linked_to_nothing_is_told(killed: Path, tmp_path: Path) -> None:
+    """As in a cache whose files were removed."""
+    video = killed / layout.V30.video_path(hand.TOP, 0, 0)
+    video.unlink()
+    video.symlink_to(tmp_path / "gone.mp4")
+    with pytest.raises(DataError, match="nothing came back"):  # all episodes were in it
+        rescue(killed, tmp_path / "out")
 
 
 @pytest.mark.parametrize("whole", [True, False])

@@ -92,7 +92,7 @@ def _open(data: Any, budget: int) -> Source:
     where = Path(data)
     if (where / "buffer_metadata.json").is_file():  # of a buffer of TorchRL, around its storage
         where /= "storage"
-    kind = inspect.kind_of(where)
+    kind: str = inspect.kind_of(where)
     if kind == "file":
         kind = checkpoint.classify(where)
     if kind == "pack" and checkpoint.describe_file(where)["kind"] == "penstock rollout":

@@ -388,6 +388,8 @@ class _Rescue:
 
 def whole_frames(path: Path) -> int:
     """Return how many frames of a video are in the file as a whole, from the first one on."""
+    if not path.is_file():  # a link to nothing, or a FIFO, which would be waited for
+        return 0
     frames, size = 0, path.stat().st_size
     with suppress(DataError), open_video(path) as (container, stream):
         for packet in container.demux(stream):
@@ -404,13 +406,17 @@ def _copied_from(path: Path) -> Path | None:
 
     It joins videos there; on another disk than the dataset's, moving the result is copying it.
     """
-    size = path.stat().st_size
-    for whole in sorted(Path(tempfile.gettempdir()).glob("tmp*.mp4")) if size > _BEGINNING else ():
-        with suppress(OSError), path.open("rb") as mine, whole.open("rb") as other:
-            if whole.stat().st_size > size and all(
-                part == other.read(len(part)) for part in iter(lambda: mine.read(_AT_ONCE), b"")
-            ):
-                return whole
+    if not path.is_file() or (size := path.stat().st_size) <= _BEGINNING:
+        return None
+    for whole in sorted(Path(tempfile.gettempdir()).glob("tmp*.mp4")):
+        with suppress(OSError):
+            if not whole.is_file() or whole.stat().st_size <= size:  # a FIFO would be waited for
+                continue
+            with path.open("rb") as mine, whole.open("rb") as other:
+                if all(
+                    part == other.read(len(part)) for part in iter(lambda: mine.read(_AT_ONCE), b"")
+                ):
+                    return whole
     return None
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from penstock.core.files import storage_error
 from penstock.errors import UnknownFormat, UsageError
@@ -17,9 +17,10 @@ from penstock.inspect import checkpoint, dataset, recording, replay, run
 from penstock.objects import is_object
 
 Facts = dict[str, Any]
+Kind = Literal["replay", "rollouts", "dataset", "run", "recording", "recordings", "folder", "file"]
 
 # How each kind is told, and described; a path is of the first that it is.
-_KINDS: dict[str, tuple[Callable[[Path], bool], Callable[..., Facts]]] = {
+_KINDS: dict[Kind, tuple[Callable[[Path], bool], Callable[..., Facts]]] = {
     "replay": (replay.is_replay, replay.describe_replay),
     "rollouts": (replay.is_rollouts, replay.describe_rollouts),
     "dataset": (dataset.is_dataset, dataset.describe),
@@ -54,12 +55,12 @@ def describe(path: str | os.PathLike[str], salvage: bool = False) -> Facts:
     return facts
 
 
-def kind_of(where: Path) -> str:
+def kind_of(where: Path) -> Kind:
     """Say what a path is, as all commands take it.
 
     Returns:
-        "replay", "rollouts", "dataset", "recording", "run", "recordings" (a folder of some),
-        "folder" (of checkpoints, or of anything), "file" (see `checkpoint.classify`).
+        "recordings" is a folder of some, "folder" one of checkpoints or of anything; for a "file"
+        see `checkpoint.classify`.
 
     Raises:
         UsageError: There is nothing under this name.

@@ -290,6 +290,7 @@ $("menu").addEventListener("click", () => {
   list.draw();
 });
 const drag = (event) => {
+  if (!current) return;
   const box = $("timeline").getBoundingClientRect();
   player.pause();
   player.seek(snapped(((event.clientX - box.left) / box.width) * current.seconds));
