@@ -1,15 +1,13 @@
 """The sub-millisecond call: tensors that only an optimizer's step writes are copied until then.
 
-Assumed, because it cannot be proven: between `save_async` and the next step of one of the given
-optimizers (or a `load_state_dict` of theirs), nobody writes their parameters or their state, by
-whatever means. The step's pre-hook is the barrier: it waits for the copy, helping, and verifies.
+What `AsyncCheckpointSaver` says of `lazy=True` is assumed, because it cannot be proven. The step's
+pre-hook is the barrier: it waits for the copy, helping, and verifies.
 
 Two guards catch most code that breaks the assumption: torch's version counters, compared on the
 training thread (an operation in flight raises them only after it has written), and samples of some
 parameters. A capture that fails either is torn and never published; the tensor is named, and copied
-at once from then on. Writes that leave no version (`.data`, numpy and DLPack aliases) and hit no
-sampled byte, or that are undone before the barrier (an EMA swap), are not seen: such loops need the
-default, `lazy=False`.
+at once from then on. Writes that leave no version and hit no sampled byte, or that are undone
+before the barrier, are not seen.
 
 When no barrier comes for a while (a long evaluation), the background thread may settle the capture
 itself: the versions and *every* byte must still be those that were copied.

@@ -19,7 +19,7 @@ from typing import Final
 from typing_extensions import Self
 
 from penstock.core.files import make_folder, owner_is_dead, process_owner, storage_error
-from penstock.core.threads import start
+from penstock.core.interrupt import start
 
 # Network file systems show the age of a file up to a minute late.
 LEASE_S: Final = 180.0

@@ -42,6 +42,12 @@ def signals_postponed() -> Iterator[None]:
         guard.close()
 
 
+def start(thread: threading.Thread) -> None:
+    """Start a thread; an interrupt within `Thread.start` may leave a lock taken that it needs."""
+    with signals_postponed():
+        thread.start()
+
+
 class SignalGuard:
     """Run `flush` when a signal comes, then chain to whatever was installed before.
 
@@ -154,8 +160,7 @@ def interruptible(work: Callable[[], R]) -> R:
     try:
         with guard:
             guard.install(ENDING)
-            with signals_postponed():  # as in `threads`
-                thread.start()
+            start(thread)
             while thread.is_alive():
                 thread.join(_POLL_S)
                 if guard.waiting:

@@ -22,7 +22,7 @@ from contextlib import suppress
 from queue import Empty, SimpleQueue
 from typing import Generic, TypeVar
 
-from penstock.core.interrupt import signals_postponed
+from penstock.core.interrupt import start
 
 T = TypeVar("T")
 R = TypeVar("R")
@@ -50,12 +50,6 @@ def lower_priority(nice: int) -> None:
     if nice and sys.platform == "linux":
         with suppress(OSError):  # not allowed here: run at the usual priority
             os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), nice)
-
-
-def start(thread: threading.Thread) -> None:
-    """Start a thread; an interrupt within `Thread.start` may leave a lock taken that it needs."""
-    with signals_postponed():
-        thread.start()
 
 
 def _start(thread: threading.Thread) -> bool:

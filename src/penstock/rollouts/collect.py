@@ -16,8 +16,9 @@ from typing import Any, NamedTuple
 import torch
 from typing_extensions import Self
 
+from penstock.core.interrupt import start
 from penstock.core.memory import whole_number
-from penstock.core.threads import POLL_S, start
+from penstock.core.threads import POLL_S
 from penstock.core.writes import close_after
 from penstock.errors import SaverClosed, UsageError
 from penstock.rollouts.structure import is_tensor_collection

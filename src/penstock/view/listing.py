@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, get_args
 
-from penstock.core.threads import start
+from penstock.core.interrupt import start
 from penstock.errors import UsageError
 from penstock.view.marks import Mark, Marks
 from penstock.view.model import Row

@@ -27,7 +27,7 @@ from urllib.parse import parse_qs, unquote, urlsplit
 import numpy as np
 from typing_extensions import Self
 
-from penstock.core.threads import start
+from penstock.core.interrupt import start
 from penstock.errors import DataError, PenstockError, UsageError
 from penstock.view.listing import Check, page
 from penstock.view.marks import Mark, Marks

@@ -229,16 +229,10 @@ class Quantize(Codec):
             raise UnsupportedValue(f"quantize holds floats only, not {values.dtype}")
         if not np.isfinite(values).all():
             raise UnsupportedValue("quantize cannot hold NaN or infinity; store it losslessly")
-        step = self.epsilon * _GRID
-        with np.errstate(over="ignore"):  # an infinite number of steps is refused below
-            steps = np.rint(values.astype(np.float64) / step)
-        largest = float(np.abs(steps).max(initial=0.0))
-        if largest >= 2**31:
-            raise UnsupportedValue(
-                f"quantize: values up to {largest * step:.3g} do not fit a grid of {step:.3g}; use "
-                "a larger epsilon"
-            )
-        grid = steps.astype(np.int16 if largest < 2**15 else np.int32)
+        with np.errstate(over="ignore"):  # what is beyond the grid does not come back, below
+            steps = np.rint(values.astype(np.float64) / (self.epsilon * _GRID))
+        small = np.abs(steps).max(initial=0.0) < 2**15
+        grid = steps.clip(-(2**31), 2**31 - 1).astype(np.int16 if small else np.int32)
         read_back = np.empty_like(values)
         self._scale(grid, read_back)
         error = np.abs(read_back.astype(np.float64) - values)
