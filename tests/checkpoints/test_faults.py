@@ -75,6 +75,24 @@ def test_each_way_of_waiting_tells_it_once(tmp_path, monkeypatch):
         assert leftovers(tmp_path) == []
 
 
+@pytest.mark.parametrize(
+    "state",
+    [
+        {"log": "x" * 100_000_001},  # the header of a file holds what is no array
+        {"w": torch.empty(0, 1 << 40)},
+    ],
+    ids=["header", "shape"],
+)
+def test_what_no_reader_would_take_is_never_called_saved(tmp_path, state):
+    with AsyncCheckpointSaver(tmp_path, handle_signals=False) as saver:
+        saver.save_async({"n": 1}, "1.pt").wait()
+        with pytest.raises(errors.PenstockError, match=r"2\.pt.* over \d+"):
+            saver.save_async(state, "2.pt").wait()
+    assert load_checkpoint(tmp_path)["n"] == 1
+    assert not (tmp_path / "2.pt").exists()
+    assert leftovers(tmp_path) == []
+
+
 FULL_DISK = """
 import resource, sys, torch
 from penstock import AsyncCheckpointSaver, load_checkpoint

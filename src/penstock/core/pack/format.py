@@ -244,6 +244,11 @@ def render(index: Index, header_bytes: int = 0) -> bytes:
     data = json.dumps(header, separators=(",", ":")).encode()
     length = max(len(data), header_bytes - 8)
     length += -length % ALIGNMENT
+    if length > MAX_HEADER_BYTES:
+        raise LimitExceeded(
+            f"a header of {length} bytes is over {MAX_HEADER_BYTES}; hold long lists of numbers, "
+            "and many small tensors, in arrays"
+        )
     return struct.pack("<Q", length) + data.ljust(length)
 
 
@@ -347,11 +352,7 @@ def _parse_entry(name: str, record: dict[str, Any]) -> Entry:
     )
     whole_words = entry.block_bytes > 0 and entry.block_bytes % entry.words.itemsize == 0
     expect(whole_words, f"{name}: block size {entry.block_bytes} makes no sense")
-    if min(entry.block_bytes, entry.nbytes) > MAX_BLOCK_BYTES:
-        raise LimitExceeded(f"{name}: block of {entry.block_bytes} over {MAX_BLOCK_BYTES} bytes")
-    # Zeros are left out: a shape like [0, 2**62] is empty, and still more than numpy can name.
-    if math.prod(filter(None, shape)) * entry.words.itemsize > MAX_TENSOR_BYTES:
-        raise LimitExceeded(f"{name}: shape {list(shape)}, limit {MAX_TENSOR_BYTES} bytes")
+    check_limits(entry)
     all_listed = entry.blocks == len(entry.sizes) == len(entry.crcs)
     expect(all_listed, f"{name}: {entry.blocks} blocks expected, {len(entry.sizes)} listed")
     raw = entry.codec.id == "raw"
@@ -362,6 +363,18 @@ def _parse_entry(name: str, record: dict[str, Any]) -> Entry:
     fits = entry.checksum() == record["crc"]
     expect(fits, f"{name}: the tensor's checksum contradicts its blocks")
     return entry
+
+
+def check_limits(entry: Entry) -> None:
+    """Refuse what a reader would not allocate: before it is read, and before it is written."""
+    if min(entry.block_bytes, entry.nbytes) > MAX_BLOCK_BYTES:
+        raise LimitExceeded(
+            f"{entry.name}: a block of {entry.block_bytes} bytes is over {MAX_BLOCK_BYTES}"
+        )
+    # Zeros are left out: a shape like [0, 2**62] is empty, and still more than numpy can name.
+    shape = list(entry.shape)
+    if math.prod(filter(None, shape)) * entry.words.itemsize > MAX_TENSOR_BYTES:
+        raise LimitExceeded(f"{entry.name}: shape {shape} is over {MAX_TENSOR_BYTES} bytes")
 
 
 def _natural(value: Any) -> int:

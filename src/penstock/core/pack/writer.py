@@ -17,11 +17,19 @@ from numpy.typing import NDArray
 from penstock.core.codecs import Codec, Layout, Raw, Series
 from penstock.core.codecs.base import Buffer, as_unsigned
 from penstock.core.files import NewFile, storage_error, write_all
-from penstock.core.pack.format import ALIGNMENT, DTYPES, MAX_DIMENSIONS, Entry, Index, render
+from penstock.core.pack.format import (
+    ALIGNMENT,
+    DTYPES,
+    MAX_DIMENSIONS,
+    Entry,
+    Index,
+    check_limits,
+    render,
+)
 from penstock.core.pack.reader import PackReader
 from penstock.core.reuse import BLOCKS
 from penstock.core.threads import INLINE_BYTES, parallel_map
-from penstock.errors import UsageError
+from penstock.errors import LimitExceeded, UsageError
 
 DEFAULT_BLOCK_BYTES = 1 << 20
 _WRITEBACK_BYTES = 8 << 20
@@ -158,6 +166,8 @@ class PackWriter(NewFile):
             self.abandon()  # an entry may be half written: such a pack must never get its name
             if isinstance(error, OSError):
                 raise storage_error("write", self.path, error) from error
+            if isinstance(error, LimitExceeded):
+                raise LimitExceeded(f"cannot write {self.path}: {error}") from error
             raise
         self._written = True
 
@@ -235,6 +245,7 @@ class PackWriter(NewFile):
             entry.block_bytes = other.block_bytes
             if not other.same_blocks(entry):  # it could not be read back
                 raise UsageError(f"{entry.name}: its base has another dtype, shape or layout")
+        check_limits(entry)
         return entry
 
     def _encode(self, entry: Entry, values: NDArray[Any], number: int) -> Iterator[_Coded]:
