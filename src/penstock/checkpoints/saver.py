@@ -182,7 +182,7 @@ class AsyncCheckpointSaver:
         def prepare() -> Write:
             if self._max_staging_bytes is None:
                 self._memory.limit_bytes = max(self._memory.limit_bytes, snapshot.size_bytes)
-            memory = self._memory.array((max(snapshot.size_bytes, 1),), np.uint8)
+            memory = self._memory.lease(max(snapshot.size_bytes, 1))
             capture = LazyCapture(snapshot, address_of(memory)) if snapshot.lazy else None
             snapshot.copy(memory)
             self._active = capture

@@ -48,13 +48,17 @@ class ReusedMemory:
         nbytes = math.prod(shape) * kind.itemsize
         if nbytes < _SMALLEST_BYTES:
             return np.empty(tuple(shape), kind)
+        shaped: NDArray[Any] = self.lease(nbytes).view(kind).reshape(tuple(shape))
+        return shaped
+
+    def lease(self, nbytes: int) -> NDArray[np.uint8]:
+        """Return so many bytes, with unknown content."""
         block = self._take(nbytes)
         # Through a memoryview: numpy then keeps this very array as the base of every view of it.
         leased: NDArray[np.uint8] = np.frombuffer(memoryview(block), np.uint8, nbytes)  # type: ignore[arg-type]
         lease = weakref.ref(leased, self._give_back)
         self._leases[id(lease)] = (lease, block)
-        shaped: NDArray[Any] = leased.view(kind).reshape(tuple(shape))
-        return shaped
+        return leased
 
     def _take(self, nbytes: int) -> NDArray[np.uint8]:
         for _ in range(len(self._idle)):
