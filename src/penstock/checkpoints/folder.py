@@ -161,6 +161,7 @@ class RunFolder:
         self._keep_best = keep_best
         self._headers: dict[_Stamp, Saved | None] = {}
         self._bases: list[str] = []  # kept under hidden names
+        self._looked: list[Saved] | None = None  # at what was here just before a name was given
         self._sequence: int | None = None
         self._unsaved: set[int] = set()  # whose save failed, though its file may be there
         self._run = secrets.token_hex(8)
@@ -191,11 +192,13 @@ class RunFolder:
 
     def keep_base(self, path: Path) -> None:
         """Before `path` is written again, keep its content if other checkpoints build on it."""
+        self._looked = None
         saved = read_saved(path)
         if saved is None:
             return
         try:
-            needed = any(s.base == saved.digest and s.path != path for s in self._scan())
+            self._looked = [s for s in self._scan() if s.path != path]
+            needed = any(s.base == saved.digest for s in self._looked)
         except OSError:
             needed = True  # nobody can tell
         if needed:
@@ -212,7 +215,10 @@ class RunFolder:
             if any(name.endswith(BASE_SUFFIX) for name in os.listdir(self.path)):
                 self._remove_unneeded_bases(self._scan())
             return
-        everything = self._scan()
+        if self._looked is None:
+            everything = self._scan()
+        else:  # a look takes milliseconds where there are hundreds of files
+            everything = [*self._looked, *filter(None, [read_saved(published)])]
         own = [s for s in everything if s.managed and s.run == self._run and s.name == s.path.name]
         own.sort(key=lambda s: s.sequence, reverse=True)
         keep = {published, latest(self.path)}
