@@ -16,7 +16,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from penstock.errors import MissingExtra, UsageError
+from penstock.errors import MissingExtra, StorageError, UsageError
 from penstock.ui import monitor as monitor_module
 from penstock.ui.monitor import JsonlSink, PerformanceMonitor, TensorBoardSink, WandbSink
 
@@ -179,6 +179,14 @@ def test_jsonl_stays_valid_json(tmp_path: Path) -> None:
     sink.close()
     text = (tmp_path / "m.jsonl").read_text()
     assert json.loads(text) == {"step": 1, "loss": None, "best": None, "n": 2.0}
+
+
+def test_a_full_disk_is_named_once() -> None:
+    """What could not be written is not tried again at the end, where it would hide the cause."""
+    sink = JsonlSink("/dev/full")
+    with pytest.raises(StorageError, match="cannot write /dev/full: No space left"):
+        sink.write({"loss": 1.0}, 1)
+    sink.close()
 
 
 def test_tensorboard_sink_writes_events(tmp_path: Path) -> None:

@@ -45,10 +45,10 @@ _WORD: Final = re.compile(r"(\+\+|\+|~)?([^=]+?)=(.*)", re.DOTALL)
 _WHOLE: Final = {  # settings that are whole numbers, by the least that they may be
     0: "seed save_interval rollout_save_interval eval_interval stats_interval "
     "checkpoint_delta_every save_compression_level rollout_compression_level env.num_obstacles "
-    "env.maps env.map_seed env.new_map_every env.max_episode_length env_dyn.num_obstacles",
+    "env.map_seed env.new_map_every env_dyn.num_obstacles",
     1: "threads eval_worlds eval_drones log_interval async_checkpoint_queue_size max_frame_num "
-    "max_iterations checkpoint_keep rollout_keep env.num_envs sim.substeps "
-    "algo.training_frame_num",
+    "max_iterations checkpoint_keep rollout_keep env.num_envs env.maps env.max_episode_length "
+    "sim.substeps algo.training_frame_num",
 }
 _MOST: Final = {  # and the most
     "seed": 10**9,
@@ -355,7 +355,7 @@ def _settings(raw: dict[str, Any], shards: int) -> Settings:
     reward = Reward.preset(str(raw["reward"]["preset"]))
     reward = replace(reward, **{key: value for key, value in weights.items() if value is not None})
     outer = {name: sim[name] for name in ("latency", "wind", "mass")}
-    maps = max(shards, env["maps"] // shards * shards) if env["maps"] else 0
+    maps = max(shards, env["maps"] // shards * shards)
     return Settings(
         num_envs=env["num_envs"],
         num_obstacles=env["num_obstacles"],

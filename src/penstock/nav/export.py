@@ -66,10 +66,9 @@ class MeanAction(nn.Module):
         super().__init__()
         self.policy = policy
 
-    def forward(self, state: Tensor, lidar: Tensor, dynamic_obstacle: Tensor) -> Tensor:
-        """Return [n, 3] in (0, 1)."""
-        encoder = self.policy.encoder
-        rows = encoder.prepare(dict(zip(INPUTS, (state, lidar, dynamic_obstacle), strict=True)))
+    def forward(self, *seen: Tensor) -> Tensor:
+        """Return [n, 3] in (0, 1) for the observations of `INPUTS`, in that order."""
+        rows = self.policy.encoder.prepare(dict(zip(INPUTS, seen, strict=True)))
         alpha, beta, _ = self.policy.actor_critic(rows)
         return alpha / (alpha + beta)
 
@@ -92,6 +91,8 @@ def export_policy(
     target = Path(out)
     if target.suffix not in _SUFFIXES:
         raise UsageError(f"{target}: give a name that ends with {' or '.join(_SUFFIXES)}")
+    if not target.parent.is_dir():  # before the minute that it takes
+        raise UsageError(f"{target}: there is no folder {target.parent}; create it first")
     navigator = Navigator.load(path, checkpoint, "off")
     settings = navigator.settings
     notes = json.dumps(navigator.metadata)
@@ -132,7 +133,8 @@ def _example(settings: Settings) -> tuple[tuple[Tensor, ...], Any]:
     """Inputs to trace with, and which of their axes may have any length."""
     seen = observations(settings, 2)
     count = torch.export.Dim("n", min=1)
-    return tuple(torch.from_numpy(seen[name]) for name in INPUTS), tuple({0: count} for _ in INPUTS)
+    axes = tuple({0: count} for _ in INPUTS)
+    return tuple(torch.from_numpy(seen[name]) for name in INPUTS), (axes,)
 
 
 def _onnx(module: nn.Module, settings: Settings, notes: str) -> tuple[bytes, Callable[..., Any]]:

@@ -352,6 +352,11 @@ class Trainer:
                 f"shards={len(shards)}"
             )
         own = [TensorDict(shards[number]).unflatten_keys("/") for number in self._shards]
+        if ("simulator" in own[0]) != (self.config.plugin is None):
+            raise UsageError(
+                "the checkpoint is of another environment than env._target_="
+                f"{self.config.plugin or 'null'}; go on with the one it was trained in"
+            )
         self.collector.load_state_dict([state.to_dict() for state in own])
         self.ppo.load_state_dict(state["ppo"])
         self.order.set_state(state["order"])

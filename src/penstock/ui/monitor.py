@@ -15,6 +15,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
+from penstock.core.files import storage_error
 from penstock.errors import MissingExtra, UsageError
 from penstock.ui.report import text_table
 
@@ -129,7 +130,7 @@ class _Timer:
 
 
 class JsonlSink:
-    """Appends one JSON object per step to a text file, each line flushed when `write` returns.
+    """Appends one JSON object per step to a text file, where it is when `write` returns.
 
     Args:
         path: The file; its folder is made when missing. What is there already is kept.
@@ -138,13 +139,18 @@ class JsonlSink:
     def __init__(self, path: str | os.PathLike[str]) -> None:
         self.path = Path(path)
         self.path.parent.mkdir(parents=True, exist_ok=True)
-        self._file = self.path.open("a", encoding="utf-8")
+        # Without a buffer: what a full disk refuses must not be tried again when it is closed.
+        self._file = self.path.open("ab", buffering=0)
 
     def write(self, metrics: Mapping[str, float], step: int) -> None:
         """Append ``{"step": …, <metrics>}``; NaN and infinities, unknown to JSON, become null."""
         row = {name: float(v) if math.isfinite(v) else None for name, v in metrics.items()}
-        self._file.write(json.dumps({"step": step, **row}, allow_nan=False) + "\n")
-        self._file.flush()
+        rest = memoryview(f"{json.dumps({'step': step, **row}, allow_nan=False)}\n".encode())
+        try:
+            while rest:
+                rest = rest[self._file.write(rest) :]
+        except OSError as error:
+            raise storage_error("write", self.path, error) from error
 
     def close(self) -> None:
         """Close the file."""

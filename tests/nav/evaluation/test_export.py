@@ -18,7 +18,7 @@ from penstock.cli import main
 from penstock.errors import UnknownFormat, UsageError
 from penstock.nav.evaluation.pilot import Navigator
 from penstock.nav.export import INPUTS, export_policy, observations
-from penstock.nav.networks import Policy
+from penstock.nav.networks import FastEncoder, Policy
 from penstock.nav.shield import Shield
 from penstock.nav.simulation.kernels import POSITION
 from penstock.nav.simulation.simulator import Simulator
@@ -81,6 +81,29 @@ def test_actions_are_those_of_torch(save: Save, small: Settings, tmp_path: Path,
         assert np.abs(there.action(seen) - expected).max() <= 1e-5
     alone = {name: value[:1] for name, value in real.items()}
     assert np.abs(there.velocity(alone) - here.velocity(alone)).max() <= 2e-5
+
+
+def test_a_further_sensor_of_the_policy_is_exported(
+    save: Save, small: Settings, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """As docs/navigation.md says: what the policy looks at is named in one place."""
+    names = (*INPUTS, "direction")
+    monkeypatch.setattr("penstock.nav.export.INPUTS", names)
+    monkeypatch.setattr("penstock.nav.navigator.INPUTS", names)
+    before = FastEncoder.prepare
+
+    def prepare(self: FastEncoder, obs: Any) -> torch.Tensor:
+        sideways = obs["direction"].reshape(-1, 3)[:, 1:2]
+        return before(self, obs) + sideways
+
+    monkeypatch.setattr(FastEncoder, "prepare", prepare)
+    run = save(state=trained("fast"))
+    for name in ("policy.onnx", "policy.pt2"):
+        assert export_policy(run, tmp_path / name).difference <= 1e-5
+    there = nav.Navigator.load(tmp_path / "policy.onnx", shield="off")
+    seen = observations(small, 10)
+    turned = seen | {"direction": seen["direction"] + 1.0}
+    assert np.abs(there.action(seen) - there.action(turned)).max() > 1e-3
 
 
 def test_the_shield_that_flies_is_the_one_that_is_evaluated(small: Settings):
@@ -154,6 +177,8 @@ def test_what_is_no_policy(save: Save, tmp_path: Path, capsys: pytest.CaptureFix
     assert main(["export", str(run), str(tmp_path / "policy.pth")]) == 2
     assert "give a name that ends with .onnx or .pt2" in capsys.readouterr().err
     assert main(["export", str(tmp_path / "none"), str(tmp_path / "p.onnx")]) != 0
+    assert main(["export", str(run), str(tmp_path / "away" / "p.onnx")]) == 2
+    assert "there is no folder" in capsys.readouterr().err
     assert not list(tmp_path.glob("p*"))
     with pytest.raises(UsageError, match="there is no policy"):
         nav.Navigator.load(tmp_path / "policy.onnx")

@@ -66,6 +66,8 @@ def test_presets_change_the_algorithm():
         (["algo.gamma=2"], "gamma is 2"),
         (["env.num_envs=0"], "env.num_envs=0; give a whole number, at least 1"),
         (["env.num_envs=1.5"], "env.num_envs=1.5"),
+        (["env.max_episode_length=0"], "env.max_episode_length=0; give a whole number, at least 1"),
+        (["env.maps=0"], "env.maps=0; give a whole number, at least 1"),
         (["env.num_envs=many"], "env.num_envs='many'"),
         (["env.num_obstacles=-1"], "env.num_obstacles=-1"),
         (["backend=torch"], "backend=… is gone"),

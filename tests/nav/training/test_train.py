@@ -327,6 +327,16 @@ def test_another_environment_plugs_in(tmp_path):
         start(["resume=x"])
 
 
+def test_a_run_does_not_go_on_in_another_environment():
+    plugin = "env._target_=penstock.nav.simulation.env.NavigationEnv"
+    learner = [word for word in SMALL if not word.startswith("env")]
+    start([*SMALL, "run_dir=own", "max_iterations=1"])
+    start([*learner, plugin, "env.num_envs=16", "run_dir=other", "max_iterations=1"])
+    for words in (["resume=own", plugin], ["resume=other", "env._target_=null"]):
+        with pytest.raises(UsageError, match="of another environment"):
+            start([*words, "max_iterations=2"])
+
+
 def test_no_process_flies_the_random_numbers_of_another_seed():
     words = ["env._target_=penstock.nav.simulation.env.NavigationEnv", "env.num_envs=4"]
     words += ["algo.training_frame_num=8", "algo.minibatches=2", "env.num_obstacles=5"]
