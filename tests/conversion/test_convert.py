@@ -269,7 +269,7 @@ def test_a_bag_that_an_earlier_version_did_in_part_is_not_done_twice(samples, tm
 def test_an_interrupt_says_how_to_go_on(samples, tmp_path, monkeypatch, capfd):
     from penstock.conversion import run
 
-    def jobs(todo, workers, meter):
+    def jobs(*_):
         yield from ()
         raise KeyboardInterrupt
 
@@ -416,17 +416,38 @@ def test_bags_that_a_setting_leaves_out_are_counted(samples, tmp_path):
     assert report.to_json()["unused"] == 2
 
 
-def test_the_header_clock_reads_a_compressed_bag_once(samples, tmp_path, monkeypatch):
-    """Its stamps lie in the messages: finding out about the features must not read them, too."""
-    take = samples("take.mcap", kind="mcap", compression="zstd", seconds=12).path
+@pytest.fixture
+def bytes_read(monkeypatch):
+    """Counts what is read from recordings from now on."""
     real, count = Source.read, [0]
 
     def counted(self, pos, size_bytes, what="a record"):
         count[0] += size_bytes
         return real(self, pos, size_bytes, what)
 
+    monkeypatch.setattr(Source, "read", counted)
+    return count
+
+
+def test_the_header_clock_reads_a_compressed_bag_once(samples, tmp_path, bytes_read):
+    """Its stamps lie in the messages: finding out about the features must not read them, too."""
+    take = samples("take.mcap", kind="mcap", compression="zstd", seconds=12).path
     with open_bag(take) as bag:
         mapping = replace(guess_mapping(bag), clock="header")
-    monkeypatch.setattr(Source, "read", counted)
+    bytes_read[0] = 0
     penstock.convert(take, tmp_path / "out", mapping, codec="copy", progress="quiet")
-    assert count[0] <= 1.4 * take.stat().st_size
+    assert bytes_read[0] <= 1.4 * take.stat().st_size
+
+
+def test_a_damaged_recording_is_searched_once(samples, tmp_path, bytes_read):
+    """Describing and converting share what was found, for which all of the file was read."""
+    take = samples(seconds=12).path
+    with open_bag(take) as bag:
+        mapping = guess_mapping(bag)
+    cut = tmp_path / "cut.bag"
+    cut.write_bytes(take.read_bytes()[: take.stat().st_size * 9 // 10])
+    bytes_read[0] = 0
+    out = tmp_path / "out"
+    report = penstock.convert(cut, out, mapping, codec="copy", salvage=True, progress="quiet")
+    assert report.bags[0].salvage
+    assert bytes_read[0] <= 2.5 * cut.stat().st_size

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 import re
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -20,6 +21,8 @@ _SETTING = re.compile(r"[+]{0,2}[A-Za-z_][\w.-]*=")
 
 def run(arguments: argparse.Namespace) -> Report | Prediction:
     """Carry out what the words ask for."""
+    # No large matrix is multiplied here: the threads that numpy starts for it cost, and wait.
+    os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
     from penstock.conversion.dry_run import predict
     from penstock.conversion.run import run_request
     from penstock.core.files import sweep

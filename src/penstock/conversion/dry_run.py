@@ -11,7 +11,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from penstock.bags import open_bag
 from penstock.conversion.account import Account
 from penstock.conversion.features import describe
 from penstock.conversion.one_bag import Job, convert_bag
@@ -91,11 +90,11 @@ def predict(request: Request) -> Prediction:
     features: dict[str, Feature] = {}
     for path in request.own_bags:
         try:
-            with open_bag(path, salvage=request.salvage, limits=request.limits) as bag:
-                plan = plan_bag(bag, request.mapping)
-                if trial is None:
-                    features = describe(bag, request.mapping, plan)
-                    trial = path
+            bag = request.opened.open(path)
+            plan = plan_bag(bag, request.mapping)
+            if trial is None:
+                features = describe(bag, request.mapping, plan)
+                trial = path
         except DataError as error:
             failed[path] = str(error)
             continue
@@ -104,6 +103,7 @@ def predict(request: Request) -> Prediction:
         episodes += len(plan.episodes)
     if trial is None:
         raise DataError(next(iter(failed.values())))
+    request.opened.close()
     with tempfile.TemporaryDirectory(prefix="penstock-trial-", ignore_cleanup_errors=True) as name:
         folder = Path(name)
         job = Job(

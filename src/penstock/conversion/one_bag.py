@@ -18,7 +18,7 @@ from typing import Any
 
 import numpy as np
 
-from penstock.bags import Bag, Limits, open_bag
+from penstock.bags import Bag, Limits
 from penstock.conversion.account import Account
 from penstock.conversion.align import Times
 from penstock.conversion.features import Joints, describe
@@ -28,6 +28,7 @@ from penstock.conversion.mapping import Mapping as Recipe
 from penstock.conversion.memory import BASE_BYTES, MemoryWatch, queue_bytes
 from penstock.conversion.pictures import Pictures, VideoPictures
 from penstock.conversion.plan import Plan, plan_bag
+from penstock.conversion.recordings import OpenRecording
 from penstock.conversion.rows import Rows
 from penstock.core.files import make_folder
 from penstock.core.interrupt import check_stop
@@ -110,17 +111,23 @@ class Converted:
 Outcome = Converted | PenstockError
 
 
-def convert_bag(job: Job, advance: Advance) -> Converted:
+def convert_bag(job: Job, advance: Advance, opened: OpenRecording | None = None) -> Converted:
     """Convert one bag into a unit, and commit it.
+
+    Args:
+        job: What to do.
+        advance: Told of bytes and frames as they are done.
+        opened: The recording that was looked at before, by the same settings.
 
     Raises:
         PenstockError: The bag cannot be converted; nothing is left of it.
     """
     start_s, start_cpu_s = time.perf_counter(), time.process_time()
-    limits = Limits.for_memory(job.memory_bytes)
     scratch = Path(tempfile.gettempdir()) if isinstance(job.units, ObjectPath) else job.units
     make_folder(scratch)
-    with open_bag(job.bag, salvage=job.salvage, limits=limits, scratch=scratch) as bag:
+    limits = Limits.for_memory(job.memory_bytes)
+    with opened or OpenRecording(job.salvage, limits, scratch) as recordings:
+        bag = recordings.open(job.bag)
         plan = plan_bag(bag, job.mapping, job.most_frames)
         _check_features(bag, job.features, describe(bag, job.mapping, plan, job.joints))
         skew, skew_ms = plan.take_skews(_SKEWS)
@@ -143,10 +150,10 @@ def convert_bag(job: Job, advance: Advance) -> Converted:
     )
 
 
-def outcome_of(job: Job, advance: Advance) -> Outcome:
+def outcome_of(job: Job, advance: Advance, opened: OpenRecording | None = None) -> Outcome:
     """Convert a bag; whatever goes wrong with it is its own affair, and no other bag's."""
     try:
-        return convert_bag(job, advance)
+        return convert_bag(job, advance, opened)
     except PenstockError as error:
         return error
     except Exception as error:

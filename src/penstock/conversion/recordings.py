@@ -9,6 +9,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
+from typing_extensions import Self
+
+from penstock.bags import Bag, Limits, open_bag
 from penstock.core.files import storage_error
 from penstock.core.threads import parallel_map
 from penstock.objects import as_object
@@ -30,6 +33,44 @@ class Recording:
     def of(cls, path: Path) -> Recording:
         """Look at a bag."""
         return cls(path, size_of(path), fingerprint(path))
+
+
+class OpenRecording:
+    """Opens recordings; the last one stays open for whoever asks next.
+
+    A conversion guesses from a recording, describes it and converts it: its index is read once.
+
+    Args:
+        salvage: As for `open_bag`.
+        limits: As for `open_bag`.
+        scratch: As for `open_bag`.
+    """
+
+    def __init__(self, salvage: bool, limits: Limits, scratch: Path | None = None) -> None:
+        self._settings = salvage, limits, scratch
+        self._bag: Bag | None = None
+
+    def open(self, path: Path) -> Bag:
+        """Return a recording, open until another one is asked for."""
+        if self._bag is None or self._bag.path != path:
+            self.close()
+            salvage, limits, scratch = self._settings
+            self._bag = open_bag(path, salvage=salvage, limits=limits, scratch=scratch)
+        return self._bag
+
+    def close(self) -> None:
+        """Close what is open; safe to call twice."""
+        bag, self._bag = self._bag, None
+        if bag is not None:
+            bag.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    __del__ = close
 
 
 def look_at(paths: Sequence[Path]) -> list[Recording]:

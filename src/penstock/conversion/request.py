@@ -10,11 +10,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final, Literal
 
-from penstock.bags import Limits, find_bags, open_bag
+from penstock.bags import Limits, find_bags
 from penstock.conversion import robots
 from penstock.conversion.guess import guess_mapping, restrict
 from penstock.conversion.mapping import Mapping
 from penstock.conversion.ray_engine import RAY_AUTO
+from penstock.conversion.recordings import OpenRecording
 from penstock.conversion.settings import from_json, load_map, parse_value, set_word
 from penstock.core.memory import parse_bytes
 from penstock.dataset.layout import INFO_PATH, VERSIONS, Version
@@ -65,6 +66,7 @@ class Request:
     bags: list[Path]
     out: Path
     mapping: Mapping
+    opened: OpenRecording  # the last one is still open
     version: Version = "v3.0"
     memory_bytes: int = 512 * 10**6
     workers: int = 1
@@ -92,11 +94,6 @@ class Request:
     def own_bags(self) -> list[Path]:
         """The bags that this run is to convert: all, or those of its shard."""
         return self.bags if self.shard is None else self.bags[self.shard.index :: self.shard.count]
-
-    @property
-    def limits(self) -> Limits:
-        """What reading a bag may hold in memory."""
-        return Limits.for_memory(self.memory_bytes)
 
 
 def robot_words(words: Sequence[str]) -> list[str]:
@@ -202,11 +199,13 @@ def make_request(
     elif goes_on:
         mapping = _mapping_of(Path(out))
     speaking: list[str] = []
-    if mapping is None:
-        mapping, speaking = _guess(used, salvage, Limits.for_memory(memory_bytes))
-    mapping = _changed(mapping, settings, [word for word in overrides if word not in own])
     # Packing exchanges the folder: a relative name would then mean the old one.
     out = Path(out).absolute()
+    there = next(folder for folder in out.parents if folder.is_dir())
+    opened = OpenRecording(salvage, Limits.for_memory(memory_bytes), there)
+    if mapping is None:
+        mapping, speaking = _guess(used, opened)
+    mapping = _changed(mapping, settings, [word for word in overrides if word not in own])
     if overwrite:
         _check_outside(used, out)
     mode: OpenMode = "append" if append else "overwrite" if overwrite else "create"
@@ -214,6 +213,7 @@ def make_request(
         used,
         out,
         mapping,
+        opened,
         version,
         memory_bytes,
         workers,
@@ -256,7 +256,7 @@ def _check_outside(bags: Sequence[Path], out: Path) -> None:
             raise UsageError(f"{bag} lies in {out}, which would be deleted: move it elsewhere")
 
 
-def _guess(bags: Sequence[Path], salvage: bool, limits: Limits) -> tuple[Mapping, list[str]]:
+def _guess(bags: Sequence[Path], opened: OpenRecording) -> tuple[Mapping, list[str]]:
     """Guess a mapping for what most of the bags have, from the first that has all of it.
 
     Returns:
@@ -266,8 +266,8 @@ def _guess(bags: Sequence[Path], salvage: bool, limits: Limits) -> tuple[Mapping
     topics: dict[Path, set[str]] = {}
     for path in bags[:_MOST_LOOKED_AT]:
         try:
-            with open_bag(path, salvage=salvage, limits=limits) as bag:
-                topics[path] = {name for name, topic in bag.topics.items() if topic.count}
+            bag = opened.open(path)
+            topics[path] = {name for name, topic in bag.topics.items() if topic.count}
         except DataError as problem:
             error = error or problem
     counts = Counter(name for names in topics.values() for name in names)
@@ -275,12 +275,12 @@ def _guess(bags: Sequence[Path], salvage: bool, limits: Limits) -> tuple[Mapping
     everywhere = set[str]().union(*topics.values()).intersection(*topics.values())
     for path in sorted(topics, key=lambda path: len(common - topics[path])):
         try:
-            with open_bag(path, salvage=salvage, limits=limits) as bag:
-                mapping = guess_mapping(bag)
-                # The profile of a robot knows itself which topics stand in for which.
-                known = robots.recognise(topics[path]) is not None
-                speaking = [name for name in bag.topics if name in topics[path]]
-                return (mapping if known else restrict(mapping, common, everywhere)), speaking
+            bag = opened.open(path)
+            mapping = guess_mapping(bag)
+            # The profile of a robot knows itself which topics stand in for which.
+            known = robots.recognise(topics[path]) is not None
+            speaking = [name for name in bag.topics if name in topics[path]]
+            return (mapping if known else restrict(mapping, common, everywhere)), speaking
         except DataError as problem:
             error = error or problem
     assert error is not None  # find_bags returns at least one

@@ -11,7 +11,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, Final
 
-from penstock.bags import Bag, open_bag
+from penstock.bags import Bag
 from penstock.conversion.claims import Claims
 from penstock.conversion.features import Joints, describe
 from penstock.conversion.mapping import Mapping
@@ -75,10 +75,11 @@ def _run(request: Request) -> Report:
     report.left_out = request.left_out
     report.memory_limit_bytes = request.memory_bytes
     with MemoryWatch() as watch:
-        if request.shard is None:
-            _make_dataset(request, report)
-        else:
-            _make_shard(request, report)
+        with request.opened:
+            if request.shard is None:
+                _make_dataset(request, report)
+            else:
+                _make_shard(request, report)
         report.wall_s = time.perf_counter() - start_s
         if request.check and request.shard is None:
             if request.remote is not None:
@@ -208,11 +209,11 @@ def _features(request: Request, joints: Joints) -> dict[str, Feature]:
     first: PenstockError | None = None
     for path in request.bags:
         try:
-            with open_bag(path, salvage=request.salvage, limits=request.limits) as bag:
-                plan = _index_plan(bag, request.mapping)
-                features = describe(bag, request.mapping, plan, joints)
-                joints |= plan.joints
-                return features
+            bag = request.opened.open(path)
+            plan = _index_plan(bag, request.mapping)
+            features = describe(bag, request.mapping, plan, joints)
+            joints |= plan.joints
+            return features
         except DataError as error:
             first = first or error
     assert first is not None
@@ -309,7 +310,7 @@ class _UnitMaker:
             with Progress(sum(sizes.values()), "convert", "bytes", request.progress) as progress:
                 meter = _Meter(progress, len(todo), cluster)
                 if cluster is None:
-                    done = run_jobs(jobs, self._workers, meter)
+                    done = run_jobs(jobs, self._workers, meter, request.opened)
                 else:
                     done = cluster.run_jobs(jobs, request.memory_bytes, meter)
                 with closing(done):

@@ -19,6 +19,7 @@ from typing import Any
 
 from penstock.conversion.memory import give_back_at_once
 from penstock.conversion.one_bag import Advance, Job, Outcome, outcome_of
+from penstock.conversion.recordings import OpenRecording
 from penstock.core.interrupt import check_stop
 from penstock.errors import PenstockError
 
@@ -27,7 +28,7 @@ _POLL_S = 0.1
 
 
 def run_jobs(
-    jobs: Iterable[Job], workers: int, advance: Advance
+    jobs: Iterable[Job], workers: int, advance: Advance, opened: OpenRecording
 ) -> Generator[tuple[Job, Outcome], None, None]:
     """Convert bags; yield each with its outcome, as they are done. Close it to stop the workers.
 
@@ -35,11 +36,13 @@ def run_jobs(
         jobs: One per bag.
         workers: Processes; 1 works in this one.
         advance: Told of bytes and frames as they are done.
+        opened: The recording that this process has looked at.
     """
     if workers == 1:
         for job in jobs:
-            yield job, outcome_of(job, advance)
+            yield job, outcome_of(job, advance, opened)
         return
+    opened.close()
     yield from _Pool(workers, advance).run(jobs)
 
 

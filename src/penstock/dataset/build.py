@@ -49,6 +49,7 @@ from penstock.dataset.swap import replacing, settle, sibling
 from penstock.dataset.tables import (
     RowStream,
     Table,
+    give_back_unused,
     inside,
     new_parquet,
     read_rows,
@@ -352,12 +353,17 @@ class Build(ABC):
         stream = RowStream(_rows(sources, [self._column_of(n) for n in columns], pictures))
         row_bytes = max(1, sum(s.episode.size_bytes for s in sources) // max(1, int(lengths.sum())))
         most = _PICTURE_ROWS if pictures else max(1, min(_MOST_ROWS, _MOST_BYTES // row_bytes))
+        kept = 0  # rows whose memory the writer may keep: more with every row group
         with new_parquet(target, schema) as writer:
             for start, stop in row_groups(lengths, most):
                 counted = self._counters(group, start, stop)
                 own = stream.take(stop - start) if columns else pa.table({})
                 counted |= {name: own.column(self._column_of(name)) for name in columns}
                 writer.write_table(pa.table(counted, schema), row_group_size=stop - start)
+                kept += stop - start
+                if kept >= _MOST_ROWS:
+                    give_back_unused()
+                    kept = 0
 
     def _column_of(self, name: str) -> str:
         """Return what a feature is called where its rows lie."""

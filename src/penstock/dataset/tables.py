@@ -290,11 +290,11 @@ def to_numpy(array: pa.Array, feature: Feature) -> np.ndarray[Any, Any]:
 
 def to_column(values: NDArray[Any], shape: tuple[int, ...], kind: pa.DataType) -> pa.Array:
     """Return (episodes, elements) as a column of nested lists of that shape and type."""
-    nested = pa.array(np.ascontiguousarray(values).reshape(-1))
-    for length in reversed(shape):
-        offsets = pa.array(np.arange(0, len(nested) + 1, length, dtype=np.int32))
-        nested = pa.ListArray.from_arrays(offsets, nested)
-    return nested.cast(kind)
+    if not shape:
+        return pa.array(np.ascontiguousarray(values).reshape(-1), kind)
+    inner = to_column(values, shape[1:], kind.value_type)
+    offsets = pa.array(np.arange(0, len(inner) + 1, shape[0], dtype=np.int32))
+    return pa.ListArray.from_arrays(offsets, inner, type=kind)
 
 
 def is_list(kind: pa.DataType) -> bool:
@@ -308,14 +308,14 @@ def _unnest(array: pa.Array, size: int) -> pa.Array:
         raise DataError(f"{array.type} is stored where the dataset promises lists of {size}")
     if array.null_count:
         raise CorruptFile(f"{array.null_count} values are missing")
-    if pa.types.is_fixed_size_list(array.type):
-        good = array.type.list_size == size
+    if pa.types.is_fixed_size_list(array.type):  # `flatten` would load pyarrow.compute
+        good, first = array.type.list_size == size, array.offset * size
     else:
-        good = bool(np.all(np.diff(array.offsets.to_numpy()) == size))
-    flat = array.flatten()
-    if not good or len(flat) != len(array) * size:
+        offsets = array.offsets.to_numpy()
+        good, first = bool(np.all(np.diff(offsets) == size)), int(offsets[0])
+    if not good:
         raise DataError(f"its rows do not have {size} elements each, as the dataset promises")
-    return flat
+    return array.values.slice(first, len(array) * size)
 
 
 def _pictures(array: pa.Array) -> np.ndarray[Any, Any]:
