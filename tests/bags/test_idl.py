@@ -6,6 +6,7 @@ The messages were written by its Python package (cyclonedds 0.10 or newer).
 from __future__ import annotations
 
 import struct
+from contextlib import suppress
 
 import numpy as np
 import pytest
@@ -13,6 +14,8 @@ import pytest
 from penstock.bags import Decoder, Limits, Topic
 from penstock.bags.idl import full_type
 from penstock.errors import DataError
+
+from .damage import mutate
 
 DEFINITION = """
 module m {
@@ -273,3 +276,58 @@ def test_types_as_dds_recorders_name_them() -> None:
 def test_definitions_that_are_wrong(text: str) -> None:
     with pytest.raises(DataError):
         decoder(text)
+
+
+def attack(cases: int) -> None:
+    """Damage definitions and messages: one clear error, or numbers."""
+    rng = np.random.default_rng(0)
+    messages = [bytes.fromhex(data) for name, data in MESSAGES.items() if name.startswith("State")]
+    errors = 0
+    for case in range(cases):
+        text, raw = DEFINITION.encode(), messages[case % len(messages)]
+        text, raw = (mutate(text, rng), raw) if case % 2 else (text, mutate(raw, rng))
+        try:
+            one = decoder(text.decode("utf-8", "replace"), "m::State")
+            for path in one.fields():
+                one.vector(raw, path)
+        except DataError:
+            errors += 1
+    assert errors > cases // 10
+
+
+def test_damaged_definitions_and_messages() -> None:
+    attack(300)
+
+
+@pytest.mark.stress
+def test_damaged_definitions_and_messages_for_long() -> None:
+    attack(10_000)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "/*",
+        '\\"',
+        "\n",
+        "//",
+        "\n#",
+        "<",
+        "[",
+        "@a(",
+        "struct ",
+        "module a { ",
+        "=== ",
+        "::a",
+        "'\\",
+    ],
+)
+def test_long_definitions_are_read_at_once(text: str) -> None:
+    """No pattern looks at all of a hostile text again and again."""
+    text = f"struct A {{ double x; }};\n{text * (900_000 // len(text))}"
+    with suppress(DataError):
+        decoder(text, "A").fields()
+    with pytest.raises(DataError):
+        decoder(f"struct A {{ {text}", "A")
+    with pytest.raises(DataError):
+        decoder(f"@bit_bound({'9' * 5000}) enum E {{ X }}; struct A {{ E e; B b; }};", "A")

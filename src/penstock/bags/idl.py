@@ -15,9 +15,12 @@ from typing import Any, Final, NamedTuple
 from penstock.errors import DataError
 
 _TOKEN: Final = re.compile(
-    r"""[A-Za-z_][\w]*(?:::\w+)*|::\w+(?:::\w+)*|[0-9][\w.+-]*|"(?:[^"\\\n]|\\.)*"|'(?:[^'\\]|\\.)'|\S"""
+    r"""[A-Za-z_][\w]*(?:::\w+)*|::\w+(?:::\w+)*|[0-9][\w.+-]*|"(?:[^"\\\n]|\\.)*"?|'(?:[^'\\]|\\.)'|\S"""
 )
-_NOISE: Final = re.compile(r"/\*.*?\*/|//[^\n]*|^\s*#[^\n]*|^={3,}\s*$|^IDL: [^\n]*", re.S | re.M)
+# Each pattern stops at what ends it, or takes all there is: the text may be hostile.
+_NOISE: Final = re.compile(
+    r"/\*.*?(?:\*/|\Z)|//[^\n]*|^[ \t]*#[^\n]*|^={3,}[ \t]*$|^IDL: [^\n]*", re.S | re.M
+)
 _PRIMITIVES: Final = {
     **{"boolean": "bool", "octet": "byte", "char": "char", "wchar": "wchar", "any": "any"},
     **{"short": "int16", "long": "int32", "long long": "int64", "float": "float32"},
@@ -208,7 +211,7 @@ class _Parser:
             pass
         for _ in self._until("}"):
             pass
-        digits = re.search(r"\d+", said.get("bit_bound", ""))
+        digits = re.search(r"\d{1,3}", said.get("bit_bound", ""))
         bits = next(
             (size for size in (8, 16, 32, 64) if size >= int(digits[0] if digits else 32)), 64
         )
