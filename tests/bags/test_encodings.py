@@ -15,7 +15,13 @@ from typing import Any
 
 import numpy as np
 import pytest
-from google.protobuf import descriptor_pb2, descriptor_pool, message_factory, timestamp_pb2
+from google.protobuf import (
+    descriptor_pb2,
+    descriptor_pool,
+    message_factory,
+    timestamp_pb2,
+    wrappers_pb2,
+)
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from mcap.writer import Writer
@@ -423,7 +429,7 @@ def test_json_names_that_are_no_identifiers(tmp_path: Path) -> None:
         "": 10,
     }
     data = json.dumps(values).encode()
-    found = Decoder(Topic("/t", "T", 1, None, "", "json"), "x.mcap", Limits(), data)
+    found = Decoder(Topic("/t", "T", 1, None, "", "json"), "x.mcap", Limits(), [data])
     assert found.vector(data, "left-arm").tolist() == [1, 2]
     assert found.vector(data, "left-arm[1]").tolist() == [2]
     assert found.vector(data, "right arm").tolist() == [3]
@@ -432,3 +438,189 @@ def test_json_names_that_are_no_identifiers(tmp_path: Path) -> None:
     assert found.vector(data, "a.b.q-1").tolist() == [7]
     assert found.names(data, "a.b.q-1") == ("x",)
     assert not any("\x1b" in path or ">" in path for path in found.fields())
+
+
+def protobuf_type(build: Any, package: str = "a") -> tuple[Any, Any]:
+    """Return the class of the message `M` of a file of descriptors, and a decoder of it."""
+    file = descriptor_pb2.FileDescriptorProto(name=f"{package}.proto", package=package)
+    base = descriptor_pb2.FileDescriptorProto()
+    wrappers_pb2.DESCRIPTOR.CopyToProto(base)
+    file.dependency.append(base.name)
+    build(file)
+    pool = descriptor_pool.DescriptorPool()
+    pool.Add(base)
+    pool.Add(file)
+    kind = message_factory.GetMessageClass(pool.FindMessageTypeByName(f"{package}.M"))
+    schema = descriptor_pb2.FileDescriptorSet(file=[base, file]).SerializeToString()
+    topic = Topic("/t", f"{package}.M", 1, None, schema, "protobuf")
+    return kind, Decoder(topic, "x.mcap", Limits())
+
+
+def add_field(message: Any, name: str, number: int, kind: str = "DOUBLE", **more: Any) -> Any:
+    label = more.pop("label", Kind.LABEL_OPTIONAL)
+    return message.field.add(
+        name=name, number=number, type=getattr(Kind, f"TYPE_{kind}"), label=label, **more
+    )
+
+
+@pytest.mark.parametrize("key", ["STRING", "UINT32", "SINT64"])
+def test_the_keys_of_a_map_name_its_values(key: str) -> None:
+    """Writers give the items of a map in any order."""
+
+    def build(file: Any) -> None:
+        file.syntax = "proto3"
+        outer = file.message_type.add(name="M")
+        for number, (name, kind) in enumerate((("One", "DOUBLE"), ("Many", "MESSAGE")), 1):
+            entry = outer.nested_type.add(name=f"{name}Entry")
+            entry.options.map_entry = True
+            add_field(entry, "key", 1, key)
+            more = {"type_name": ".a.Joint"} if kind == "MESSAGE" else {}
+            add_field(entry, "value", 2, kind, **more)
+            kinds = {"type_name": f".a.M.{name}Entry", "label": Kind.LABEL_REPEATED}
+            add_field(outer, name.lower(), number, "MESSAGE", **kinds)
+        joint = file.message_type.add(name="Joint")
+        add_field(joint, "q", 1)
+        add_field(joint, "dq", 2, "FLOAT")
+
+    kind, decode = protobuf_type(build)
+    keys = ["left", "right"] if key == "STRING" else [7, 3]
+    for order in (keys, keys[::-1]):
+        raw = b""
+        for name in order:  # each by itself: the parts of a message merge
+            raw += kind(one={name: keys.index(name) + 0.5}).SerializeToString()
+            one = kind()
+            one.many[name].q = keys.index(name)
+            raw += one.SerializeToString()
+        names = tuple(str(name) for name in order)
+        assert decode.names(raw, "one.value") == names
+        assert decode.vector(raw, "one.value").tolist() == [keys.index(n) + 0.5 for n in order]
+        assert decode.names(raw, "many.value.q") == names
+        # A thing of several numbers has a name for each of them.
+        assert decode.names(raw, "many.value") == tuple(
+            f"{name}.{part}" for name in names for part in ("q", "dq")
+        )
+        assert decode.vector(raw, "many.value").tolist() == [
+            number for name in order for number in (keys.index(name), 0)
+        ]
+
+
+def test_what_is_not_set_is_no_zero() -> None:
+    """As proto3 can tell it: `optional`, one of several, and the wrappers of Google."""
+
+    def build(file: Any) -> None:
+        file.syntax = "proto3"
+        outer = file.message_type.add(name="M")
+        outer.oneof_decl.add(name="target")
+        add_field(outer, "width", 1, oneof_index=0)
+        add_field(outer, "force", 2, oneof_index=0)
+        outer.oneof_decl.add(name="_maybe")
+        add_field(outer, "maybe", 3, oneof_index=1, proto3_optional=True)
+        add_field(outer, "plain", 4)
+        wrapped = {"type_name": ".google.protobuf.DoubleValue"}
+        add_field(outer, "wrapped", 5, "MESSAGE", **wrapped)
+        add_field(outer, "list", 6, "MESSAGE", label=Kind.LABEL_REPEATED, **wrapped)
+
+    kind, decode = protobuf_type(build)
+
+    def numbers(message: Any, *paths: str) -> list[float]:
+        return [decode.vector(message.SerializeToString(), path)[0] for path in paths]
+
+    paths = ("width", "force", "maybe", "plain", "wrapped")
+    nan = math.nan
+    np.testing.assert_array_equal(numbers(kind(), *paths), [nan, nan, nan, 0, nan])
+    some = kind(width=0.0, maybe=0.0)
+    some.wrapped.value = 0.0
+    np.testing.assert_array_equal(numbers(some, *paths), [0, nan, 0, 0, 0])
+    some.force = 2.0
+    np.testing.assert_array_equal(numbers(some, *paths), [nan, 2, 0, 0, 0])
+    some.list.add(value=1.5)
+    some.list.add()
+    assert decode.vector(some.SerializeToString(), "list").tolist() == [1.5, 0]
+
+
+def test_groups_are_the_messages_that_they_hold() -> None:
+    """Of proto2, and of editions with `message_encoding = DELIMITED`."""
+
+    def build(file: Any) -> None:
+        outer = file.message_type.add(name="M")
+        group = outer.nested_type.add(name="Pose")
+        add_field(group, "x", 1)
+        add_field(group, "names", 2, "STRING", label=Kind.LABEL_REPEATED)
+        add_field(group, "pose", 3, "GROUP", type_name=".a.M.Pose")
+        add_field(outer, "pose", 1, "GROUP", type_name=".a.M.Pose")
+        many = {"type_name": ".a.M.Pose", "label": Kind.LABEL_REPEATED}
+        add_field(outer, "many", 2, "GROUP", **many)
+        add_field(outer, "last", 3, default_value="7.5")
+
+    kind, decode = protobuf_type(build)
+    message = kind(last=3.0)
+    message.pose.x = 1.0
+    message.pose.names.append("a" * 200)
+    message.pose.pose.x = 2.0
+    message.many.add(x=4.0)
+    message.many.add(x=5.0)
+    raw = message.SerializeToString()
+    assert decode.vector(raw, "pose.x").tolist() == [1]
+    assert decode.vector(raw, "pose.pose.x").tolist() == [2]
+    assert decode.vector(raw, "many.x").tolist() == [4, 5]
+    assert decode.vector(raw, "last").tolist() == [3]
+    assert decode.vector(b"", "last").tolist() == [7.5]
+    for hostile in (b"\x0b" * 10_000, b"\x0b\x0b\x0c", b"\x0c", raw[:-12], b"\x0b\x12\xff\xff\x03"):
+        with pytest.raises(DataError):
+            decode.vector(hostile, "last")
+
+
+def test_json_schemas_as_generators_write_them() -> None:
+    """Parts that are joined, tuples, names that are escaped: as pydantic and others have them."""
+    schema = {
+        "$ref": "#/$defs/Robot~1State",
+        "$defs": {
+            "P": {"type": "object", "properties": {"x": {"type": "number"}}},
+            "Robot/State": {
+                "type": "object",
+                "properties": {
+                    "pose": {
+                        "allOf": [{"$ref": "#/$defs/P"}, {"properties": {"y": {"type": "number"}}}],
+                        "description": "where it is",
+                    },
+                    "goal": {"type": "array", "prefixItems": [{"type": "number"}] * 3},
+                    "old": {"type": "array", "items": [{"type": "number"}, {"type": "integer"}]},
+                    "mixed": {"type": "array", "items": [{"type": "number"}, {"type": "string"}]},
+                },
+            },
+        },
+    }
+    found = Decoder(Topic("/t", "T", 1, None, json.dumps(schema), "json"), "x.mcap", Limits())
+    data = json.dumps({"pose": {"x": 1, "y": 2}, "goal": [3, 4, 5], "old": [6, 7]}).encode()
+    assert list(found.fields()) == ["pose.x", "pose.y", "goal", "old"]
+    for path, wanted in (("pose", [1, 2]), ("goal", [3, 4, 5]), ("old", [6, 7])):
+        assert found.vector(data, path).tolist() == wanted
+    for odd in ({"allOf": [{"$ref": "#"}]}, {"allOf": [3, None]}, {"$ref": 5}):
+        topic = Topic("/t", "T", 1, None, json.dumps(odd), "json")
+        assert Decoder(topic, "x.mcap", Limits()).fields() == {}
+
+
+def test_json_fields_that_no_schema_names(tmp_path: Path) -> None:
+    """Of a map, and without a schema: the first messages tell, also if one of them is empty."""
+    mapped = {
+        "type": "object",
+        "properties": {
+            "joints": {"type": "object", "additionalProperties": {"type": "number"}},
+            "v": {"type": "number"},
+        },
+    }
+    with (tmp_path / "a.mcap").open("wb") as file:
+        writer = Writer(file)
+        writer.start()
+        one = writer.register_schema("S", "jsonschema", json.dumps(mapped).encode())
+        topics = {"/map": writer.register_channel("/map", "json", one)}
+        topics["/none"] = writer.register_channel("/none", "json", 0)
+        for k in range(20):
+            said: dict[str, Any] = {"joints": {"b": k, "a": 1}, "v": 2}
+            writer.add_message(topics["/map"], k, json.dumps(said).encode(), k)
+            said = {"x": None, "q": []} if k == 1 else {"x": k, "q": [k, 1]} if k else {}
+            writer.add_message(topics["/none"], k, json.dumps(said).encode(), k)
+        writer.finish()
+    with open_bag(tmp_path / "a.mcap") as bag:
+        assert list(bag.decoder("/map").fields()) == ["joints.b", "joints.a", "v"]
+        assert bag.decoder("/none").fields() == {"x": "float64", "q": "float64[]"}

@@ -717,6 +717,15 @@ ROBOTS = {
         },
         {"action": ["/arm/ctrl q_ref"]},
     ),
+    "a command beside what is there, in parts of one message": (
+        {
+            "/arms": (
+                "lab_msgs/msg/Both",
+                "lab_msgs/CarControl left\nlab_msgs/CarControl right\nlab_msgs/CarControl cmd\n",
+            )
+        },
+        {"observation.state": ["/arms left", "/arms right"], "action": ["/arms cmd"]},
+    ),
     "what a car was told, beside the command itself": (
         {
             "/car/control_cmd": ("lab_msgs/msg/CarControl", "float32 throttle\nfloat32 steer\n"),
@@ -790,6 +799,8 @@ def test_roles_of_real_robots(tmp_path, monkeypatch, what):
     if "robot_msgs/msg/Motor" not in T:
         motor = "uint8 mode\nfloat32 q\nfloat32 dq\n"
         STORE.register(get_types_from_msg(motor, "robot_msgs/msg/Motor"))
+        control = "float32 throttle\nfloat32 steer\n"
+        STORE.register(get_types_from_msg(control, "lab_msgs/msg/CarControl"))
     for name, (kind, definition) in topics.items():
         monkeypatch.setitem(MESSAGES, name, message(kind, definition))
     with open_bag(write(tmp_path / "bag", dict.fromkeys(topics, 10.0))) as bag:
@@ -875,6 +886,36 @@ def test_drivers_that_begin_with_nothing(tmp_path):
     assert report.dropped == {"before the first message of /joint_states": 3}
     frame = next(iter(Dataset(tmp_path / "out").episode(0).frames(["observation.state"])))
     assert np.allclose(frame["observation.state"], [0.1, 1.1])
+
+
+def test_messages_without_numbers_say_nothing(tmp_path):
+    """A policy that waits, a driver that gives efforts alone by turns, one of two commands."""
+    message("lab_msgs/msg/Arm4", "float64[] q\nfloat64 width\nfloat64[] force\n")
+    none, rows = np.empty(0), []
+    for k in range(60):
+        layout = T["std_msgs/msg/MultiArrayLayout"]([], 0)
+        numbers = np.array([k, 1.0]) if k > 20 else none
+        rows.append(("/policy/cmd", k / 20, T["std_msgs/msg/Float64MultiArray"](layout, numbers)))
+        joints = joint_state(k / 20, ["a", "b"])
+        if k % 4 == 1:
+            joints.position, joints.effort = none, np.ones(2)
+        rows.append(("/joint_states", k / 20, joints))
+        q, force = (np.full(2, k), none) if k % 2 else (none, np.full(3, k))
+        rows.append(("/gripper/arm", k / 20, T["lab_msgs/msg/Arm4"](q * 1.0, 0.5, force * 1.0)))
+    report = convert([record_all(tmp_path / "bag", rows)], tmp_path / "out")
+    assert report.ok, report.text()
+    assert sources(report.mapping) == {
+        "observation.state": ["/joint_states position"],
+        "action": ["/policy/cmd data"],
+        "observation.gripper_arm": [f"/gripper/arm {name}" for name in ("q", "width", "force")],
+    }
+    frames = list(Dataset(tmp_path / "out").episode(0).frames())
+    assert len(frames) > 35
+    for frame in frames:
+        k = round(frame["action"][0])
+        assert frame["observation.state"] == pytest.approx([k / 20, 1 + k / 20], abs=0.051)
+        q, width, force = np.split(frame["observation.gripper_arm"], [2, 3])
+        assert max(*abs(q - k), *abs(force - k)) <= 1 and width == 0.5
 
 
 def test_many_topics_are_looked_at_in_one_pass(tmp_path, monkeypatch):

@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
-from typing import Any, Final, NamedTuple
+from dataclasses import replace
+from typing import Any, Final
 
+from penstock.bags.idl import UNREADABLE, Field, parse_idl
 from penstock.bags.layout import NUMBERS, Node
 from penstock.bags.limits import Limits
 from penstock.errors import DataError, LimitExceeded
@@ -21,14 +23,14 @@ _FIELD: Final = re.compile(
 )
 _CONSTANT: Final = re.compile(rf"[A-Za-z0-9]+(?:<=[0-9]{{1,10}})?[ \t]+{_NAME}[ \t]*=[^\n]*")
 _SEPARATOR: Final = re.compile(r"={3,}")
-_NOT_IDL: Final = re.compile(r"={3,}\s*$|IDL: |\s*#")
 _TYPE_NAME: Final = re.compile(rf"{_NAME}(?:/{_NAME}){{1,3}}")
+_IDL_NAME: Final = re.compile(r"[A-Za-z_][A-Za-z0-9_]*(?:/[A-Za-z0-9_]+){0,9}")
 _LONGEST_NAME: Final = 255
 # Fields of a type with all its sub-messages laid out; no real message comes near.
 _MOST_LEAVES: Final = 20_000
 _MOST_ARRAY: Final = 2**31
 
-_OTHERS: Final = {"string", "wstring", "wchar", "float128", "fixed"}
+_OTHERS: Final = {"string", "wstring", "wchar", "float128"} | UNREADABLE
 _SHORT: Final = {
     "Header": "std_msgs/msg/Header",
     "time": "builtin_interfaces/msg/Time",
@@ -76,20 +78,6 @@ def _without_comment(line: str) -> str:
     return line.partition("#")[0]
 
 
-class Field(NamedTuple):
-    """A field of a message type.
-
-    Attributes:
-        name: Its name.
-        type: A base type such as "float64", or the full name of a message type.
-        size: None for one value, -1 for a sequence, otherwise the length of an array.
-    """
-
-    name: str
-    type: str
-    size: int | None = None
-
-
 Types = dict[str, tuple[Field, ...]]
 
 
@@ -111,14 +99,12 @@ def load_type(type_name: str, definition: str, encoding: str, limits: Limits) ->
             f"the definition of {type_name[:80]!r} has {len(definition)} bytes, more than "
             f"{limits.definition_bytes}"
         )
+    if is_idl(definition):
+        _check_type_name(type_name, _IDL_NAME)
+        return _Collector(*parse_idl(definition), encoding, limits).node(type_name, ())
     _check_type_name(type_name)
-    if not definition.strip():
-        found: Types = {}
-    elif _is_idl(definition):
-        found = _parse_idl(definition)
-    else:
-        found = _parse_msg(definition, type_name)
-    return _Collector(found, encoding, limits).node(type_name, ())
+    found = _parse_msg(definition, type_name) if definition.strip() else {}
+    return _Collector(found, {}, encoding, limits).node(type_name, ())
 
 
 def _parse_msg(text: str, type_name: str) -> Types:
@@ -175,26 +161,12 @@ def full_name(name: str, owner: str) -> str:
     return "/".join(parts)
 
 
-def _is_idl(text: str) -> bool:
+def is_idl(text: str) -> bool:
+    """Tell whether a definition is written in IDL."""
     head = text.lstrip().partition("\n")
     return (_SEPARATOR.fullmatch(head[0].strip()) is not None and head[2].startswith("IDL: ")) or (
-        re.search(r"^\s*module\s+\w+", text, re.MULTILINE) is not None
+        re.search(r"^[^#\"\n]*\b(module|struct)\s+\w+\s*[{:]", text, re.MULTILINE) is not None
     )
-
-
-def _parse_idl(text: str) -> Types:
-    from rosbags.typesys import get_types_from_idl
-
-    # rosbag2 puts a line with its name before each type, and the grammar knows no #include.
-    kept = [line for line in text.splitlines() if not _NOT_IDL.match(line)]
-    try:
-        parsed: Any = get_types_from_idl("\n".join(kept))
-        return _from_rosbags(parsed)
-    except DataError:
-        raise
-    except Exception as error:  # a parser written for honest input fails in many ways
-        reason = " ".join(str(error).split())[:120]
-        raise DataError(f"an IDL definition is not understood ({reason})") from error
 
 
 def _from_rosbags(parsed: Any) -> Types:
@@ -221,8 +193,11 @@ def _from_rosbags(parsed: Any) -> Types:
 class _Collector:
     """Gathers a type and what it contains, from the bag and else from the common types."""
 
-    def __init__(self, found: Types, encoding: str, limits: Limits) -> None:
+    def __init__(
+        self, found: Types, delimited: dict[str, bool | None], encoding: str, limits: Limits
+    ) -> None:
         self._found, self._encoding, self._limits = found, encoding, limits
+        self._delimited = delimited
         self._common: Any = None
         self._nodes: dict[str, Node] = {}
         self._leaves: dict[str, int] = {}  # the values of a type laid out
@@ -237,7 +212,7 @@ class _Collector:
             )
         if name in self._nodes:
             return self._nodes[name]
-        found = Node("message", name=name)
+        found = Node("message", name=name, delimited=self._delimited.get(name, False))
         leaves = 1
         for field in self._fields(name):
             if not re.fullmatch(_NAME, field.name) or field.name in found.fields:
@@ -246,14 +221,22 @@ class _Collector:
                 signed = field.type == "byte" and self._encoding == "ros1"  # in ROS 2 it is not
                 inner, each = Node("int8" if signed else field.type, field.size), 1
             else:
-                _check_type_name(field.type)
+                _check_type_name(field.type, _IDL_NAME)
                 known = self.node(field.type, (*above, name))
                 kind, each = _TIMES.get(field.type, "message"), self._leaves[field.type]
-                inner = Node(kind, field.size, fields=known.fields, name=field.type)
+                inner = Node(
+                    kind,
+                    field.size,
+                    fields=known.fields,
+                    name=field.type,
+                    delimited=known.delimited,
+                )
             single = field.type in NUMBERS or field.size is None
             leaves += each * (1 if single else max(field.size or 0, 1))
             if max(leaves, len(self._nodes)) > _MOST_LEAVES:
                 raise LimitExceeded(f"the message type {name} has more than {_MOST_LEAVES} fields")
+            if field.optional:
+                inner = replace(inner, optional=True, default=float("nan"))
             found.fields[field.name] = inner
         self._nodes[name], self._leaves[name] = found, leaves
         return found
@@ -276,6 +259,6 @@ class _Collector:
         return _from_rosbags({name: self._common.fielddefs[name]})[name]
 
 
-def _check_type_name(name: str) -> None:
-    if len(name) > _LONGEST_NAME or _TYPE_NAME.fullmatch(name) is None:
+def _check_type_name(name: str, pattern: re.Pattern[str] = _TYPE_NAME) -> None:
+    if len(name) > _LONGEST_NAME or pattern.fullmatch(name) is None:
         raise DataError(f"a message type has the bad name {name[:80]!r}")

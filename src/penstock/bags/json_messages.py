@@ -1,13 +1,14 @@
-"""JSON messages, by their JSON schema or, without one, by what the first message holds."""
+"""JSON messages, by their JSON schema, and by the first messages where that does not tell."""
 
 from __future__ import annotations
 
 import base64
 import binascii
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any, Final
+from urllib.parse import unquote
 
 from penstock.bags.layout import (
     MOST_VALUES,
@@ -30,9 +31,9 @@ _NUMBERS: Final = {"number": "float64", "integer": "int64", "boolean": "bool"}
 
 
 class JsonLayout(Layout):
-    """Messages of one topic in JSON: by their schema, or by a sample if it names no fields."""
+    """Messages of one topic in JSON: by their schema, and by samples where it names no fields."""
 
-    def __init__(self, topic: Topic, limits: Limits, sample: Data | None = None) -> None:
+    def __init__(self, topic: Topic, limits: Limits, samples: Sequence[Data] = ()) -> None:
         super().__init__()
         self._limits, self._fields = limits, 0
         definition = str(topic.definition)
@@ -40,8 +41,16 @@ class JsonLayout(Layout):
             raise LimitExceeded(f"the definition of {topic.type[:80]!r} is too long")
         self._schema = _load(definition.encode(), "its JSON schema") if definition.strip() else {}
         self.root = self._node(self._schema, 0) or Node("message")
-        if sample is not None and self.root.type == "message" and not self.root.fields:
-            self.root = self._like(_load(sample, "its first message"), 0)
+        problem: DataError | None = None
+        good = 0
+        for sample in samples:
+            try:
+                self._complete(self.root, _load(sample, "its first message"), 0)
+                good += 1
+            except DataError as error:  # damaged: the next one tells
+                problem = problem or error
+        if problem is not None and not good and not self.root.fields:
+            raise problem
         if self.root.type != "message" or self.root.size is not None:
             raise DataError(f"the JSON schema of {topic.type[:80]!r} describes no object")
 
@@ -63,6 +72,8 @@ class JsonLayout(Layout):
             either = schema.get("anyOf", schema.get("oneOf"))
             if "$ref" in schema:
                 schema = self._referenced(schema["$ref"])
+            elif isinstance(schema.get("allOf"), list):
+                schema = self._joined(schema)
             elif isinstance(either, list):  # as optional values are written: a number, or null
                 schema = next((one for one in either if one != {"type": "null"}), None)
             else:
@@ -81,7 +92,13 @@ class JsonLayout(Layout):
             encoded = schema.get("contentEncoding") == "base64"
             return Node("bytes" if encoded else "string", optional=True)
         if kind == "array":
-            item = self._node(schema.get("items"), depth + 1)
+            each = schema.get("prefixItems", schema.get("items"))
+            each = each if isinstance(each, list) else [each]
+            items = [self._node(one, depth + 1) for one in each]
+            item = items[0] if items else None
+            if len(items) > 1:  # one by one, as of a tuple
+                numbers = all(it is not None and it.text in NUMBERS for it in items)
+                item = Node("float64", optional=True, default=float("nan")) if numbers else None
             if item is None or (item.size is not None and item.type not in NUMBERS):
                 return None
             return replace(item, size=-1, optional=False)
@@ -97,9 +114,37 @@ class JsonLayout(Layout):
     def _referenced(self, reference: Any) -> Any:
         """Return the part of the schema that a reference such as "#/$defs/Pose" names."""
         found: Any = self._schema
-        for part in str(reference).removeprefix("#/").split("/"):
-            found = found.get(part) if isinstance(found, dict) else None
+        for part in unquote(str(reference)).removeprefix("#").strip("/").split("/"):
+            name = part.replace("~1", "/").replace("~0", "~")
+            found = found.get(name) if isinstance(found, dict) and part else found
         return found
+
+    def _joined(self, schema: dict[str, Any]) -> dict[str, Any]:
+        """Return the one schema that all of its parts make, as of a type with a description."""
+        joined = {key: value for key, value in schema.items() if key != "allOf"}
+        for part in schema["allOf"]:
+            part = (
+                self._referenced(part["$ref"])
+                if isinstance(part, dict) and "$ref" in part
+                else part
+            )
+            if not isinstance(part, dict):
+                continue
+            inherited, own = part.get("properties"), joined.get("properties")
+            joined = {**part, **joined}
+            if isinstance(inherited, dict) and isinstance(own, dict):
+                joined["properties"] = {**own, **inherited}
+        return joined
+
+    def _complete(self, node: Node, value: Any, depth: int) -> None:
+        """Add what a message holds and its type does not name: of a map, or without a schema."""
+        if depth > self._limits.nesting or node.type != "message" or node.size is not None:
+            return
+        for name, inner in value.items() if isinstance(value, dict) else ():
+            if name in node.fields:
+                self._complete(node.fields[name], inner, depth + 1)
+            elif is_field_name(name) and inner is not None and inner != []:
+                node.fields[name] = self._like(inner, depth + 1)
 
     def _like(self, value: Any, depth: int) -> Node:
         """Return the node of a value of a message."""

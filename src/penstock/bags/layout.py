@@ -30,7 +30,7 @@ NUMBERS: Final = {
 _STEP: Final = re.compile(r"([^\s.,*?<>\[\]][^,*?<>\[\]]{0,79})(?:\[([0-9]{1,9})\])?")
 HEADER: Final = "std_msgs/msg/Header"
 MOST_VALUES: Final = 200_000  # in one message, but for arrays of numbers and bytes
-_NAMES: Final = ("name", "joint_names", "joint_name", "names")  # the last of joints alone
+_NAMES: Final = ("name", "key", "joint_names", "joint_name", "names")  # the last of joints alone
 CUT: Final = "the message is cut"
 _UNWANTED: Final = object()
 _TIMES: Final = ("time", "duration")
@@ -56,6 +56,8 @@ class Node:
         fields: Of a message or a time; types may contain themselves.
         default: The number that stands for one that is missing.
         name: Of the type of a message.
+        delimited: Whether its length stands before it, in CDR of version 2; None if the message
+            itself tells.
     """
 
     type: str
@@ -64,6 +66,7 @@ class Node:
     fields: dict[str, Node] = field(default_factory=dict)
     default: float = 0.0
     name: str = ""
+    delimited: bool | None = False
 
     @property
     def text(self) -> str:
@@ -74,7 +77,7 @@ class Node:
     @property
     def is_named_list(self) -> bool:
         """Whether it is a list of things with names, as the joints of a robot."""
-        name = self.fields.get("name")
+        name = self.fields.get("name", self.fields.get("key"))
         return self.size is not None and name is not None and name.text == "string"
 
 
@@ -149,7 +152,7 @@ class Layout(ABC):
         """
         path = path.rpartition("[")[0] if path.endswith("]") else path  # one item has its array's
         path = self._whole_path(path)
-        beside = self._names_of(path)
+        beside, parts = self._names_of(path)
         if beside is None:
             return None
         get = self._getter(beside)
@@ -161,30 +164,38 @@ class Layout(ABC):
                 return known
             if len(values) == 1 and isinstance(values[0], list):
                 values = values[0]
-            return tuple(value if isinstance(value, str) else "" for value in values)
+            names = (value if isinstance(value, str) else "" for value in values)
+            return tuple(name + part for name in names for part in parts)
 
         return texts
 
-    def _names_of(self, path: str) -> str | None:
-        """Return the path of the names of the numbers at a path: beside them, or further up."""
+    def _names_of(self, path: str) -> tuple[str | None, list[str]]:
+        """Return the path of the names of the numbers at a path: beside them, or further up.
+
+        And what to add to a name for each number of a thing that has several.
+        """
         try:
             numbers, head = self._resolve(path)[1], path
         except DataError:
-            return None
+            return None, []
         while head:
             head = head.rpartition(".")[0]
             try:
                 parent = self._resolve(head)[1] if head else self.root
             except DataError:  # a part of a name with dots
                 continue
-            is_item = head == path.rpartition(".")[0] and parent.size is not None
             for name in _NAMES[: None if "Joint" in parent.name else -1]:
                 node = parent.fields.get(name)
                 if node is None or node.type != "string":
                     continue
-                if is_item or (node.size is not None and numbers.size is not None):
-                    return f"{head}.{name}".lstrip(".")
-        return None
+                if parent.size is not None:
+                    parts = _parts(numbers, 0)
+                    return f"{head}.{name}" if parts else None, parts
+                if node.size is not None and numbers.size is not None:
+                    return f"{head}.{name}".lstrip("."), [""]
+            if parent.size is not None:
+                break  # an item without a name of a list in a list
+        return None, []
 
     def find_texts(
         self, path: str, names: tuple[str, ...]
@@ -371,6 +382,22 @@ def time_ns(value: Any) -> int:
         return int(whole) * 10**9 + int(rest)
     except (TypeError, ValueError, OverflowError):
         raise DataError("a time is no time") from None
+
+
+def _parts(node: Node, depth: int) -> list[str]:
+    """Return what tells the numbers of a thing from each other; none if their number changes."""
+    if node.size is not None and not 0 < node.size <= _MOST_LISTED:
+        return []
+    ends = [""] if node.size is None else [f"[{place}]" for place in range(node.size)]
+    if node.type != "message":
+        return ends
+    found: list[str] = []
+    for name, inner in node.fields.items():
+        parts = _parts(inner, depth + 1) if depth < _MOST_DEPTH else []
+        if not parts or len(found) > _MOST_LISTED:
+            return []
+        found += [f".{name}{part}" for part in parts]
+    return [f"{end}{part}" for end in ends for part in found][: _MOST_LISTED + 1]
 
 
 def _count_numbers(node: Node, path: str, above: tuple[int, ...], known: dict[int, int]) -> int:

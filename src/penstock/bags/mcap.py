@@ -22,8 +22,8 @@ from isal import isal_zlib
 from numpy.typing import NDArray
 
 from penstock.bags.chunked import ChunkedBag, Connection, HeadParser, Numbers, Record
+from penstock.bags.idl import full_type
 from penstock.bags.limits import BadRecord, Limits, expect
-from penstock.bags.reader import full_type
 from penstock.bags.scan import Scanner
 from penstock.bags.source import ChunkStream, Stored
 from penstock.bags.table import LOOSE, Chunk

@@ -5,7 +5,7 @@ A layout per encoding knows where the fields lie; it is chosen by how the messag
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any, Final
@@ -41,7 +41,7 @@ class Decoder:
         topic: The topic, with the definition of its type.
         where: The bag, for the errors.
         limits: Of the definition.
-        sample: A message, to tell the fields by where there is no definition (JSON alone).
+        samples: The first messages, to tell fields by that no definition names (JSON alone).
 
     Raises:
         DataError: The type is not defined, hostile, or not of a known encoding.
@@ -52,7 +52,7 @@ class Decoder:
     """
 
     def __init__(
-        self, topic: Topic, where: str, limits: Limits, sample: Data | None = None
+        self, topic: Topic, where: str, limits: Limits, samples: Sequence[Data] = ()
     ) -> None:
         self.topic = topic
         self._where = f"{where}: {topic.name}"
@@ -62,7 +62,7 @@ class Decoder:
                 "messages cannot be told apart"
             )
         try:
-            self._layout = _make_layout(topic, limits, sample)
+            self._layout = _make_layout(topic, limits, samples)
         except DataError as error:
             raise type(error)(f"{self._where}: {error}") from error
         self._found: dict[tuple[str, str], Any] = {}  # by what is read and its path, the functions
@@ -99,14 +99,18 @@ class Decoder:
         """Return the names of the numbers at a path, as a JointState gives them; () for none."""
         if is_pair(path):
             return names_of(path)
-        if ("names", path) not in self._found:
-            self._found["names", path] = self._layout.find_names(path)
-        find = self._found["names", path]
+        find = self._found["names", path] if self.has_names(path) else None
         try:
             names: tuple[str, ...] = () if find is None else find(data)
             return names
         except DataError as error:
             raise DataError(f"{self._where}: {path}: {error}") from None
+
+    def has_names(self, path: str) -> bool:
+        """Tell whether the type has a place for the names of the numbers at a path."""
+        if ("names", path) not in self._found:
+            self._found["names", path] = self._layout.find_names(path)
+        return self._found["names", path] is not None
 
     @property
     def transforms(self) -> Transforms:
@@ -196,7 +200,7 @@ def _raw_image(read: Callable[[Data], list[Any]], data: Data) -> ImageMessage:
     return ImageMessage(str(text), content, columns, rows, row_bytes, bool(big_endian))
 
 
-def _make_layout(topic: Topic, limits: Limits, sample: Data | None) -> Layout:
+def _make_layout(topic: Topic, limits: Limits, samples: Sequence[Data]) -> Layout:
     """Return the layout of an encoding."""
     if topic.encoding in ("ros1", "cdr"):
         from penstock.bags.ros import RosLayout
@@ -209,7 +213,7 @@ def _make_layout(topic: Topic, limits: Limits, sample: Data | None) -> Layout:
     if topic.encoding == "json":
         from penstock.bags.json_messages import JsonLayout
 
-        return JsonLayout(topic, limits, sample)
+        return JsonLayout(topic, limits, samples)
     raise DataError(
         f"it is encoded as {topic.encoding[:40]!r}, which penstock does not read; ros1, cdr, "
         "protobuf and json messages can be decoded"

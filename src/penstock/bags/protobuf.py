@@ -6,10 +6,11 @@ no code is generated, and every length is checked against the bytes there are.
 
 from __future__ import annotations
 
+import re
 import struct
 from array import array
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Final
 
 import numpy as np
@@ -20,7 +21,7 @@ from penstock.bags.limits import Limits
 from penstock.bags.reader import Topic
 from penstock.errors import DataError, LimitExceeded
 
-_VARINT, _FIXED64, _LENGTH, _FIXED32 = 0, 1, 2, 5
+_VARINT, _FIXED64, _LENGTH, _GROUP, _GROUP_END, _FIXED32 = range(6)
 # By the number of a type in a descriptor: as it is called here, and for `struct` if it is fixed.
 _FIXED: Final = {
     **{1: ("float64", "<d"), 2: ("float32", "<f"), 6: ("uint64", "<Q")},
@@ -31,18 +32,23 @@ _VARINTS: Final = {
     **{14: "int32", 17: "int32", 18: "int64"},  # the first is an enumeration
 }
 _ZIGZAG: Final = (17, 18)
-_STRING, _MESSAGE, _BYTES = 9, 11, 12
+_STRING, _GROUP_TYPE, _MESSAGE, _BYTES = 9, 10, 11, 12
 _REPEATED: Final = 3
 _TIMES: Final = {
     f".{package}.{name}": kind
     for package in ("google.protobuf", "foxglove")
     for name, kind in (("Timestamp", "time"), ("Duration", "duration"))
 }
+_WRAPPER: Final = re.compile(r"\.google\.protobuf\.(Double|Float|U?Int\d\d|Bool)Value")
 _MOST_FIELDS: Final = 20_000
+_MOST_GROUPS: Final = 100  # within each other
 
 
 def wire_fields(data: memoryview) -> Iterator[tuple[int, int, Any]]:
-    """Yield number and wire type of each field, and its value: a varint, or the bytes of others."""
+    """Yield number and wire type of each field, and its value: a varint, or the bytes of others.
+
+    A group, which proto2 and editions may write, is given as the message that it is.
+    """
     pos, stop = 0, len(data)
     while pos < stop:
         tag, pos = _varint(data, pos)
@@ -55,13 +61,40 @@ def wire_fields(data: memoryview) -> Iterator[tuple[int, int, Any]]:
                 length, pos = _varint(data, pos)
             elif kind in (_FIXED64, _FIXED32):
                 length = 8 if kind == _FIXED64 else 4
+            elif kind == _GROUP:
+                length = _group_bytes(data, pos)
             else:
-                raise DataError("it holds a group, or is damaged")
+                raise DataError("it is damaged: it holds a field of no kind")
             value = data[pos : pos + length]
             pos += length
+            if kind == _GROUP:
+                kind, pos = _LENGTH, _varint(data, pos)[1]
         if pos > stop or tag < 8:
             raise DataError(CUT)
         yield tag >> 3, kind, value
+
+
+def _group_bytes(data: memoryview, start: int) -> int:
+    """Return the length of a group that begins here, without the tag that ends it."""
+    pos, open_groups = start, 1
+    while open_groups <= _MOST_GROUPS:
+        before = pos
+        tag, pos = _varint(data, pos)
+        kind = tag & 7
+        if kind == _GROUP_END:
+            open_groups -= 1
+            if not open_groups:
+                return before - start
+        elif kind == _GROUP:
+            open_groups += 1
+        elif kind == _VARINT:
+            pos = _varint(data, pos)[1]
+        elif kind == _LENGTH:
+            length, pos = _varint(data, pos)
+            pos += length
+        else:
+            pos += 8 if kind == _FIXED64 else 4
+    raise DataError(f"its groups are nested deeper than {_MOST_GROUPS}")
 
 
 def _varint(data: memoryview, pos: int) -> tuple[int, Any]:
@@ -88,6 +121,9 @@ class _Record:
     def number(self, number: int) -> int:
         return int(self._values.get((number, False), [0])[-1])
 
+    def has(self, number: int) -> bool:
+        return (number, False) in self._values
+
     def text(self, number: int) -> str:
         return _text(self._values.get((number, True), [b""])[-1])
 
@@ -102,6 +138,8 @@ class _Field:
     name: str
     kind: int
     node: Node
+    is_wrapper: bool = False
+    is_key: bool = False
 
 
 class ProtobufLayout(Layout):
@@ -115,6 +153,7 @@ class ProtobufLayout(Layout):
             raise LimitExceeded(f"the definition of {topic.type[:80]!r} is too long")
         self._limits = limits
         self._types: dict[str, list[_Record]] = {}
+        self._maps: set[str] = set()
         self._count = self._left = 0
         self._nodes: dict[str, Node] = {}
         self._numbers: dict[int, dict[int, _Field]] = {}  # by the fields of a type, by number
@@ -137,6 +176,9 @@ class ProtobufLayout(Layout):
             raise LimitExceeded("the descriptors have too many fields")
         name = f"{scope}.{kind.text(1)}"
         self._types[name] = [_Record(one) for one in fields]
+        options = kind.many(7)
+        if options and _Record(options[-1]).number(7):  # an item of a map
+            self._maps.add(name)
         for inner in kind.many(3):
             self._read_type(_Record(inner), name, depth + 1)
 
@@ -149,21 +191,32 @@ class ProtobufLayout(Layout):
             by_number = self._numbers[id(node.fields)] = {}
             for one in self._types.get(name, ()):
                 inner, field = self._field_node(one, depth), one.text(1)
-                if inner is not None and is_field_name(field):
-                    node.fields[field] = inner
-                    by_number[one.number(3)] = _Field(field, one.number(5), inner)
+                if inner is None or not is_field_name(field):
+                    continue
+                is_key = name in self._maps and field == "key"
+                if is_key:
+                    inner = Node("string")  # the name of its value, also where it is a number
+                elif _WRAPPER.fullmatch(name):  # it is there to be missing
+                    inner = replace(inner, optional=True, default=float("nan"))
+                node.fields[field] = inner
+                wrapped = _WRAPPER.fullmatch(one.text(6)) is not None
+                by_number[one.number(3)] = _Field(field, one.number(5), inner, wrapped, is_key)
         return self._nodes[name]
 
     def _field_node(self, one: _Record, depth: int) -> Node | None:
         kind, type_name = one.number(5), one.text(6)
         size = -1 if one.number(4) == _REPEATED else None
-        if kind == _MESSAGE:
+        if kind in (_MESSAGE, _GROUP_TYPE):
             inner = self._message_node(type_name, depth + 1)
             text = _TIMES.get(type_name, "message")
             return Node(text, size, True, inner.fields, name=inner.name)
         names = {_STRING: "string", _BYTES: "bytes", **_VARINTS}
         text = _FIXED[kind][0] if kind in _FIXED else names.get(kind, "")
-        return Node(text, size, bool(one.number(17)), {}, _number(one.text(7))) if text else None
+        if not text:
+            return None
+        if one.has(9) and size is None:  # one of several, or `optional` in proto3: it may be unset
+            return Node(text, size, True, {}, float("nan"))
+        return Node(text, size, False, {}, _number(one.text(7)))
 
     def parser(self, wants: Wants) -> Callable[[Data], Tree]:
         """Return a function from a message to nested dicts of the wanted fields."""
@@ -190,11 +243,18 @@ class ProtobufLayout(Layout):
                 raise DataError(f"it holds more than {MOST_VALUES} values")
             kind, many = one.kind, one.node.size is not None
             value: Any
-            if kind in (_MESSAGE, _STRING, _BYTES):
+            if one.is_key:
+                if kind == _STRING:
+                    tree[one.name] = _text(raw) if wire == _LENGTH else ""
+                elif (key := _one_number(raw, wire, kind)) is not None:
+                    tree[one.name] = f"{key:.0f}"
+            elif kind in (_MESSAGE, _GROUP_TYPE, _STRING, _BYTES):
                 if wire != _LENGTH:
                     continue
-                if kind == _MESSAGE:
+                if kind in (_MESSAGE, _GROUP_TYPE):
                     known = {} if many else tree.get(one.name, {})
+                    if one.is_wrapper:  # the number that it holds is not written if it is 0
+                        known.setdefault("value", 0.0)
                     inner = wants and wants[one.name]
                     value = self._add(raw, one.node.fields, known, inner, depth + 1)
                 else:

@@ -13,6 +13,7 @@ never by the length of the recording or the size of its chunks.
 
 from __future__ import annotations
 
+import re
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
@@ -43,13 +44,14 @@ _MEDIA: Final[dict[str, Literal["image", "video"]]] = {
     "foxglove.RawImage": "image",
     "foxglove.CompressedImage": "image",
     "foxglove.CompressedVideo": "video",
-    "foxglove_msgs/msg/RawImage": "image",
-    "foxglove_msgs/msg/CompressedImage": "image",
-    "foxglove_msgs/msg/CompressedVideo": "video",
+    **{f"{package}/msg/RawImage": "image" for package in ("foxglove", "foxglove_msgs")},
+    **{f"{package}/msg/CompressedImage": "image" for package in ("foxglove", "foxglove_msgs")},
+    **{f"{package}/msg/CompressedVideo": "video" for package in ("foxglove", "foxglove_msgs")},
     "ffmpeg_image_transport_msgs/msg/FFMPEGPacket": "video",
 }
 _KEPT_BYTES: Final = 1 << 14  # of a first message
 _MOST_KEPT: Final = 500
+_SAMPLES: Final = 10
 Wanted = Mapping[str, NDArray[np.int64]]  # for some topics, the ordinals to yield, rising
 
 
@@ -128,10 +130,10 @@ class SalvageReport:
         )
 
 
-def full_type(name: str) -> str:
-    """Return a message type in ROS 2 spelling: of "sensor_msgs/Image", "sensor_msgs/msg/Image"."""
-    parts = name.split("/")
-    return f"{parts[0]}/msg/{parts[1]}" if len(parts) == 2 else name
+def _names_all(schema: str) -> bool:
+    """Tell whether a JSON schema names all fields, as far as that can be told."""
+    open_ends = re.search(r'"(additional|pattern)Properties"\s*:\s*[{t]', schema)
+    return '"properties"' in schema and open_ends is None
 
 
 def join_topics(topics: Iterable[Topic]) -> dict[str, Topic]:
@@ -244,6 +246,11 @@ class Bag(ABC):
     @cached_property
     def _firsts(self) -> dict[str, Message]:
         """The small ones of the first messages that were asked for."""
+        return {}
+
+    @cached_property
+    def _samples(self) -> dict[str, list[bytes]]:
+        """The first messages of topics in JSON whose schemas do not name all fields."""
         return {}
 
     @cached_property
@@ -384,10 +391,14 @@ class Bag(ABC):
         """Return the decoder of a topic's messages, made from the definitions in the bag."""
         from penstock.bags.messages import Decoder
 
-        found, sample = self.topic(topic), None
-        if found.encoding == "json" and "properties" not in str(found.definition) and found.count:
-            sample = self.first_messages([topic])[topic].data
-        return Decoder(found, str(self.path), self.limits, sample)
+        found = self.topic(topic)
+        samples: Sequence[bytes] = ()
+        if found.encoding == "json" and not _names_all(str(found.definition)):
+            if topic not in self._samples:
+                few = {topic: np.arange(min(found.count, _SAMPLES))}
+                self._samples[topic] = [bytes(it.data) for it in self.read([topic], few)]
+            samples = self._samples[topic]
+        return Decoder(found, str(self.path), self.limits, samples)
 
     def close(self) -> None:
         """Close the files; safe to call twice."""

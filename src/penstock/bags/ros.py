@@ -1,19 +1,22 @@
 """ROS messages: their wanted fields are parsed, and the others passed over.
 
 ROS 1 packs values one after the other. CDR (ROS 2) starts with four bytes that tell the byte order,
-and aligns every value to its size, counted from behind those four bytes.
+and aligns every value to its size, counted from behind those four bytes. Its version 2 (of DDS)
+aligns to four bytes, and puts the length before lists of anything but numbers, and before values of
+types that may grow.
 """
 
 from __future__ import annotations
 
 import struct
 from collections.abc import Callable
+from dataclasses import replace
 from struct import unpack_from
 from typing import Any, Final
 
 import numpy as np
 
-from penstock.bags.definitions import load_type
+from penstock.bags.definitions import is_idl, load_type
 from penstock.bags.layout import CUT, HEADER, MOST_VALUES, NUMBERS, Data, Layout, Node, Tree, Wants
 from penstock.bags.limits import Limits
 from penstock.bags.reader import Topic
@@ -25,6 +28,8 @@ _CODES: Final = {
 }
 # The second byte of a CDR message: byte order, and the widest alignment. Version 2 has 4 bytes.
 _CDR: Final = {0: (">", 8), 1: ("<", 8), 6: (">", 4), 7: ("<", 4)}
+_DELIMITED: Final = {8: (">", 4), 9: ("<", 4)}
+_LONG_HEAD: Final = 0x3F01  # of an optional value in version 1: its length has four bytes
 _STAMP_BYTES: Final = 12
 _MOST_KNOWN_BYTES: Final = 1 << 16
 
@@ -36,13 +41,15 @@ Parse = Callable[["Reader", int], tuple[Any, int]]
 class Reader:
     """The bytes of one message."""
 
-    __slots__ = ("left", "order", "size", "view", "widest")
+    __slots__ = ("delimited", "left", "order", "size", "view", "widest")
 
-    def __init__(self, data: Data, cdr: bool) -> None:
+    def __init__(self, data: Data, cdr: bool, may_be_delimited: bool = False) -> None:
         view = memoryview(data)
-        self.order, self.widest = "<", 1
+        self.order, self.widest, self.delimited = "<", 1, False
         if cdr:
             kind = _CDR.get(view[1]) if len(view) >= 4 and not view[0] else None
+            if kind is None and may_be_delimited and len(view) >= 4 and not view[0]:
+                kind, self.delimited = _DELIMITED.get(view[1]), True
             if kind is None:
                 raise DataError(
                     f"the message is not plain CDR (it begins with {view[:4].hex() or 'nothing'})"
@@ -74,6 +81,23 @@ class Reader:
             raise DataError(CUT)
         return count, pos
 
+    def behind_length(self, pos: int) -> int:
+        """Move behind the length of a list that is not of numbers: version 2 has it twice."""
+        return self.count(pos)[1] if self.widest == 4 else pos
+
+    def optional(self, pos: int) -> tuple[int, int | None]:
+        """Return where an optional value begins, or is passed, and its bytes where those are told.
+
+        They are 0 if it is not there.
+        """
+        if self.widest == 4:
+            return pos + 1, None if unpack_from("B", self.view, pos)[0] else 0
+        pos = (pos + 3) & -4
+        kind, length = unpack_from(self.order + "HH", self.view, pos)
+        if kind & 0x3FFF != _LONG_HEAD:
+            return pos + 4, length
+        return pos + 12, unpack_from(self.order + "I", self.view, pos + 8)[0]
+
     def take(self, count: int) -> None:
         """Refuse more items than a message may have that is parsed."""
         self.left -= count
@@ -90,15 +114,16 @@ class RosLayout(Layout):
         if not topic.type:
             raise DataError("the recording does not say of which type its messages are")
         self.root = load_type(topic.type, str(topic.definition), topic.encoding, limits)
+        self._is_idl = is_idl(str(topic.definition))
         self._skips: dict[int, tuple[Skip, int]] = {}
 
     def parser(self, wants: Wants) -> Callable[[Data], Tree]:
         """Return a function from a message to nested dicts of the wanted fields."""
-        parse, cdr = self._message_parser(self.root, wants), self._cdr
+        parse, cdr, is_idl = self._message_parser(self.root, wants), self._cdr, self._is_idl
 
         def tree(data: Data) -> Tree:
             try:
-                found: Tree = parse(Reader(data, cdr), 0)[0]
+                found: Tree = parse(Reader(data, cdr, is_idl), 0)[0]
                 return found
             except struct.error:
                 raise DataError(CUT) from None
@@ -108,7 +133,7 @@ class RosLayout(Layout):
     def stamp_reader(self) -> tuple[Callable[[Data], int] | None, int | None]:
         """Return the function from a message to its stamp, and the first bytes that suffice."""
         first = next(iter(self.root.fields.values()), None)
-        if first is None or first.name != HEADER or first.size is not None:
+        if first is None or first.name != HEADER or first.size is not None or self._is_idl:
             return super().stamp_reader()
         cdr = self._cdr
 
@@ -127,6 +152,14 @@ class RosLayout(Layout):
         """Return the move behind a value, and the least bytes that it takes."""
         one, least_bytes = self._skip_one(node)
         size = node.size
+        if node.optional:
+            whole = self._skip(replace(node, optional=False))[0]
+
+            def skip_optional(reader: Reader, pos: int) -> int:
+                pos, length = reader.optional(pos)
+                return whole(reader, pos) if length is None else pos + length
+
+            return skip_optional, 1
         if size is None:
             return one, least_bytes
         width = least_bytes if node.type in NUMBERS else 0
@@ -135,7 +168,7 @@ class RosLayout(Layout):
             if width:
                 count, pos = reader.items(pos, size, 0)
                 return reader.align(pos, width) + count * width if count else pos
-            count, pos = reader.items(pos, size, least_bytes)
+            count, pos = reader.items(reader.behind_length(pos), size, least_bytes)
             for _ in range(count if least_bytes else 0):  # items without a byte: nothing to pass
                 pos = one(reader, pos)
                 if pos > reader.size:
@@ -164,12 +197,21 @@ class RosLayout(Layout):
                     pos = move(reader, pos)
                 return pos + empty_bytes
 
-            self._skips[key] = skip, sum(least for _, least in moves) + empty_bytes
+            def skip_delimited(reader: Reader, pos: int) -> int:
+                if reader.widest == 4 and (node.delimited or reader.delimited):
+                    length, pos = reader.count(pos)
+                    return pos + length
+                return skip(reader, pos)
+
+            move = skip if node.delimited is False else skip_delimited
+            self._skips[key] = move, sum(least for _, least in moves) + empty_bytes
         return self._skips[key]
 
     def _parser(self, node: Node, wants: Wants | None) -> Parse:
         """Return the function that parses a value."""
         size = node.size
+        if node.optional:
+            return _optional_parser(node, self._parser(replace(node, optional=False), wants))
         if node.type in NUMBERS:
             return _number_parser(node) if size is None else _array_parser(node)
         if node.type == "string":
@@ -180,7 +222,7 @@ class RosLayout(Layout):
         least_bytes = self._skip_one(node)[1]
 
         def parse(reader: Reader, pos: int) -> tuple[list[Any], int]:
-            count, pos = reader.items(pos, size, least_bytes)
+            count, pos = reader.items(reader.behind_length(pos), size, least_bytes)
             found: list[Any] = []
             if least_bytes:
                 reader.take(count)
@@ -216,7 +258,31 @@ class RosLayout(Layout):
                     found[name], pos = move(reader, pos)
             return found, pos + empty_bytes
 
-        return parse
+        if node.delimited is False:
+            return parse
+        appendable = node.delimited and node is not self.root
+
+        def parse_delimited(reader: Reader, pos: int) -> tuple[Tree, int]:
+            if reader.widest != 4 or not (appendable or reader.delimited):
+                return parse(reader, pos)
+            length, pos = reader.count(pos)
+            return parse(reader, pos)[0], pos + length
+
+        return parse_delimited
+
+
+def _optional_parser(node: Node, parse: Parse) -> Parse:
+    def optional(reader: Reader, pos: int) -> tuple[Any, int]:
+        pos, length = reader.optional(pos)
+        if not length:
+            return parse(reader, pos) if length is None else (None, pos)
+        if node.type not in NUMBERS or node.size is not None:
+            raise DataError(f"an optional {node.text} in CDR of version 1 cannot be read")
+        code = NUMBERS[node.type]  # it ends with its head's length, wherever it is aligned to
+        at = pos + length - int(code[1])
+        return unpack_from(reader.order + _CODES[code], reader.view, at)[0], pos + length
+
+    return optional
 
 
 def _number_parser(node: Node) -> Parse:
@@ -256,7 +322,7 @@ def _texts_parser(size: int) -> Parse:
         key = start % 4, reader.order, reader.widest  # where it begins moves the padding
         if key == known[0] and reader.view[start : start + len(known[1])] == known[1]:
             return known[2], start + len(known[1])
-        count, pos = reader.items(start, size, 4)
+        count, pos = reader.items(reader.behind_length(start), size, 4)
         reader.take(count)
         texts = []
         for _ in range(count):

@@ -14,8 +14,8 @@ from typing import Final
 import numpy as np
 
 from penstock.bags.chunked import ChunkedBag, Connection, HeadParser, Numbers, Record
+from penstock.bags.idl import full_type
 from penstock.bags.limits import BadRecord, Limits, expect
-from penstock.bags.reader import full_type
 from penstock.bags.scan import Scanner
 from penstock.bags.source import ChunkStream, Stored
 from penstock.bags.table import Chunk

@@ -15,6 +15,7 @@ from typing import Any, Final
 import numpy as np
 from numpy.typing import NDArray
 
+from penstock.bags.idl import full_type
 from penstock.bags.limits import Limits, expect
 from penstock.bags.reader import (
     Bag,
@@ -23,7 +24,6 @@ from penstock.bags.reader import (
     Selection,
     Topic,
     among,
-    full_type,
     join_topics,
 )
 from penstock.bags.source import ZSTD_MAGIC, inflate_message

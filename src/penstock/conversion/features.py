@@ -110,8 +110,13 @@ def _vector(
         decoder, data = bag.decoder(part.topic), first[part.topic].data
         named = decoder.names(data, source.field)
         if source.partial:
-            named, _ = named_joints(bag, part.topic, source.field)
-        apart = source.partial or is_pair(source.field)  # not all is in the first message
+            named, start = named_joints(bag, part.topic, source.field)
+            if not named:
+                there = {part.topic: np.array([start])}
+                data = bytes(next(iter(bag.read([part.topic], there))).data)
+        apart = (source.partial and named) or is_pair(
+            source.field
+        )  # not all is in the first message
         values = np.zeros(len(named)) if apart else decoder.vector(data, source.field)
         place = part.topic, source.field
         one = source.field.endswith("]")

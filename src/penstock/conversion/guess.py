@@ -174,10 +174,12 @@ def guess_mapping(bag: Bag, found: Survey | None = None) -> Mapping:
         else:
             key = free_key(groups, plain_name(name))
         groups.setdefault(key, []).extend(
-            Source((name,), field, partial=choice.partial) for field in choice.fields
+            Source((name,), field, partial=field in choice.partial) for field in choice.fields
         )
         if choice.commands and not commanded:
-            groups.setdefault("action", []).extend(Source((name,), it) for it in choice.commands)
+            groups.setdefault("action", []).extend(
+                Source((name,), it, partial=it in choice.partial) for it in choice.commands
+            )
     features: dict[str, Vector | Camera] = {}
     for key in sorted(groups, key=lambda key: (key != "observation.state", key != "action")):
         slowest = min(rate_of(bag, source.topics[0]).hz for source in groups[key])

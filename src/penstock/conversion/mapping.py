@@ -73,6 +73,7 @@ class Source:
             field: position[arm_*]).
         exclude: Not the numbers that the message names like this.
         partial: Each message names some of the joints alone: what was last said of each counts.
+            Of a type without names, messages that hold no numbers are passed over.
         scale: Factor.
         offset: Added after the factor.
         threshold: Instead of a factor: 1 above this value, 0 otherwise.

@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from penstock.bags import Bag, Decoder, Message
-from penstock.bags.transforms import SIZE, is_pair
+from penstock.bags.transforms import is_pair
 from penstock.conversion.align import rising
 from penstock.conversion.features import other_joints, places_of
 from penstock.conversion.mapping import GAP_FLAG, STAMP, Source, Vector
@@ -39,6 +39,7 @@ class _Topic:
     paths: tuple[str, ...]
     joints: dict[str, tuple[str, ...]]  # by path
     last: dict[str, Array]  # by path, what was last said of each joint, where they come apart
+    silent: set[str]  # paths that not every message has numbers for
     next_wanted: int = 0  # place in `wanted` of the next message to decode
     forgotten: int = 0  # how many of `wanted` were dropped from `values`
     lengths: dict[str, int] = field(default_factory=dict)
@@ -52,14 +53,20 @@ class _Topic:
             return False
         for path in self.paths:
             values = self.decoder.vector(message.data, path)
-            if is_pair(path) and not len(values):  # it is another transform that a frame needs
-                values = np.full(SIZE, np.nan)
             values = self._in_order(values, path, message)
+            if path in self.silent and not len(values):  # a frame needs another field of it
+                self.values[path].append(np.full(self.lengths.get(path, 0), np.nan))
+                continue
+            if path in self.silent and path not in self.lengths:
+                count = len(self.values[path])
+                self.values[path] = [np.full(len(values), np.nan)] * count
             if len(values) != self.lengths.setdefault(path, len(values)):
+                way = "take those that are always there with select, or leave the feature out"
+                if not len(values) and not self.decoder.has_names(path):
+                    way = "set partial: true of its source to pass over messages without numbers"
                 raise DataError(
                     f"{self.name}: {path} has {len(values)} numbers in message {message.ordinal}, "
-                    f"and {self.lengths[path]} before: the recording changes its shape; take those "
-                    "that are always there with select, or leave the feature out"
+                    f"and {self.lengths[path]} before: the recording changes its shape; {way}"
                 )
             self.values[path].append(values)
         self.next_wanted += 1
@@ -86,6 +93,8 @@ class _Topic:
         self, values: Array, names: tuple[str, ...], wanted: tuple[str, ...], path: str
     ) -> Array:
         """Return what was last said of every joint, by this message or by one before."""
+        if not len(values):
+            return self.last[path]
         if not len(names) == len(set(names)) == len(values) or not set(names) <= set(wanted):
             raise DataError(f"{self.name}: {path} {other_joints(wanted, (*wanted, *names))}")
         whole: Array = self.last[path].copy()
@@ -128,11 +137,14 @@ class Rows:
                 path: plan.joints[name, path] for path in paths if (name, path) in plan.joints
             }
             wanted = rising(unique[0] if len(unique) == 1 else np.concatenate(unique))
-            partial = {source.source.field for source in sources if source.source.partial}
+            partial = {it.source.field for it in sources if it.source.partial} & joints.keys()
             last = {path: np.full(len(joints[path]), np.nan) for path in partial}
             if partial:  # each message says something of what later frames show
                 wanted = np.arange(wanted[-1] + 1)
-            self._topics[name] = _Topic(name, bag.decoder(name), wanted, paths, joints, last)
+            silent = {it.source.field for it in sources if it.source.partial} - partial
+            silent |= {path for path in paths if is_pair(path)}
+            decoder = bag.decoder(name)
+            self._topics[name] = _Topic(name, decoder, wanted, paths, joints, last, silent)
             # For each window, the oldest message that it or a later one needs.
             oldest = np.minimum.accumulate(np.minimum.reduce(unique)[::-1])[::-1]
             self._oldest[name] = oldest[[first for _, first, _ in self._windows]]

@@ -71,15 +71,17 @@ class Stamps:
     def of(self, topic: str, field: str = "") -> Ordered:
         """Return the messages of a topic in order; only the last one asked for is kept.
 
-        Those that hold a transform, if the field is one; else those by which every joint of the
-        field was named, if one is given.
+        Those that hold a transform, if the field is one; else, if one is given, those by which
+        every joint of the field was named, or, without names, those that hold numbers.
         """
         if is_pair(field):
             return self._with_pair(topic, field)
         if field:
-            _, start = named_joints(self._bag, topic, field)
+            names, start = named_joints(self._bag, topic, field)
             whole = self.of(topic)
             there = whole.ordinals >= start
+            if not names:
+                there = np.isin(whole.ordinals, self._with_numbers(topic, field))
             return replace(whole, times=whole.times[there], ordinals=whole.ordinals[there])
         if self._last is None or self._last[0] != topic:
             stamps = self._headers.get(topic)
@@ -93,6 +95,14 @@ class Stamps:
                 ordered = replace(ordered, ordinals=ordered.ordinals + key.ordinal)
             self._last = (topic, ordered)
         return self._last[1]
+
+    def _with_numbers(self, topic: str, field: str) -> list[int]:
+        found = self._pairs.setdefault(topic, {})
+        if field not in found:
+            decoder = self._bag.decoder(topic)
+            messages = self._bag.read([topic])
+            found[field] = [m.ordinal for m in messages if len(decoder.vector(m.data, field))]
+        return found[field]
 
     def _with_pair(self, topic: str, field: str) -> Ordered:
         if topic not in self._pairs:
@@ -136,16 +146,23 @@ class Stamps:
 
 
 def named_joints(bag: Bag, topic: str, field: str) -> tuple[tuple[str, ...], int]:
-    """Return all joints that the first messages name, and the message by which all were named."""
-    decoder, start = bag.decoder(topic), 0
+    """Return all joints that the first messages name, and the message by which all were named.
+
+    If their type has no names, the first message with numbers.
+    """
+    decoder, start = bag.decoder(topic), -1
     names: dict[str, None] = {}
     for message in bag.read([topic], {topic: np.arange(min(bag.topics[topic].count, _LOOKED_AT))}):
+        if not len(decoder.vector(message.data, field)):
+            continue
         new = [name for name in decoder.names(message.data, field) if name not in names]
-        if new:
+        if new or start < 0:
             names |= dict.fromkeys(new)
             start = message.ordinal
-    if not names:
+    if not names and decoder.has_names(field):
         raise DataError(f"{bag.path}: {topic}: {field} does not name its numbers: drop partial")
+    if start < 0:
+        raise DataError(f"{bag.path}: {topic}: {field} holds no numbers in the first messages")
     return tuple(names), start
 
 

@@ -103,7 +103,7 @@ _ACTION_WORDS: Final = re.compile(
 # In a message that says both what is there and what is wanted.
 _WANTED: Final = re.compile(r"target|desired|des|command(ed)?|cmd|setpoint|reference|ref")
 _THERE: Final = re.compile(r"actual|measured|current|feedback|state")
-_ACTION_PARTS: Final = re.compile(r"(.*\.)?(actions?|control)(\..*)?")
+_ACTION_PARTS: Final = re.compile(r"(.*\.)?(actions?|control|cmd|commands?)(\..*)?")
 # The arm or device that a person moves.
 _OPERATOR_WORDS: Final = re.compile(
     r"leader|master|gello|teleop|spacemouse|spacenav|joystick|haptic"
@@ -147,7 +147,7 @@ class TopicChoice:
         numbers: How many they are.
         reason: Why it is left out where there is anything better, or at all.
         precise: They need float64, as GPS does, and a feature of their own.
-        partial: Each message names some of the joints alone.
+        partial: The fields of which each message names some joints alone, or some hold nothing.
         joints: They are one or more arms: joints, or numbers without a meaning of their own.
         commands: Further fields, which say what is wanted: an action where nothing else is one.
     """
@@ -157,7 +157,7 @@ class TopicChoice:
     numbers: int = 0
     reason: str = ""
     precise: bool = False
-    partial: bool = False
+    partial: tuple[str, ...] = ()
     joints: bool = False
     commands: tuple[str, ...] = ()
 
@@ -205,6 +205,19 @@ def choose_fields(topic: Topic, bag: Bag) -> TopicChoice:
     data = first_message(bag, topic.name)
     with suppress(DataError):
         data = of_first_usable(bag, topic.name, data, holding_numbers, _NAMED)
+    # A field of fixed length is one of several: position, q and velocity of an odometry.
+    firsts = [path for path in _FIRST_OF if path in kept and not _FIXED.search(leaves[path])]
+    one = _ONE_THING.match(topic.type) or _ACTIONS.match(kind)
+    messages = [data]
+    chosen = next((path for path in firsts if _count(decoder, data, path)), "")
+    needed = {chosen} if chosen and one else _beside(chosen, kept)
+    if len(data) <= _LARGE and not all(_count(decoder, data, path) for path in needed):
+        # What is empty at first may speak later.
+        messages += [bytes(each) for each in _sample(topic, bag) if len(each) <= _LARGE]
+
+    def count_of(path: str) -> int:
+        return max(_count(decoder, each, path) for each in messages)
+
     if kind in _LISTS:
         path, reason = _LISTS[kind]
         count = _count(decoder, data, path)
@@ -220,23 +233,27 @@ def choose_fields(topic: Topic, bag: Bag) -> TopicChoice:
     is_status = _STATUS.search(kind) or _STATUS.search(topic.name)
     if kept and codes and is_status and not fixed and not _MOVED.match(kind):
         return TopicChoice(reason="codes of a status")
-    # A field of fixed length is one of several: position, q and velocity of an odometry.
-    firsts = [path for path in _FIRST_OF if path in kept and not _FIXED.search(leaves[path])]
-    chosen = next((path for path in firsts if _count(decoder, data, path)), "")
-    fields = tuple(_within(decoder, data, _beside(chosen, kept), items))
-    one = _ONE_THING.match(topic.type) or _ACTIONS.match(kind)
+    chosen = next((path for path in firsts if count_of(path)), "")
+    fields = tuple(_within(decoder, count_of, _beside(chosen, kept), items))
     if chosen and (one or len(fields) > _MOST_FIELDS):
         fields = (chosen,)
-    fields = tuple(path for path in known if _count(decoder, data, path)) or fields
+    fields = tuple(path for path in known if count_of(path)) or fields
     fields = tuple(path for path in fields if not _is_unset(topic, bag, decoder, data, path))
-    lists = [path for path in fields if leaves.get(path, "").endswith("[]")]
+    lists = [
+        path
+        for path in fields
+        if any(
+            f"{leaf}.".startswith(f"{path}.") and text.endswith("[]")
+            for leaf, text in leaves.items()
+        )
+    ]
     counts = _counts(topic, bag, [it for it in lists if not decoder.names(data, it)])
     changing = {path: seen - {0} for path, seen in counts.items() if len(seen - {0}) > 1}
     fields = tuple(path for path in fields if path not in changing)
     if changing and not fields:
         path, seen = changing.popitem()
         return TopicChoice(reason=f"{path} has {min(seen)} to {max(seen)} numbers, by turns")
-    numbers = sum(_count(decoder, data, path) for path in fields)
+    numbers = sum(map(count_of, fields))
     if not numbers:
         for path in kept:
             decoder.vector(data, path)  # raises the reason, where it cannot be read
@@ -251,16 +268,18 @@ def choose_fields(topic: Topic, bag: Bag) -> TopicChoice:
     if numbers == 1 and _BOOKKEEPING.search(topic.name.lower()):
         return TopicChoice(fields, "other", 1, "a reward or a counter, nothing to observe")
     role = _role(topic)
-    wanted = _commanded({path: _count(decoder, data, path) for path in fields})
+    wanted = _commanded({path: count_of(path) for path in fields})
     if role != "action":
         wanted |= {path for path in fields if _ACTION_PARTS.fullmatch(path)}
     commands = tuple(path for path in fields if path in wanted)
     fields = tuple(path for path in fields if path not in wanted)
     if role == "action" or not fields:
         role, fields, commands = "action", commands or fields, ()
-    partial = "Joint" in kind and _come_apart(topic, bag, fields[0])
+    partial = [path for path, seen in counts.items() if {0} < seen and not decoder.has_names(path)]
+    if "Joint" in kind and _come_apart(topic, bag, fields[0]):
+        partial = [*fields]
     joints = re.search("Joint|Array|Float", kind) is not None
-    return TopicChoice(fields, role, numbers, "", precise, partial, joints, commands)
+    return TopicChoice(fields, role, numbers, "", precise, tuple(partial), joints, commands)
 
 
 def _commanded(fields: dict[str, int]) -> set[str]:
@@ -286,7 +305,10 @@ def _come_apart(topic: Topic, bag: Bag, path: str) -> bool:
     """
     decoder = bag.decoder(topic.name)
     sample = {topic.name: np.arange(min(topic.count, _NAMED))}
-    named = {frozenset(decoder.names(m.data, path)) for m in bag.read([topic.name], sample)}
+    named = {
+        frozenset(decoder.names(m.data, path) if _count(decoder, m.data, path) else ())
+        for m in bag.read([topic.name], sample)
+    }
     return len(named) > 1
 
 
@@ -455,7 +477,7 @@ def _sample(topic: Topic, bag: Bag) -> Iterator[Data]:
 
 def _within(
     decoder: Decoder,
-    data: Data,
+    count_of: Callable[[str], int],
     kept: set[str],
     lists: dict[str, tuple[str, ...]],
     prefix: str = "",
@@ -465,16 +487,16 @@ def _within(
     for name in dict.fromkeys(path[len(prefix) :].split(".")[0] for path in leaves):
         path = (prefix + name).removesuffix("[0]")
         if path in kept or path in lists:
-            yield from (one for one in lists.get(path, (path,)) if _count(decoder, data, one))
+            yield from (one for one in lists.get(path, (path,)) if count_of(one))
             continue
         inside = {leaf for leaf in kept if leaf.startswith(f"{path}.")}
         if not inside:
             continue
-        numbers = sum(_count(decoder, data, leaf) for leaf in inside)
-        if numbers and _count(decoder, data, path) == numbers:
+        numbers = sum(map(count_of, inside))
+        if numbers and count_of(path) == numbers:
             yield path
         else:
-            yield from _within(decoder, data, kept, lists, f"{path}.")
+            yield from _within(decoder, count_of, kept, lists, f"{path}.")
 
 
 def _count(decoder: Decoder, data: Data, path: str) -> int:
