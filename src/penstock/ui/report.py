@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import math
 import os
+import re
 import shutil
 import sys
-import textwrap
 from base64 import b64encode
 from collections.abc import Iterable, Mapping, Sequence
 from html import escape
@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
+from rich.cells import cell_len
 
 from penstock.core.files import publish_bytes
 from penstock.ui.suggestions import printable
@@ -282,17 +283,28 @@ def aligned(lines: Iterable[tuple[str, str]]) -> str:
 def wrapped(text: str, indent: str = "", end: str = "") -> str:
     """Wrap a line to the terminal: further lines are indented, all but the last have an end."""
     width = terminal_width()
-    if width is None or len(text) <= width:
+    if width is None or cell_len(text) <= width:
         return text
-    lines = textwrap.wrap(
-        text,
-        width - len(end),
-        subsequent_indent=indent,
-        break_long_words=False,
-        break_on_hyphens=False,
-        replace_whitespace=False,
-    )
-    return f"{end}\n".join(lines)
+    return f"{end}\n".join(_lines_of(text, width - len(end), indent))
+
+
+def _lines_of(text: str, width: int, indent: str = "") -> list[str]:
+    """Break a text into lines of so many columns: a letter of Chinese takes two of them."""
+    lines, line = [], ""
+    for blanks, word in re.findall(r"( *)([^ ]+)", text):
+        for piece in _pieces(word):
+            if line.strip() and cell_len(line + blanks + piece) > width:
+                lines.append(line)
+                line, blanks = indent, ""
+            line, blanks = line + blanks + piece, ""
+    return [*lines, line]
+
+
+def _pieces(word: str) -> list[str]:
+    """Return the parts between which a line may end: what looks like a path has but one."""
+    if word.isascii() or any(mark in word for mark in "/'\""):
+        return [word]
+    return re.findall(r"[!-~]+|[^!-~][^\w!-~]*", word)  # no line begins with a comma
 
 
 def text_table(columns: Sequence[str], rows: Sequence[Sequence[Any]]) -> str:
@@ -305,10 +317,7 @@ def text_table(columns: Sequence[str], rows: Sequence[Sequence[Any]]) -> str:
     lines = [list(columns), *texts]
     widths = _fitted_widths(lines, right)
     return "\n".join(
-        "  ".join(
-            cell.rjust(width) if flag else cell.ljust(width)
-            for cell, width, flag in zip(part, widths, right, strict=True)
-        ).rstrip()
+        "  ".join(map(_padded, part, widths, right)).rstrip()
         for line in lines
         for part in _wrapped(line, widths)
     )
@@ -316,7 +325,7 @@ def text_table(columns: Sequence[str], rows: Sequence[Sequence[Any]]) -> str:
 
 def _fitted_widths(lines: Sequence[Sequence[str]], right: Sequence[bool]) -> list[int]:
     """Return the width of each column; the widest ones of text give way to a narrow terminal."""
-    widths = [max(len(line[k]) for line in lines) for k in range(len(right))]
+    widths = [max(cell_len(line[k]) for line in lines) for k in range(len(right))]
     room = terminal_width()
     while room is not None and sum(widths) + 2 * len(widths) - 2 > room:
         k = max(range(len(widths)), key=lambda k: 0 if right[k] else widths[k])
@@ -330,19 +339,27 @@ def _wrapped(line: Sequence[str], widths: Sequence[int]) -> Iterable[Sequence[st
     """Wrap the cells of a row that are too long; one without blanks loses its middle."""
     cells = []
     for cell, width in zip(line, widths, strict=True):
-        if len(cell) <= width:
+        if cell_len(cell) <= width:
             cells.append([cell])
         else:
-            parts = textwrap.wrap(cell, width, break_long_words=False, break_on_hyphens=False)
-            cells.append([_shortened(part, width) for part in parts])
+            cells.append([_shortened(part, width) for part in _lines_of(cell, width)])
     return zip_longest(*cells, fillvalue="")
 
 
 def _shortened(text: str, width: int) -> str:
-    if len(text) <= width:
+    if cell_len(text) <= width:
         return text
-    head = (width - 1) // 3
-    return f"{text[:head]}…{text[len(text) - (width - 1 - head) :]}"
+    head, tail = text, text
+    while cell_len(head) > (width - 1) // 3:
+        head = head[:-1]
+    while cell_len(tail) > width - 1 - cell_len(head):
+        tail = tail[1:]
+    return f"{head}…{tail}"
+
+
+def _padded(cell: str, width: int, right: bool) -> str:
+    blanks = " " * (width - cell_len(cell))
+    return f"{blanks}{cell}" if right else f"{cell}{blanks}"
 
 
 def _text(value: Any) -> str:
