@@ -11,6 +11,7 @@ import os
 import re
 import shutil
 import sys
+import unicodedata
 from base64 import b64encode
 from collections.abc import Iterable, Mapping, Sequence
 from html import escape
@@ -21,7 +22,6 @@ from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
-from rich.cells import cell_len
 
 from penstock.core.files import publish_bytes
 from penstock.ui.suggestions import printable
@@ -283,17 +283,25 @@ def aligned(lines: Iterable[tuple[str, str]]) -> str:
 def wrapped(text: str, indent: str = "", end: str = "") -> str:
     """Wrap a line to the terminal: further lines are indented, all but the last have an end."""
     width = terminal_width()
-    if width is None or cell_len(text) <= width:
+    if width is None or _columns(text) <= width:
         return text
     return f"{end}\n".join(_lines_of(text, width - len(end), indent))
 
 
+def _columns(text: str) -> int:
+    """Return how many columns of a terminal a text takes: two for a letter of Chinese."""
+    if text.isascii():
+        return len(text)
+    wide = sum(unicodedata.east_asian_width(letter) in "WF" for letter in text)
+    return len(text) + wide - sum(map(bool, map(unicodedata.combining, text)))
+
+
 def _lines_of(text: str, width: int, indent: str = "") -> list[str]:
-    """Break a text into lines of so many columns: a letter of Chinese takes two of them."""
+    """Break a text into lines of so many columns."""
     lines, line = [], ""
     for blanks, word in re.findall(r"( *)([^ ]+)", text):
         for piece in _pieces(word):
-            if line.strip() and cell_len(line + blanks + piece) > width:
+            if line.strip() and _columns(line + blanks + piece) > width:
                 lines.append(line)
                 line, blanks = indent, ""
             line, blanks = line + blanks + piece, ""
@@ -325,7 +333,7 @@ def text_table(columns: Sequence[str], rows: Sequence[Sequence[Any]]) -> str:
 
 def _fitted_widths(lines: Sequence[Sequence[str]], right: Sequence[bool]) -> list[int]:
     """Return the width of each column; the widest ones of text give way to a narrow terminal."""
-    widths = [max(cell_len(line[k]) for line in lines) for k in range(len(right))]
+    widths = [max(_columns(line[k]) for line in lines) for k in range(len(right))]
     room = terminal_width()
     while room is not None and sum(widths) + 2 * len(widths) - 2 > room:
         k = max(range(len(widths)), key=lambda k: 0 if right[k] else widths[k])
@@ -339,7 +347,7 @@ def _wrapped(line: Sequence[str], widths: Sequence[int]) -> Iterable[Sequence[st
     """Wrap the cells of a row that are too long; one without blanks loses its middle."""
     cells = []
     for cell, width in zip(line, widths, strict=True):
-        if cell_len(cell) <= width:
+        if _columns(cell) <= width:
             cells.append([cell])
         else:
             cells.append([_shortened(part, width) for part in _lines_of(cell, width)])
@@ -347,18 +355,18 @@ def _wrapped(line: Sequence[str], widths: Sequence[int]) -> Iterable[Sequence[st
 
 
 def _shortened(text: str, width: int) -> str:
-    if cell_len(text) <= width:
+    if _columns(text) <= width:
         return text
     head, tail = text, text
-    while cell_len(head) > (width - 1) // 3:
+    while _columns(head) > (width - 1) // 3:
         head = head[:-1]
-    while cell_len(tail) > width - 1 - cell_len(head):
+    while _columns(tail) > width - 1 - _columns(head):
         tail = tail[1:]
     return f"{head}…{tail}"
 
 
 def _padded(cell: str, width: int, right: bool) -> str:
-    blanks = " " * (width - cell_len(cell))
+    blanks = " " * (width - _columns(cell))
     return f"{blanks}{cell}" if right else f"{cell}{blanks}"
 
 
