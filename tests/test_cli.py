@@ -30,6 +30,21 @@ def checkpoint(tmp_path):
         return saver.save_async(state, "a.pt", metadata={"note": "first"}).wait()
 
 
+def test_every_verb_is_one_line_of_the_help(capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "80")
+    assert cli.main(["--help"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    for verb in VERBS:
+        (line,) = [line for line in lines if line.split()[:1] == [verb]]
+        assert len(line.split()) > 2  # with what it does
+
+
+def test_without_torch_train_says_only_that():
+    code = "import sys; sys.modules['torch'] = None; from penstock import cli; cli.main(['train'])"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.stderr == 'penstock: error: torch is not installed: pip install "penstock[rl]"\n'
+
+
 @pytest.mark.parametrize("verb", ["", *VERBS])
 def test_help_is_one_screen(verb, capsys, monkeypatch):
     monkeypatch.setenv("COLUMNS", "80")

@@ -49,6 +49,15 @@ def test_a_command_that_fails_ends_the_tour(tmp_path, capfd):
     assert "nothing.bag" in capfd.readouterr().err
 
 
+def test_a_command_that_ends_before_it_is_interrupted(tmp_path, capfd):
+    """On a slow or paused machine, a training reaches its last minute before anybody stops it."""
+    stage = Stage(tmp_path / "demo", ())
+    stage.interrupt("--version", when=lambda: False)
+    with pytest.raises(PenstockError, match="ended with code 2"):
+        stage.interrupt("info", tmp_path / "nothing.bag", when=lambda: False)
+    assert "nothing.bag" in capfd.readouterr().err
+
+
 def test_demo_refuses_a_folder_it_did_not_make(tmp_path):
     (tmp_path / "mine.txt").write_text("keep me")
     with pytest.raises(UsageError, match="not made by the demo"):

@@ -230,6 +230,51 @@ def test_files_and_imports(page: Path) -> None:
             ] == []
 
 
+def missing_sources(text: str) -> list[str]:
+    """Names in backquotes that are paths, but not of what is there: in the root or the package."""
+    named = set(re.findall(r"`((?:[\w.]+/)+(?:[\w.]+\.py)?)`", text))
+    homes = (ROOT, ROOT / "src/penstock", ROOT / "src/penstock/core")
+    return sorted(name for name in named if not any((home / name).exists() for home in homes))
+
+
+@pytest.mark.parametrize("name", ["CONTRIBUTING.md", "docs/architecture.md", "docs/glossary.md"])
+def test_sources_that_are_named(name: str) -> None:
+    assert missing_sources((ROOT / name).read_text(encoding="utf-8")) == []
+
+
+def tree_of(page: str) -> Iterator[tuple[str, str]]:
+    """Yield what the tree of the architecture names: a folder, and a module or folder in it."""
+    tree = page[page.index("```\nsrc/penstock/\n") :].split("```")[1]
+    folder = ""
+    for line in tree.split("\ntests/")[0].splitlines()[2:]:
+        if not line.startswith("   "):
+            folder = f"{line.split()[0]}" if line.split()[0].endswith("/") else ""
+        for name in re.findall(r"(?<![\w/.(])(?:\w+/)*\w+(?:\.py|/)(?=[\s:,)]|$)", line):
+            yield folder, name
+
+
+def test_the_tree_of_the_architecture() -> None:
+    package = ROOT / "src" / "penstock"
+    named = list(tree_of((ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")))
+    assert len(named) > 150
+    for folder, name in named:
+        found = (package / name).exists() or any((package / folder).rglob(name.rstrip("/")))
+        assert found, f"{folder} {name}"
+    told = {name.rpartition("/")[2] for _, name in named}
+    modules = {path.name for path in package.rglob("*.py")} - {"__init__.py", "__main__.py"}
+    commands = {f"{verb}.py" for verb in VERBS}  # a file per verb
+    kernels = {path.name for path in (package / "core" / "kernels").glob("*.py")}
+    robots = {path.name for path in (package / "conversion" / "robots").glob("*.py")}
+    integrations = {path.name for path in (package / "integrations").glob("*.py")}
+    assert sorted(modules - told - commands - kernels - robots - integrations) == []
+
+
+def test_a_source_that_is_gone_would_be_noticed() -> None:
+    assert missing_sources("`core/gone.py` `core/files.py` `nowhere/` `nav/` `x.py`") == [
+        *("core/gone.py", "nowhere/"),
+    ]
+
+
 def test_a_broken_link_would_be_noticed(tmp_path: Path) -> None:
     page = tmp_path / "page.md"
     page.write_text("# A `b`, c\n[x](no.md) [y](#a-b-c) [z](#nowhere) [w](page.md#a-b-c)\n")

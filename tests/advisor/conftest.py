@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import pytest
 
-from penstock.advisor import Machine, sources, speeds
+from penstock.advisor import Machine, measure, sources
 
 
 @pytest.fixture(autouse=True)
 def quick(monkeypatch):
     """Measure each codec once, and not the disk: ratios do not depend on them."""
-    monkeypatch.setattr(speeds, "_ENOUGH_S", 0.0)
-    found = Machine(2, 16 * 10**9, 5e9, 200e6, None)
+    monkeypatch.setattr(measure, "_ENOUGH_S", 0.0)
+    found = Machine(2, 16 * 10**9, 5e9, 200e6)
     monkeypatch.setattr(sources, "measure_machine", lambda where, seconds: found)

@@ -10,7 +10,7 @@ from tensordict import TensorDict
 import penstock
 from benchmarks.experience import depth_pictures, flights
 from penstock.advisor import Advice, Limits, advise, decide
-from penstock.advisor.speeds import measure_machine
+from penstock.advisor.measure import measure_machine
 from penstock.errors import PenstockError, UnsupportedValue, UsageError
 
 SECONDS = 0.5

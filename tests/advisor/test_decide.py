@@ -64,7 +64,7 @@ def measured(*keys, on_disk=True, frames=1000, **more):
         "overhead_bytes": 0,
         "disk_bytes": 0,
         "keys": list(keys) or [key()],
-        "machine": Machine(2, 16 * 10**9, 5e9, 200e6, None),
+        "machine": Machine(2, 16 * 10**9, 5e9, 200e6),
     }
     return Measurements(**(values | more))
 

@@ -183,6 +183,23 @@ def test_find_bags(tmp_path: Path, make: Make) -> None:
         find_bags([])
 
 
+def test_a_folder_of_several_bags_holds_them_from_above_too(tmp_path: Path, make: Make) -> None:
+    """It was taken for one ROS 2 bag: takes were joined, and .bag files in it were lost."""
+    for name in ("data/mixed/a.bag", "data/mixed/b.mcap", "data/takes/x.mcap", "data/takes/y.mcap"):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        make(name, kind="bag" if name.endswith(".bag") else "mcap", seconds=0.05)
+    for name in ("data/split/split_0.mcap", "data/split/split_1.mcap", "data/single/take_7.mcap"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        make(name, kind="mcap", seconds=0.05)
+    data = tmp_path / "data"
+    found = [str(path.relative_to(data)) for path in find_bags([data])]
+    assert found == [
+        *("mixed/a.bag", "mixed/b.mcap", "single", "split", "takes/x.mcap", "takes/y.mcap"),
+    ]
+    one_by_one = find_bags([data / name for name in ("mixed", "single", "split", "takes")])
+    assert len(one_by_one) == len(found)
+
+
 def test_what_is_no_bag(tmp_path: Path) -> None:
     for name, data in [
         ("empty.bag", b""),

@@ -1,14 +1,16 @@
 """Reports: everything escaped, nothing from the network, published whole."""
+# ruff: noqa: RUF001
 
 from __future__ import annotations
 
 import re
+import unicodedata
 from html.parser import HTMLParser
 
 import pytest
 
 from penstock.errors import UsageError
-from penstock.ui.report import Report, draw, text_table
+from penstock.ui.report import Report, aligned, draw, text_table, wrapped
 
 NASTY = "<script>alert('&')</script>"
 
@@ -99,3 +101,32 @@ def test_text_table_aligns_numbers_on_the_right():
 
 def test_control_characters_stay_harmless():
     assert text_table(["name"], [["a\x1b[31m\n"]]).splitlines() == ["name", "a\\x1b[31m\\n"]
+
+
+def columns_of(line):
+    """How many columns of a terminal a line takes."""
+    return sum(2 if unicodedata.east_asian_width(letter) in "WF" else 1 for letter in line)
+
+
+@pytest.mark.parametrize("width", [40, 61, 80, 120])
+def test_chinese_takes_two_columns_a_letter(width, monkeypatch):
+    monkeypatch.setenv("COLUMNS", str(width))
+    task = (
+        "把红色的杯子从桌子左边拿起来，放到右边的抽屉里面，关上抽屉；重复三次，直到全部完成为止。"
+        * 2
+    )
+    bag = "拾取杯子并放到桌子上的抽屉里_第一次尝试_左手_机器人实验室.bag"
+    table = text_table(("name", "frames", "task"), [(bag, 30, task), ("take.bag", 7, "pick")])
+    lines = [*table.splitlines(), *aligned([("tasks", task)]).splitlines()]
+    lines += wrapped(f"  - 3 of 5 bags: {task} and then {task}", "    ").splitlines()
+    assert max(map(columns_of, lines)) <= width
+    assert all(line.strip()[0] not in "，。；" for line in lines)
+    assert "".join(lines).count("把") == 2 + 2 + 4  # nothing of a task is lost
+    head, last = table.splitlines()[0], table.splitlines()[-1]
+    assert columns_of(head[: head.index("task")]) == columns_of(last[: last.index("pick")])
+
+
+def test_a_path_to_be_copied_stays_whole(monkeypatch):
+    monkeypatch.setenv("COLUMNS", "40")
+    for path in ("/data/" + "take_" * 12, "/数据/" + "拾取杯子" * 12, "'" + "拾取杯子 " * 3 + "'"):
+        assert path.split()[0] in wrapped(f"next: penstock view {path}", "  ", " \\")

@@ -13,6 +13,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
+from harness import small_disk
 from penstock.cli import main as penstock
 from penstock.dataset.layout import INFO_PATH
 from penstock.samples import read_number, write_sample
@@ -247,6 +248,21 @@ def test_a_screenshot(made: Path, tmp_path: Path) -> None:
     target = tmp_path / "page.png"
     assert penstock(["view", str(made / "copy"), "--screenshot", str(target), "-q"]) == 0
     assert target.read_bytes()[:8] == b"\x89PNG\r\n\x1a\n" and target.stat().st_size > 20_000
+
+
+def test_a_screenshot_on_a_full_disk(
+    made: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The browser leaves an empty file there, and says nothing."""
+    with small_disk(tmp_path / "disk", "size=64k") as mounted:
+        if not mounted:
+            pytest.skip("no tmpfs can be mounted here")
+        target = tmp_path / "disk" / "page.png"
+        target.write_bytes(b"of before" * 7000)
+        assert penstock(["view", str(made / "copy"), "--screenshot", str(target), "-q"]) == 2
+        assert "could not write" in capsys.readouterr().err
+        assert target.read_bytes() == b"of before" * 7000
+        assert [path.name for path in target.parent.iterdir()] == ["page.png"]
 
 
 def test_a_video_that_the_browser_cannot_play(made: Path, browser: Browser, tmp_path: Path) -> None:

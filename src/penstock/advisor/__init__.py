@@ -2,7 +2,7 @@
 
     sources.py    what the data is     arrays.py checkpoints.py saved.py recorded.py   its values
     sample.py     a piece of everywhere
-    measure.py    what each codec makes of each key     speeds.py
+    measure.py    what each codec makes of each key, how fast; the machine
     decide.py     the records; A, B or C: a pure function     show.py   why, and what to type
 
 Docs: docs/advise.md.

@@ -19,10 +19,9 @@ from numpy.lib import format as npy
 
 from penstock.advisor.decide import KeyPath
 from penstock.advisor.sample import Array, Rows, Source, Values, joined
-from penstock.core.pack import DTYPES
 from penstock.errors import CorruptFile, LimitExceeded, UnsupportedValue, UsageError
 from penstock.rollouts import structure
-from penstock.rollouts.structure import Axes, Leaf, as_path
+from penstock.rollouts.structure import Leaf, as_path
 
 _MAX_DEPTH = 100
 _BULK = 0.9  # of the bytes: what decides how a dict is meant
@@ -40,12 +39,8 @@ def data_source(data: Any, budget: int) -> Source:
             "advise takes a path, a TensorDict, a dict of arrays or a replay buffer of TorchRL, "
             f"not {type(data).__name__}"
         )
-    source, batch, time = Source("arrays"), (), 1
-    if isinstance(data, structure.TensorDictBase):
-        source.kind = "TensorDict"
-        batch, names = tuple(data.batch_size)[:2], list(data.names)[:2]
-        time = names.index("time") if "time" in names else 1
-    add_values(source, values, budget, batch, time)
+    source = Source("TensorDict" if isinstance(data, structure.TensorDictBase) else "arrays")
+    add_values(source, values, budget, data)
     return source
 
 
@@ -63,20 +58,17 @@ def _walk(value: Any, path: KeyPath) -> Iterator[Values]:
         for name, child in value.items():
             yield from _walk(child, (*path, *map(str, as_path(name))))
     elif isinstance(value, torch.Tensor):
-        yield _tensor(path, value)
+        leaf = Leaf.of(path, value)
+        yield Values(path, leaf.dtype, leaf.shape, partial(_tensor_rows, leaf))
     elif isinstance(value, np.ndarray | np.generic):
-        yield _array(path, value)
+        words = _numbers(path, np.asarray(value))
+        yield Values(path, words.dtype.name, words.shape, partial(joined, words))
     elif isinstance(value, list | tuple):
         if value and all(isinstance(item, bool | int | float) for item in value):
-            yield _array(path, np.asarray(value))
+            yield from _walk(np.asarray(value), path)
         else:
             for number, child in enumerate(value):
                 yield from _walk(child, (*path, str(number)))
-
-
-def _tensor(path: KeyPath, tensor: torch.Tensor) -> Values:
-    leaf = Leaf.of(path, tensor)
-    return Values(path, leaf.dtype, leaf.shape, partial(_tensor_rows, leaf))
 
 
 def _tensor_rows(leaf: Leaf, rows: Rows, axis: int) -> Array:
@@ -87,44 +79,26 @@ def _tensor_rows(leaf: Leaf, rows: Rows, axis: int) -> Array:
     return Leaf("", (), leaf.dtype, part).words()
 
 
-def _array(path: KeyPath, array: Any) -> Values:
-    words = _numbers(".".join(path) or "the data", np.asarray(array))
-    return Values(path, words.dtype.name, words.shape, partial(joined, words))
-
-
-def _numbers(name: str, array: Array) -> Array:
+def _numbers(path: KeyPath, array: Array) -> Array:
     """Return an array as words of the pack; refuse one that holds no numbers."""
-    dtype = array.dtype.newbyteorder("=")
-    if dtype.name not in DTYPES or DTYPES[dtype.name].words != dtype:
-        raise UnsupportedValue(
-            f"{name} is an array of {array.dtype}, which cannot be measured; convert it to numbers"
-        )
-    return array.astype(dtype, copy=False)
+    [leaf] = structure.take_apart({path or ("the data",): array}).leaves
+    return leaf.words()
 
 
-def add_values(
-    source: Source,
-    values: Sequence[Values],
-    budget: int,
-    batch: tuple[int, ...] = (),
-    time: int = 1,
-) -> None:
+def add_values(source: Source, values: Sequence[Values], budget: int, data: Any = None) -> None:
     """Sample arrays that belong together: as a batch if they share their first axis, else a state.
 
-    Where the batch size is known, `time` says which of two leading axes is time.
+    `data` is what they were in; a TensorDict knows its batch size, and which axis is time.
     """
-    lead = batch or _common_lead(values)
+    known = isinstance(data, structure.TensorDictBase) and data.batch_size
+    lead = tuple(data.batch_size)[:2] if known else _common_lead(values)
     if not lead:
         source.take_state(values, budget, {})
         return
-    # As `RolloutStorage` finds them (`rollouts.structure.find_axes`).
-    batch = batch or max(values, key=lambda one: one.nbytes).shape[:2]
-    if len(batch) == 2:
-        axes = Axes(batch, 1 - time, time)
-    else:
-        axes = Axes(batch, None, 0) if time == 0 else Axes(batch, 0, None)
+    leaves: Any = values
+    axes = structure.find_axes(data, structure.Batch(None, leaves), time_dim=1)
     source.frames = math.prod(lead)
-    source.environments = lead[1 - time] if len(lead) == 2 else 0
+    source.environments = lead[axes.env or 0] if len(lead) == 2 else 0
     source.take_batch(values, axes, lead, budget)
 
 
@@ -163,13 +137,14 @@ def npz_source(where: Path, budget: int) -> Source:
 
 def _member(archive: zipfile.ZipFile, info: zipfile.ZipInfo, where: Path) -> Values:
     """Describe an array of an .npz file by its header; rows are read when it is sampled."""
-    name = f"{where}: {info.filename.removesuffix('.npy')!r}"
+    path = (info.filename.removesuffix(".npy"),)
+    name = f"{where}: {path[0]!r}"
     with archive.open(info) as file:
         old = npy.read_magic(file) == (1, 0)
         read_header = npy.read_array_header_1_0 if old else npy.read_array_header_2_0
         shape, by_columns, stored = read_header(file)
         begin = file.tell()
-    dtype = _numbers(name, np.empty(0, stored)).dtype
+    dtype = _numbers((name,), np.empty(0, stored)).dtype
     size = math.prod(shape) * dtype.itemsize
     if size > info.file_size:
         raise CorruptFile(f"{where} is damaged: {info.filename!r} is shorter than it says")
@@ -183,16 +158,16 @@ def _member(archive: zipfile.ZipFile, info: zipfile.ZipInfo, where: Path) -> Val
             with zipfile.ZipFile(where) as archive, archive.open(info.filename) as file:
                 if whole or axis or not rows:
                     array = npy.read_array(file, allow_pickle=False)
-                    return np.array(joined(_numbers(name, array), rows, axis))
+                    return np.array(joined(_numbers((name,), array), rows, axis))
                 data = bytearray()
                 for some in rows:
                     file.seek(begin + some.start * at_once)
                     data += file.read((some.stop - some.start) * at_once)
-                return _numbers(name, np.frombuffer(data, stored).reshape(-1, *shape[1:]))
+                return _numbers((name,), np.frombuffer(data, stored).reshape(-1, *shape[1:]))
         except _DAMAGE as error:
             raise CorruptFile(f"{name} is damaged: {error}") from error
 
-    return Values((info.filename.removesuffix(".npy"),), dtype.name, shape, take)
+    return Values(path, dtype.name, shape, take)
 
 
 def safetensors_source(where: Path, budget: int) -> Source:
@@ -200,7 +175,7 @@ def safetensors_source(where: Path, budget: int) -> Source:
     source = Source("safetensors file", str(where), disk_bytes=where.stat().st_size)
     try:
         with safetensors.safe_open(where, "pt") as file:
-            values = [_tensor((name,), file.get_tensor(name)) for name in file.keys()]  # noqa: SIM118
+            values = values_of({name: file.get_tensor(name) for name in file.keys()})  # noqa: SIM118
     except safetensors.SafetensorError as error:
         raise CorruptFile(f"{where} is damaged: {error}") from error
     add_values(source, values, budget)

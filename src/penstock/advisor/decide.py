@@ -100,13 +100,12 @@ class KeyMeasure:
 
 @dataclass(frozen=True)
 class Machine:
-    """What this machine does; None for what was refused, or came out of the cache."""
+    """What this machine does; None for a disk that cannot be written to."""
 
     cores: int = 1
     memory_bytes: int = 0
     copy_bytes_s: float = 1.0
     write_bytes_s: float | None = None
-    read_bytes_s: float | None = None
 
 
 @dataclass

@@ -8,10 +8,11 @@ as differences, as `delta_every` would do it.
 from __future__ import annotations
 
 import contextlib
+import os
 import tempfile
 import time
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
@@ -19,6 +20,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
+import psutil
 from numpy.typing import NDArray
 
 from penstock.advisor.decide import (
@@ -31,9 +33,9 @@ from penstock.advisor.decide import (
     together,
 )
 from penstock.advisor.sample import Array, Piece, Sample, Source, nbytes, positions, spread, thinned
-from penstock.advisor.speeds import HIGHEST, best, raw, timed
 from penstock.core.codecs import Codec, Delta, Lz4, Planes, Zstd, bytes_of
 from penstock.core.codecs.base import SIGNED, UNSIGNED
+from penstock.core.files import write_all
 from penstock.core.pack import Entry, Item, PackReader, PackWriter
 from penstock.errors import MissingExtra, UsageError
 
@@ -59,6 +61,9 @@ _SMALL_CODECS = ("sparse", "lz4")  # in this order: the first is many times fast
 _CLEARLY = 0.9
 _MANIFEST_BYTES, _RECORD_BYTES = 8000, 1400  # of a saved replay buffer, and per key
 _TABLE_BYTES = 4  # per frame of a compressed key in a replay buffer
+_HIGHEST = 1000.0  # ratio: a pack is padded to that
+_ENOUGH_S = 0.1  # what took so long is not measured again
+_COPY_BYTES, _WRITE_BYTES, _FILE_BYTES = 64 << 20, 4 << 20, 64 << 20
 
 
 def measure_source(source: Source, seconds: float) -> None:
@@ -299,7 +304,7 @@ def memoryless_bound(frames: Array) -> float:
         return 1.0
     words = words[: max(2, _BOUND_MOST_BYTES // max(1, words[0].nbytes))]
     bits = min(_candidates(words))
-    return min(HIGHEST, 8 * words.nbytes / bits) if bits else HIGHEST
+    return min(_HIGHEST, 8 * words.nbytes / bits) if bits else _HIGHEST
 
 
 def _candidates(words: Array) -> Iterator[float]:
@@ -331,3 +336,87 @@ def _plane_bits(words: Array) -> float:
         counts = counts[counts > 0]
         bits -= float(np.sum(counts * np.log2(counts / len(planes))))
     return bits
+
+
+def raw(machine: Machine) -> CodecMeasure:
+    """Return what leaving data as it is takes: a copy."""
+    return CodecMeasure("raw", 1.0, machine.copy_bytes_s, machine.copy_bytes_s)
+
+
+def timed(codec: Codec, blocks: Sequence[Array], bases: Sequence[Array] = ()) -> CodecMeasure:
+    """Encode and decode blocks, in one thread; a `Delta` needs as many bases."""
+    size = sum(block.nbytes for block in blocks)
+    none: list[Array | None] = [None] * len(blocks)
+    pairs = list(zip(blocks, bases or none, strict=True))
+    coded: list[bytes] = []
+    out = [np.empty_like(block) for block in blocks]
+
+    def encode() -> None:
+        coded[:] = [b"".join(codec.encode(block, base)) for block, base in pairs]
+
+    def decode() -> None:
+        for data, target, (_, base) in zip(coded, out, pairs, strict=True):
+            codec.decode(memoryview(data), target, base)
+
+    # What is made ready at the first use is no part of the speed.
+    first = b"".join(codec.encode(*pairs[0]))
+    codec.decode(memoryview(first), out[0], pairs[0][1])
+    encode_s = best(encode)
+    ratio = min(_HIGHEST, size / max(1, sum(map(len, coded))))
+    return CodecMeasure(_name(codec), ratio, size / encode_s, size / best(decode))
+
+
+def _name(codec: Codec) -> str:
+    """Name a codec and its level."""
+    if isinstance(codec, Delta):
+        return f"{codec.id} {_name(codec.inner)}"
+    level = codec.config().get("level")
+    return codec.id if level is None else f"{codec.id} {level}"
+
+
+def best(work: Callable[[], object]) -> float:
+    """Return the least seconds that some work took."""
+    least, spent = float("inf"), 0.0
+    for _ in range(3):
+        begin = time.perf_counter()
+        work()
+        took = time.perf_counter() - begin
+        least, spent = min(least, took), spent + took
+        if spent > _ENOUGH_S:
+            break
+    return max(least, 1e-9)
+
+
+def measure_machine(where: str, seconds: float) -> Machine:
+    """Measure, with the disk that the data lies on; leaves nothing behind.
+
+    Writing takes about so many seconds.
+    """
+    source, target = np.ones(_COPY_BYTES, np.uint8), np.zeros(_COPY_BYTES, np.uint8)
+    return Machine(
+        cores=len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else 1,
+        memory_bytes=int(psutil.virtual_memory().total),
+        copy_bytes_s=_COPY_BYTES / best(lambda: np.copyto(target, source)),
+        write_bytes_s=_write_speed(where, seconds),
+    )
+
+
+def _write_speed(where: str, seconds: float) -> float | None:
+    folders = [tempfile.gettempdir()]
+    with contextlib.suppress(OSError):
+        beside = where if os.path.isdir(where) else os.path.dirname(where) or "."
+        # Nothing is put beside the data if the temporary folder lies on the same disk.
+        if where and os.stat(folders[0]).st_dev != os.stat(beside).st_dev:
+            folders.insert(0, beside)
+    # Random bytes: some file systems compress.
+    chunk = np.random.default_rng(0).integers(0, 256, _WRITE_BYTES, np.uint8).tobytes()
+    for folder in folders:
+        # The file has no name: whatever happens, it goes with this process.
+        with contextlib.suppress(OSError), tempfile.TemporaryFile(dir=folder, buffering=0) as file:
+            begin, took = time.perf_counter(), 0.0
+            while file.tell() < _FILE_BYTES and took < seconds:
+                write_all(file, chunk)
+                os.fsync(file.fileno())
+                took = time.perf_counter() - begin
+            return file.tell() / took
+    return None

@@ -22,8 +22,7 @@ from penstock.advisor.decide import (
     codec_of,
     together,
 )
-from penstock.advisor.measure import BATCH_LEVEL, CHECKPOINT_LEVEL, ROLLOUT_LEVEL
-from penstock.advisor.speeds import raw
+from penstock.advisor.measure import BATCH_LEVEL, CHECKPOINT_LEVEL, ROLLOUT_LEVEL, raw
 from penstock.core.memory import format_bytes
 from penstock.ui.report import text_table, wrapped
 
@@ -97,7 +96,7 @@ class Advice:
         told = [
             *_compared(self.measurements),
             f"machine: {machine.cores} cores, memory copies {_speed(machine.copy_bytes_s)}, disk "
-            f"writes {_speed(machine.write_bytes_s)}, reads {_speed(machine.read_bytes_s)}",
+            f"writes {_speed(machine.write_bytes_s)}",
             *(f"note: {note}" for note in self.notes),
         ]
         lines = [

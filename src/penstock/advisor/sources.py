@@ -10,10 +10,9 @@ from typing import Any
 from penstock import inspect
 from penstock.advisor import checkpoints, recorded
 from penstock.advisor.decide import Limits, decide
-from penstock.advisor.measure import measure_source
+from penstock.advisor.measure import measure_machine, measure_source
 from penstock.advisor.sample import Source
 from penstock.advisor.show import Advice
-from penstock.advisor.speeds import measure_machine
 from penstock.core.files import storage_error
 from penstock.errors import CorruptFile, MissingExtra, UnknownFormat, UsageError
 from penstock.inspect import checkpoint

@@ -76,8 +76,9 @@ def open_bag(
 def find_bags(paths: Sequence[Path | str]) -> list[Path]:
     """Return the bags among files and folders, in natural order, each once.
 
-    A folder is either a ROS 2 bag or a folder of bags (files and ROS 2 bag folders); it is not
-    searched any deeper.
+    A folder is either a ROS 2 bag or a folder of bags (files and ROS 2 bag folders). It is not
+    searched any deeper, but for folders in it whose files cannot be the parts of one bag: these
+    hold what they hold when they are named themselves.
 
     Raises:
         DataError: A path does not exist, or holds no bag.
@@ -125,15 +126,27 @@ def _bags_in(path: Path) -> list[Path]:
     remote = as_object(path)
     if remote is not None:
         return _objects_in(remote)
-    # A recorder that was killed wrote no metadata, and named the parts after the folder.
-    if (path / METADATA).is_file() or is_split([p.name for p in parts_of(path)], path.name):
+    if _is_bag(path):
         return [path]
-    return [
-        entry
-        for entry in _entries(path)
-        if (entry.is_file() and _FILE_NAME.fullmatch(entry.name) and not entry.name.startswith("."))
-        or (entry.is_dir() and ((entry / METADATA).is_file() or parts_of(entry)))
-    ]
+    found = _files_in(path)
+    for entry in _entries(path):
+        if entry.is_dir() and (_is_bag(entry) or parts_of(entry)):
+            files = _files_in(entry)
+            found += [entry] if _is_bag(entry) or len(files) == 1 else files
+    return found
+
+
+def _is_bag(folder: Path) -> bool:
+    """Tell whether a folder is one bag: its recorder says so, or was killed and named the parts."""
+    return (folder / METADATA).is_file() or is_split(
+        [part.name for part in parts_of(folder)], folder.name
+    )
+
+
+def _files_in(folder: Path) -> list[Path]:
+    """Return the files of a folder that are bags by their names."""
+    files = (entry for entry in _entries(folder) if entry.is_file())
+    return [f for f in files if _FILE_NAME.fullmatch(f.name) and not f.name.startswith(".")]
 
 
 def _objects_in(folder: ObjectPath) -> list[Any]:

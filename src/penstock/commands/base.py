@@ -96,6 +96,8 @@ class HelpFormatter(argparse.HelpFormatter):
 
     def __init__(self, prog: str) -> None:
         super().__init__(prog, max_help_position=26, width=min(terminal_width(), 100) - 1)
+        # argparse forgets that verbs are indented further: the longest got a line of its own.
+        self._action_max_length = 14
 
     def _fill_text(self, text: str, width: int, indent: str) -> str:
         parts: list[list[str]] = [[]]

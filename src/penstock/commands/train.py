@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import os
 import signal
 import sys
@@ -10,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from penstock.commands.base import Command, Outcome
-from penstock.errors import UsageError
+from penstock.errors import MissingExtra, UsageError
 from penstock.ui.progress import choose_mode
 
 if TYPE_CHECKING:
@@ -37,6 +38,8 @@ def _run(arguments: argparse.Namespace) -> Outcome:
     unknown = next((word for word in words if "=" not in word), None)
     if unknown is not None:
         raise UsageError(f"{unknown!r} is not a setting; give key=value, such as env.num_envs=256")
+    if importlib.util.find_spec("torch") is None:
+        raise MissingExtra("torch", "rl")
     # Before torch is imported: nobody should look at an empty screen.
     if choose_mode(None) != "quiet" and os.environ.get("RANK", "0") == "0":
         sys.stderr.write("penstock: loading torch; the first start compiles for half a minute\n")

@@ -171,7 +171,7 @@ class Report:
             shown = ", ".join(self.left_out[:_SHOWN_TOPICS])
             more = len(self.left_out) - _SHOWN_TOPICS
             shown += f" and {more} more topics" if more > 0 else ""
-            yield "left out", f"{shown}: penstock info, of the recording, says why"
+            yield "left out", f"{shown}: penstock info RECORDING says why"
         for note in self.training:
             yield "look", f"{note.what}; {note.todo}"
         if self.bags and self.frames_out == sum(bag.episodes for bag in self.bags):

@@ -130,7 +130,7 @@ def folder_text(facts: Facts) -> str:
     columns = ("recording", "kind", "topics", "messages", "seconds", "size")
     more = facts["count"] - len(rows)
     table = text_table(columns, rows) + (f"\nand {more} more" if more else "")
-    return f"{aligned(head)}\n\n{table}\n\npenstock info, of one of them, shows its topics"
+    return f"{aligned(head)}\n\n{table}\n\npenstock info RECORDING shows the topics of one of them"
 
 
 def _kind(bag: Bag) -> str:

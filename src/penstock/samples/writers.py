@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from penstock.core.files import storage_error
-from penstock.errors import UsageError
+from penstock.errors import MissingExtra, UsageError
 
 _MCAP_CHUNK_BYTES: Final = 10**6
 
@@ -128,7 +128,10 @@ class _Ros2(SampleWriter):
 
 class _McapFile(SampleWriter):
     def __init__(self, path: Path, compression: str, store: Any) -> None:
-        from mcap.writer import CompressionType, Writer
+        try:
+            from mcap.writer import CompressionType, Writer
+        except ImportError as error:
+            raise MissingExtra("mcap", "foxglove") from error
 
         kinds = {
             "none": CompressionType.NONE,

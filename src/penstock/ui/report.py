@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import math
 import os
+import re
 import shutil
 import sys
-import textwrap
+import unicodedata
 from base64 import b64encode
 from collections.abc import Iterable, Mapping, Sequence
 from html import escape
@@ -282,17 +283,36 @@ def aligned(lines: Iterable[tuple[str, str]]) -> str:
 def wrapped(text: str, indent: str = "", end: str = "") -> str:
     """Wrap a line to the terminal: further lines are indented, all but the last have an end."""
     width = terminal_width()
-    if width is None or len(text) <= width:
+    if width is None or _columns(text) <= width:
         return text
-    lines = textwrap.wrap(
-        text,
-        width - len(end),
-        subsequent_indent=indent,
-        break_long_words=False,
-        break_on_hyphens=False,
-        replace_whitespace=False,
-    )
-    return f"{end}\n".join(lines)
+    return f"{end}\n".join(_lines_of(text, width - len(end), indent))
+
+
+def _columns(text: str) -> int:
+    """Return how many columns of a terminal a text takes: two for a letter of Chinese."""
+    if text.isascii():
+        return len(text)
+    wide = sum(unicodedata.east_asian_width(letter) in "WF" for letter in text)
+    return len(text) + wide - sum(map(bool, map(unicodedata.combining, text)))
+
+
+def _lines_of(text: str, width: int, indent: str = "") -> list[str]:
+    """Break a text into lines of so many columns."""
+    lines, line = [], ""
+    for blanks, word in re.findall(r"( *)([^ ]+)", text):
+        for piece in _pieces(word):
+            if line.strip() and _columns(line + blanks + piece) > width:
+                lines.append(line)
+                line, blanks = indent, ""
+            line, blanks = line + blanks + piece, ""
+    return [*lines, line]
+
+
+def _pieces(word: str) -> list[str]:
+    """Return the parts between which a line may end: what looks like a path has but one."""
+    if word.isascii() or any(mark in word for mark in "/'\""):
+        return [word]
+    return re.findall(r"[!-~]+|[^!-~][^\w!-~]*", word)  # no line begins with a comma
 
 
 def text_table(columns: Sequence[str], rows: Sequence[Sequence[Any]]) -> str:
@@ -305,10 +325,7 @@ def text_table(columns: Sequence[str], rows: Sequence[Sequence[Any]]) -> str:
     lines = [list(columns), *texts]
     widths = _fitted_widths(lines, right)
     return "\n".join(
-        "  ".join(
-            cell.rjust(width) if flag else cell.ljust(width)
-            for cell, width, flag in zip(part, widths, right, strict=True)
-        ).rstrip()
+        "  ".join(map(_padded, part, widths, right)).rstrip()
         for line in lines
         for part in _wrapped(line, widths)
     )
@@ -316,7 +333,7 @@ def text_table(columns: Sequence[str], rows: Sequence[Sequence[Any]]) -> str:
 
 def _fitted_widths(lines: Sequence[Sequence[str]], right: Sequence[bool]) -> list[int]:
     """Return the width of each column; the widest ones of text give way to a narrow terminal."""
-    widths = [max(len(line[k]) for line in lines) for k in range(len(right))]
+    widths = [max(_columns(line[k]) for line in lines) for k in range(len(right))]
     room = terminal_width()
     while room is not None and sum(widths) + 2 * len(widths) - 2 > room:
         k = max(range(len(widths)), key=lambda k: 0 if right[k] else widths[k])
@@ -330,19 +347,27 @@ def _wrapped(line: Sequence[str], widths: Sequence[int]) -> Iterable[Sequence[st
     """Wrap the cells of a row that are too long; one without blanks loses its middle."""
     cells = []
     for cell, width in zip(line, widths, strict=True):
-        if len(cell) <= width:
+        if _columns(cell) <= width:
             cells.append([cell])
         else:
-            parts = textwrap.wrap(cell, width, break_long_words=False, break_on_hyphens=False)
-            cells.append([_shortened(part, width) for part in parts])
+            cells.append([_shortened(part, width) for part in _lines_of(cell, width)])
     return zip_longest(*cells, fillvalue="")
 
 
 def _shortened(text: str, width: int) -> str:
-    if len(text) <= width:
+    if _columns(text) <= width:
         return text
-    head = (width - 1) // 3
-    return f"{text[:head]}…{text[len(text) - (width - 1 - head) :]}"
+    head, tail = text, text
+    while _columns(head) > (width - 1) // 3:
+        head = head[:-1]
+    while _columns(tail) > width - 1 - _columns(head):
+        tail = tail[1:]
+    return f"{head}…{tail}"
+
+
+def _padded(cell: str, width: int, right: bool) -> str:
+    blanks = " " * (width - _columns(cell))
+    return f"{blanks}{cell}" if right else f"{cell}{blanks}"
 
 
 def _text(value: Any) -> str:

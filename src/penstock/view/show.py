@@ -7,10 +7,11 @@ import shutil
 import subprocess
 import time
 from collections.abc import Callable
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from pathlib import Path
 
 from penstock.bags.find import to_path
+from penstock.core.files import storage_error
 from penstock.core.interrupt import check_stop
 from penstock.dataset.layout import INFO_PATH
 from penstock.errors import UsageError
@@ -23,6 +24,8 @@ from penstock.view.recordings import Recordings
 from penstock.view.server import Viewer, ViewServer
 
 _BROWSERS = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable", "chrome")
+# What a whole picture ends with: on a full disk browsers write a part, and say nothing.
+_PICTURE_ENDS = {".png": b"IEND\xaeB`\x82", ".jpg": b"\xff\xd9", ".jpeg": b"\xff\xd9"}
 _SHOT_S = 60.0
 _POLL_S = 0.1
 
@@ -106,14 +109,16 @@ def screenshot(
         dark: In dark colours.
 
     Raises:
-        UsageError: There is no browser, or it failed.
+        UsageError: There is no browser, or it failed. What was under this name is still there.
     """
     browser = next(filter(None, map(shutil.which, _BROWSERS)), None)
     if browser is None:
         raise UsageError("--screenshot needs Chromium or Chrome, and neither is on the PATH")
     _check_folder(target)
-    target.unlink(missing_ok=True)
-    with ViewServer(opened()) as server:
+    # Beside it: a browser in a box of its own (snap) sees no other temporary folder.
+    taken = target.with_name(f"{target.stem}.{os.getpid()}{target.suffix}").resolve()
+    with ViewServer(opened()) as server, ExitStack() as after:
+        after.callback(lambda: taken.unlink(missing_ok=True))
         words = [
             browser,
             "--headless=new",
@@ -121,7 +126,7 @@ def screenshot(
             "--no-first-run",
             "--hide-scrollbars",
             f"--window-size={width},{max(900, width * 3 // 4)}",
-            f"--screenshot={target.resolve()}",
+            f"--screenshot={taken}",
             *(["--blink-settings=preferredColorScheme=0"] if dark else []),
             *(["--no-sandbox"] if os.geteuid() == 0 else []),  # it refuses root otherwise
             f"{server.url}?shot=1#{episode}",
@@ -130,5 +135,10 @@ def screenshot(
             subprocess.run(words, capture_output=True, timeout=_SHOT_S, check=False)  # noqa: S603
         except (OSError, subprocess.TimeoutExpired) as error:
             raise UsageError(f"{browser} did not take the picture: {error}") from error
-    if not target.is_file():
-        raise UsageError(f"{browser} did not write {target}")
+        whole = _PICTURE_ENDS.get(target.suffix.lower(), b"")
+        if not taken.is_file() or not (data := taken.read_bytes()) or not data.endswith(whole):
+            raise UsageError(f"{browser} could not write {target}; is there room for it?")
+        try:
+            taken.replace(target)
+        except OSError as error:
+            raise storage_error("write", target, error) from error
