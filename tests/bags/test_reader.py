@@ -185,7 +185,8 @@ def test_find_bags(tmp_path: Path, make: Make) -> None:
 
 def test_a_folder_of_several_bags_holds_them_from_above_too(tmp_path: Path, make: Make) -> None:
     """It was taken for one ROS 2 bag: takes were joined, and .bag files in it were lost."""
-    for name in ("data/mixed/a.bag", "data/mixed/b.mcap", "data/takes/x.mcap", "data/takes/y.mcap"):
+    names = "mixed/a.bag mixed/b.mcap takes/x.mcap takes/y.mcap ros1/one.bag .trash/gone.bag"
+    for name in map("data/{}".format, names.split()):
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         make(name, kind="bag" if name.endswith(".bag") else "mcap", seconds=0.05)
     for name in ("data/split/split_0.mcap", "data/split/split_1.mcap", "data/single/take_7.mcap"):
@@ -194,9 +195,11 @@ def test_a_folder_of_several_bags_holds_them_from_above_too(tmp_path: Path, make
     data = tmp_path / "data"
     found = [str(path.relative_to(data)) for path in find_bags([data])]
     assert found == [
-        *("mixed/a.bag", "mixed/b.mcap", "single", "split", "takes/x.mcap", "takes/y.mcap"),
+        *("mixed/a.bag", "mixed/b.mcap", "ros1/one.bag", "single", "split"),
+        *("takes/x.mcap", "takes/y.mcap"),
     ]
-    one_by_one = find_bags([data / name for name in ("mixed", "single", "split", "takes")])
+    parts = ("mixed", "ros1", "single", "split", "takes")
+    one_by_one = find_bags([data / name for name in parts])
     assert len(one_by_one) == len(found)
 
 

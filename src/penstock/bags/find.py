@@ -76,9 +76,8 @@ def open_bag(
 def find_bags(paths: Sequence[Path | str]) -> list[Path]:
     """Return the bags among files and folders, in natural order, each once.
 
-    A folder is either a ROS 2 bag or a folder of bags (files and ROS 2 bag folders). It is not
-    searched any deeper, but for folders in it whose files cannot be the parts of one bag: these
-    hold what they hold when they are named themselves.
+    A folder is either a ROS 2 bag or a folder of bags (files and ROS 2 bag folders). The folders in
+    it hold what they hold when they are named themselves; it is not searched any deeper.
 
     Raises:
         DataError: A path does not exist, or holds no bag.
@@ -130,9 +129,10 @@ def _bags_in(path: Path) -> list[Path]:
         return [path]
     found = _files_in(path)
     for entry in _entries(path):
-        if entry.is_dir() and (_is_bag(entry) or parts_of(entry)):
+        if entry.is_dir() and not entry.name.startswith("."):
             files = _files_in(entry)
-            found += [entry] if _is_bag(entry) or len(files) == 1 else files
+            one = len(files) == 1 and parts_of(entry)  # a ROS 2 bag without its metadata.yaml
+            found += [entry] if one or _is_bag(entry) else files
     return found
 
 
