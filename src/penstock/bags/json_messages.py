@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import base64
 import binascii
 import json
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any, Final
 from urllib.parse import unquote
+
+import pybase64
 
 from penstock.bags.layout import (
     MOST_VALUES,
@@ -198,7 +199,7 @@ def _decode_bytes(node: Node, tree: Any) -> None:
         value = tree.get(name)
         if inner.type == "bytes" and isinstance(value, str):
             try:
-                tree[name] = memoryview(base64.b64decode(value, validate=True))
+                tree[name] = memoryview(pybase64.b64decode(value, validate=True))
             except (binascii.Error, ValueError):
                 raise DataError(f"{name} is no base64") from None
         elif inner.type == "message":
