@@ -197,6 +197,7 @@ def test_doctor_returns_1_on_a_finding(checkpoint, capsys):
 def test_ctrl_c_while_the_command_is_loaded_is_one_line() -> None:
     code = """
 import os, signal, sys
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a background job is started without
 class Interrupting:
     def find_spec(self, name, *_):
         if name == "penstock.commands.parser":
