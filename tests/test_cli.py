@@ -210,29 +210,6 @@ sys.exit(main())
     assert (done.returncode, done.stderr) == (130, "penstock: interrupted\n")
 
 
-def test_ctrl_c_while_a_dataclass_is_made_is_an_exit_code_too(tmp_path: Path) -> None:
-    """It is made by `exec`, and Python ends by the signal if an interrupt came out of one."""
-    (tmp_path / "sitecustomize.py").write_text(
-        """
-import sys
-class Interrupting:
-    def find_spec(self, name, *_):
-        if name == "penstock.commands.parser":
-            exec("raise KeyboardInterrupt")
-sys.meta_path.insert(0, Interrupting())
-"""
-    )
-    paths = os.pathsep.join([str(tmp_path), *sys.path])
-    done = subprocess.run(
-        [sys.executable, "-m", "penstock", "--version"],
-        capture_output=True,
-        text=True,
-        check=False,
-        env={**os.environ, "PYTHONPATH": paths},
-    )
-    assert (done.returncode, done.stderr) == (130, "penstock: interrupted\n")
-
-
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_a_signal_stops_work_at_its_boundary_and_nowhere_else(number):
     """The work never sees an exception but at `check_stop`, wherever the signal finds it."""

@@ -10,7 +10,6 @@ def main() -> int:
 
         return cli.main()
     except KeyboardInterrupt:
-        exec("")  # noqa: S102 - if it came out of one, Python would end by the signal all the same
         sys.stderr.write("penstock: interrupted\n")
         return 130
 
