@@ -13,7 +13,7 @@ import re
 import struct
 import sys
 import warnings
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext, suppress
 from pathlib import Path
@@ -26,6 +26,7 @@ from numpy.typing import NDArray
 
 from penstock.checkpoints import folder
 from penstock.core import tree
+from penstock.core.extras import version_of
 from penstock.core.files import publish_bytes, storage_error
 from penstock.core.pack import PackReader, is_pack
 from penstock.core.pack.format import DIGEST_KEY, INDEX_KEY, MAX_HEADER_BYTES
@@ -285,7 +286,7 @@ def to_torch(path: str | os.PathLike[str], out: str | os.PathLike[str]) -> Path:
     """Write a checkpoint as a file that `torch.load(out, weights_only=True)` reads.
 
     What that refuses is converted: numpy's arrays become tensors, its numbers Python's, frozensets
-    sets, deques lists.
+    sets, deques lists, and before torch 2.4 Counters dicts.
 
     Args:
         path: A checkpoint, or a folder: then the newest.
@@ -349,7 +350,8 @@ def _without_numpy(value: Any) -> Any:
     if isinstance(value, np.generic):
         return value.item()
     if isinstance(value, dict):
-        plain: Any = type(value)()
+        counted = type(value) is Counter and version_of(torch.__version__) < (2, 4)
+        plain: Any = {} if counted else type(value)()
         plain.update({key: _without_numpy(child) for key, child in value.items()})
         if hasattr(value, "_metadata"):
             plain._metadata = value._metadata
